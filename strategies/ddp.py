@@ -33,6 +33,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
+from bigtrain.tracing.routes import Routes
 
 
 class DDP(Strategy):
@@ -98,6 +99,21 @@ class DDP(Strategy):
                 f"a pipeline (mesh.pp={plan.pp}) gradients are averaged without it. "
                 f"Set strategy.replicate.{option}={_word(neutral)}."
             )
+
+    def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
+        """See `Strategy.meet_routes`: what gets no gradient is looked for."""
+        if self.find_unused_parameters or plan.pp > 1:
+            return self, None
+        if self.static_graph:
+            raise ConfigError(
+                f"strategy.replicate.static_graph=true promises the same in every step, and not "
+                f"every pass calls {routes.names}. Set strategy.replicate.static_graph=false."
+            )
+        line = (
+            f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
+            "strategy.replicate.find_unused_parameters=true"
+        )
+        return self.model_copy(update={"find_unused_parameters": True}), line
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Buckets hold the gradients from the first step on; computed ones pass through."""

@@ -27,6 +27,7 @@ from bigtrain.recorder.blocks import mark_blocks
 from bigtrain.slicing.install import slice_modules
 from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.memory_format import set_channels_last
+from bigtrain.tracing.unreached import unfreeze
 
 
 def check_mesh(plan: Plan, context: RunContext) -> None:
@@ -71,6 +72,10 @@ def build_runner(
         mover: `plan.mover(...)`, which the caller closes.
     """
     meter.phase("build")
+    unreached = resolved.unreached
+    if _follows_late(resolved.plan):  # it was forecast without them
+        unfreeze(blueprint.model, unreached)
+        unreached = ()
     with meter.window():
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
@@ -104,6 +109,8 @@ def build_runner(
             block_policies=resolved.policies,
             offloader=mover,
             slices=slices,
+            routes=resolved.routes,
+            unreached=unreached,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # slice: done above; what follows finds parameters of this rank's own.
@@ -119,6 +126,12 @@ def build_runner(
         assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return _recorded_runner(assembly)
+
+
+def _follows_late(plan: Plan) -> bool:
+    """Whether a parameter may get its first gradient in any step: nothing is planned around it."""
+    plain = plan.replicate.engine == "torch" and not plan.replicate.sharded_states
+    return plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
 
 
 def _changed_modules(

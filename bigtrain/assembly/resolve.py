@@ -18,6 +18,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.routes import Routes, find_routes
 from bigtrain.tracing.unreached import freeze_unreached
 
 
@@ -35,6 +36,7 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
             is above the budget.
     """
+    plan, routes, chosen = _meet_routes(plan, workload)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
         unreached = freeze_unreached(workload.model, workload.example, workload.loss)
@@ -48,12 +50,31 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     sliced = [slices.summary(workload.model)] if slices is not None else []
     notes = (
         *_not_trained(unreached),
+        *chosen,
         *sliced,
         *_no_replicas(plan),
         *_compiled(plan),
         *resolved.notes,
     )
-    return replace(resolved, unreached=unreached, notes=notes)
+    return replace(resolved, unreached=unreached, routes=routes, notes=notes)
+
+
+def _meet_routes(plan: Plan, workload: Workload) -> tuple[Plan, Routes, list[str]]:
+    """See what some passes call and others do not, and let the replicas be ready for it.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    replicate = plan.techniques.get("replicate")
+    if plan.dp == 1 or workload.example is None or replicate is None:
+        return plan, Routes(), []
+    routes = find_routes(workload.model, workload.example)
+    if not routes.vary:
+        return plan, routes, []
+    technique, line = replicate.meet_routes(routes, plan)
+    if technique is not replicate:
+        plan = replace(plan, techniques={**plan.techniques, "replicate": technique})
+    return plan, routes, [line] if line else []
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:
@@ -129,5 +150,5 @@ def make_layout(plan: Plan, workload: Workload) -> Layout | None:
             "micro-batch. Give prepare(..., example=(inputs, targets))."
         )
     layout = cut_strategy.lay_out(workload, plan)
-    plan.check_model(ModelFacts(shared=layout.shared))
+    plan.check_model(ModelFacts(shared=layout.shared, untrained=layout.untrained))
     return layout

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from bigtrain.core.participation import Participation
 from bigtrain.core.runner import StepLoss
 from bigtrain.core.state import load_optimizer, load_tensors, model_state
 from bigtrain.core.strategy import Assembly
@@ -55,28 +56,42 @@ class StepRunner:
         self._keep_gradients = assembly.keep_gradients
         self._average = assembly.average
         self._before_update = assembly.before_update
+        self._use = assembly.use
+        self.participation = Participation(
+            assembly.context,
+            assembly.roots,
+            assembly.unreached,
+            assembly.plan.strategy.name,
+            units=assembly.units,
+            use=assembly.use,
+            follows_freezing=_follows_freezing(assembly),
+        )
         self._stepped = False
         self._trained = list(named.values())
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
+        make_optimizer = assembly.make_optimizer
+        if not named:  # a stage of frozen layers; torch's optimizers want something
+            make_optimizer = lambda _none: assembly.make_optimizer([_nothing()])  # noqa: E731
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            given = (named, assembly.make_optimizer, assembly.meter)
+            given = (named, make_optimizer, assembly.meter)
             self._released = InBackwardUpdate(*given, sliced_names)
         self._update: Update = (
             assembly.update
             or self._released
             or (
-                PartitionedUpdate(named, assembly.make_optimizer, state_store=assembly.state_store)
+                PartitionedUpdate(named, make_optimizer, state_store=assembly.state_store)
                 if assembly.state_store is not None
-                else WholeUpdate(named, assembly.make_optimizer)
+                else WholeUpdate(named, make_optimizer)
             )
         )
         self.optimizer = self._update.optimizer
 
     def begin_step(self) -> None:
         """Say that a step begins, where the one before was not ended by `update`."""
+        self.participation.begin()
         if self._released is not None:
             self._released.begin_step()
 
@@ -85,7 +100,20 @@ class StepRunner:
         loss = StepLoss(own_sum, mean)
         if self._checks_finite:
             loss.read()
+        elif self.participation.has_a_say:
+            self.participation.agree()
+        self._drop_unused()
         return loss
+
+    def _drop_unused(self) -> None:
+        """Leave alone what no replica has used in this step, though zeros stand in its gradient."""
+        if self._use is None or not self.participation.stand_ins:
+            return
+        used = [self._use.has(p) for p in self._trained]
+        rows = self.context.all_gather_rows(used, "dp")
+        for parameter, column in zip(self._trained, zip(*rows, strict=True), strict=True):
+            if not any(column):
+                parameter.grad = None
 
     def sum_losses(self, sums: Mapping[int, float]) -> float:
         """Add up the losses of these ranks.
@@ -100,8 +128,9 @@ class StepRunner:
 
     def mean_loss(self, own_sum: float, total: float) -> float:
         """The mean loss of all ranks' sums over so many targets. Collective; see `sum_losses`."""
-        sums = self.context.all_gather_numbers(own_sum, "dp")
-        ranks = self.context.ranks_of("dp")
+        rows = self.context.all_gather_rows([own_sum, *self.participation.row()], "dp")
+        self.participation.check([row[1:] for row in rows])
+        ranks, sums = self.context.ranks_of("dp"), [row[0] for row in rows]
         return self.sum_losses(dict(zip(ranks, sums, strict=True))) / max(total, 1)
 
     def update(self, loss: StepLoss | None = None) -> float:
@@ -269,6 +298,7 @@ class LoopRunner(StepRunner):
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self._sync(number == len(micro_batches)):
                 losses.append(self.run_micro_batch(micro_batch, scale, check=check))
+        self.participation.end()
         self.average_gradients()
         # One read from the device a step, not one for each micro-batch.
         own_sum = torch.stack(losses).double().sum()
@@ -343,6 +373,21 @@ class LoopRunner(StepRunner):
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
         current = self.module.state_dict()
         load_tensors(current, set(current), saved, self._update)
+
+
+def _follows_freezing(assembly: Assembly) -> bool:
+    """Whether a parameter may be frozen in the loop: nothing waits for its gradient.
+
+    A wrapper, or an engine, has planned with it; shards have a copy that trains on.
+    """
+    traits = assembly.plan.replicate
+    plain = traits.engine == "torch" and traits.sharded_states < 2 and not traits.owns_step
+    return plain and (assembly.module is assembly.model or traits.finds_unused)
+
+
+def _nothing() -> nn.Parameter:
+    """What an optimizer without parameters is made of: it has learning rates all the same."""
+    return nn.Parameter(torch.zeros(0))
 
 
 def check_finite(losses: Mapping[int, float]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bigtrain.core.participation import GradientUse
 from bigtrain.core.strategy import Assembly
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.devices import is_accelerator
-from bigtrain.errors import ConfigError
+from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
 from bigtrain.units import MIB
@@ -63,6 +65,7 @@ def average_gradients(
         follow = [b for root in assembly.roots for b in root.buffers()] if broadcast_buffers else ()
         assembly.average = GradientAverager(context, bucket_size, follow)
         return None
+    options.setdefault("find_unused_parameters", assembly.routes.vary)
     if not any(p.requires_grad for p in assembly.module.parameters()):
         raise ConfigError("the model has no parameter to train: there is nothing to average.")
     settings: dict[str, Any] = {
@@ -76,6 +79,12 @@ def average_gradients(
     }
     wrapped = DistributedDataParallel(assembly.module, **settings)
     assembly.module = wrapped
+    if settings.get("find_unused_parameters"):
+        assembly.use = GradientUse()
+        assembly.use.watch(assembly.trained().values())
+    elif not settings.get("static_graph"):
+        trained = assembly.trained()
+        assembly.before_update.append(lambda: _check_complete(wrapped, trained))
     if plan.batch.accumulation_steps > 1:
         plain = partial(_average_bucket, context.dp_group)
         assembly.sync = LastMicroBatchSync(wrapped, exchange or plain)
@@ -88,6 +97,28 @@ def average_gradients(
 
 
 _ask = lambda exchange, bucket: exchange(bucket)  # noqa: E731 - torch compares annotations
+
+
+def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.Parameter]) -> None:
+    """See that every gradient of a step was averaged, before anything is updated by them.
+
+    Raises:
+        BigtrainError: the loss of this rank did not depend on some parameters.
+    """
+    try:
+        wrapped.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = list(trained)
+        missing = [names[int(number)] for number in said[1].split()] if said else []
+        shown = ", ".join(missing[:3]) or "some parameters"
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BigtrainError(
+            f"the loss of this rank does not depend on {shown}{more} in this step, and the other "
+            "ranks wait for their gradients. Set strategy.replicate.find_unused_parameters=true "
+            "(with --strategy ddp), or give prepare(..., example=(inputs, targets)), by which "
+            "such parameters are found."
+        ) from error
 
 
 def _average_bucket(group: dist.ProcessGroup | None, bucket: Any) -> AnyFuture:

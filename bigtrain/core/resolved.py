@@ -11,6 +11,7 @@ from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Plan
 from bigtrain.cutting.layout import Layout
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ResolvedPlan:
     """What modules keep for the backward pass, by their names in the whole model."""
     unreached: tuple[str, ...] = ()
     """Parameters that the loss does not reach: they are not trained."""
+    routes: Routes = field(default_factory=Routes)
+    """What some passes of the model call and others do not, where that matters to the plan."""
     notes: tuple[str, ...] = ()
     """What there is to say of the choices made."""
 

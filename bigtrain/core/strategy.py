@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
+from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.runner import Runner
 from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
@@ -36,6 +37,7 @@ from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.state import SlicedState
+from bigtrain.tracing.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class ModelFacts:
     """Why there is none, see `Profile.untraceable`: the fault of one technique or of none."""
     shared: Sequence[str] = ()
     """The parameters that several stages of one rank use."""
+    untrained: Sequence[int] = ()
+    """The stages that have no trained parameter."""
 
 
 _ORDER: tuple[Role, ...] = ("cut", "slice", "recompute", "offload", "replicate", "accumulate")
@@ -266,6 +270,14 @@ class Assembly:
     """How the model's layers are sliced over the ranks of the tp axis, where they are."""
     offloader: Offloader | None = None
     """What takes activations away, where some are."""
+    routes: Routes = field(default_factory=Routes)
+    """What some passes of the model call and others do not."""
+    unreached: Collection[str] = ()
+    """Names of parameters that were left out of training, because no pass came by them."""
+    units: GatheredUnits | None = None
+    """Set by a technique that gathers modules: told of each before it is gathered."""
+    use: GradientUse | None = None
+    """Set by a technique that leaves a gradient where a step had none: told of those that come."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]
@@ -366,6 +378,20 @@ class Strategy(BaseModel):
         Raises:
             ConfigError: with the key, the numbers and the fix.
         """
+
+    def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:  # noqa: ARG002
+        """What becomes of the technique where not every pass calls the same modules.
+
+        Called where there are several replicas and something varies.
+
+        Returns:
+            Itself, or one with other options; and a line that says what was chosen.
+
+        Raises:
+            ConfigError: it needs that all ranks, or all steps, go through the same; with the
+                modules and with what works.
+        """
+        return self, None
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
         """Turn the forecast of what came before into the forecast with this technique."""

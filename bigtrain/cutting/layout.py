@@ -64,6 +64,14 @@ class Layout:
                 found.append(name)
         return found
 
+    @property
+    def untrained(self) -> list[int]:
+        """The stages that have no trained parameter."""
+        cut = self.chosen.cut
+        named = cut.traced_model.fake_model.named_parameters()
+        trained = {name for name, parameter in named if parameter.requires_grad}
+        return [s for s in self.all_stages if trained.isdisjoint(cut.tensor_names_of([s]))]
+
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:
         """Compare the stages with the whole model on a small input, where that is cheap.
 

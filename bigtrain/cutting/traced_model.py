@@ -146,10 +146,15 @@ class TracedModel:
         self, recorded: ForwardTrace, batch: MicroBatch, calls: Sequence[int]
     ) -> tuple[frozenset[int], ...]:
         """For each cut, of the values that cross it, those that get a gradient from behind it."""
-        loss = None
+        loss: Sequence[Tensor] | None = None
         if batch.targets is not None:  # without a loss all stages are in one graph: autograd knows
-            with self._mode:
-                loss = self._loss(recorded.output, batch.targets, batch.count)
+            try:
+                with self._mode:
+                    loss = [self._loss(recorded.output, batch.targets, batch.count)]
+            except Exception:  # noqa: BLE001 - a user's loss may want values, as CTC does
+                # It runs on real tensors alone, in the last stage: all that the model returns may
+                # have a part in it. What has none gets zeros.
+                loss = tree_tensors(recorded.output)
         trained_values = []
         for call in calls:
             edges = {
@@ -191,11 +196,18 @@ def _call_at(recorded: ForwardTrace, call_site: CallSite, micro_batch: MicroBatc
     )
 
 
-def _reached(loss: Tensor, edges: Mapping[Any, int]) -> set[int]:
-    """The values to whose edges the graph of the loss leads, not by way of one another."""
+def _reached(ends: Sequence[Tensor], edges: Mapping[Any, int]) -> set[int]:
+    """The values to whose edges the graph of these leads, not by way of one another."""
     value_at = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
     reached_values: set[int] = set()
-    pending: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    pending: list[Any] = []
+    for end in ends:
+        if end.requires_grad:
+            edge = torch.autograd.graph.get_gradient_edge(end)
+            if (edge.node, edge.output_nr) in value_at:  # handed on as it is
+                reached_values.add(value_at[edge.node, edge.output_nr])
+            else:
+                pending.append(edge.node)
     visited = set(pending)
     while pending:
         for node, number in pending.pop().next_functions:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,9 +77,6 @@ class PipelineRunner(StepRunner):
                     parameters[name] = parameter
                     self._stage_of[name] = index
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if not trained:  # torch's optimizers want something
-            make_optimizer = assembly.make_optimizer
-            assembly = replace(assembly, make_optimizer=lambda _none: make_optimizer([_nothing()]))
         if assembly.sync is not None:
             name = assembly.plan.techniques["replicate"].name
             raise ConfigError(
@@ -103,6 +99,7 @@ class PipelineRunner(StepRunner):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
         context = self.context
+        self.begin_step()
         self._transport.wait_sends()
         self._placed.clear()  # of a step that failed
         self._set_mode(training=self.module.training)
@@ -117,6 +114,7 @@ class PipelineRunner(StepRunner):
         for group in self._groups(micro_batches):
             remaining -= len(group)
             losses += self._run(group, scale, final=remaining == 0)
+        self.participation.end()
         own_sum = torch.stack(losses).double().sum() if losses else None
         loss = self.step_loss(own_sum, self._mean_loss)
         self._ties.sum_gradients()
@@ -126,7 +124,9 @@ class PipelineRunner(StepRunner):
 
     def _mean_loss(self, own_sum: float) -> float:
         """Each pipeline's last stage has `scale` times its sum, the other ranks have nothing."""
-        sums = dict(enumerate(self.context.all_gather_numbers(own_sum)))
+        rows = self.context.all_gather_rows([own_sum, *self.participation.row()])
+        self.participation.check([row[1:] for row in rows], of_all=True)
+        sums = {rank: row[0] for rank, row in enumerate(rows)}
         return self.sum_losses(sums) / (self.context.world_size // self.context.pp_size)
 
     def _set_mode(self, *, training: bool) -> None:
@@ -331,11 +331,6 @@ class PipelineRunner(StepRunner):
         """See `Runner.close`."""
         self._transport.wait_sends()
         super().close()
-
-
-def _nothing() -> nn.Parameter:
-    """What an optimizer without parameters is made of: it has learning rates all the same."""
-    return nn.Parameter(torch.zeros(0))
 
 
 def _signature(micro_batch: MicroBatch) -> str:

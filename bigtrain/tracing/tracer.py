@@ -279,7 +279,9 @@ class _Recorder:
             raise
         self.clock += 1
         call.end = self.clock
-        call.result, call.outputs = result, self.ids_of(result)
+        # In containers of its own: the caller may change what was returned to it.
+        call.result = map_tensors(result, lambda tensor: tensor)
+        call.outputs = self.ids_of(result)
         if container_contents((args, kwargs)) != held:
             self.whole.append(UncuttableRange(self.clock, END_OF_PASS, _GIVEN))
         self._note_uses(call.outputs)

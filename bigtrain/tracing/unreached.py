@@ -80,7 +80,7 @@ def _unreached(
         # Without targets for a head: its logits are whole, which costs nothing here.
         output = twin.train(mode)(batch.inputs)
         total = loss(output, batch.targets, max(1, batch.count))
-        leaves, is_whole = _leaves(total)
+        leaves, is_whole = graph_leaves(total)
         pairs = {n: pair for n, pair in pairs.items() if leaves.isdisjoint(map(id, pair))}
         if pairs and not is_whole:
             total.backward()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def _unreached(
     return [*pairs] if len(pairs) < trained else [], frozenset(called)
 
 
-def _leaves(loss: Tensor) -> tuple[set[int], bool]:
+def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
     """The ids of the leaves of a graph, and whether it shows all of them.
 
     A function of one's own may hold parameters that are seen in its backward pass only, as

@@ -21,8 +21,9 @@ it: 2P + 16P/N, that is 2P/N above the least. Accumulating, stage 1 keeps whole 
 the micro-batches (4P, in bf16 2P) and stage 3 an fp32 shard of them in bf16 as well (2P/N more).
 
 Parameters that the loss never reaches are left out beforehand. Where a step brings no gradient of
-another, DeepSpeed's flat shard has zeros there, and the optimizer steps on those: weight decay and
-momentum go on, where other strategies leave such a parameter alone. In bf16, frozen parameters are
+another, DeepSpeed's flat shard has zeros there, and the optimizer would step on those: weight decay
+and momentum would go on. Such a step is refused, but for plain SGD, which zeros do not move. In
+bf16, frozen parameters are
 kept in bf16 alone, and are saved as rounded.
 """
 
@@ -31,7 +32,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from bigtrain.core.runner import Runner
-from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -51,6 +52,7 @@ from bigtrain.strategies.zero.on_deepspeed.offload import check_offload, offload
 from bigtrain.strategies.zero.on_deepspeed.runner import DeepSpeedRunner
 from bigtrain.strategies.zero.on_deepspeed.traffic import deepspeed_traffic, shared_traffic
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
+from bigtrain.tracing.routes import Routes
 
 DEEPSPEED_ALTERNATIVES = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
@@ -74,6 +76,25 @@ class DeepSpeed(Zero):
             # Stage 1 has, where a step is one micro-batch, only a shard of the gradients, too.
             sharded_states=max(2, self.stage),
             own_offload=True,
+        )
+
+    def check_model(self, facts: ModelFacts, plan: Plan) -> None:
+        """Refuse a stage that trains nothing: DeepSpeed shards the states of none."""
+        for stage in facts.untrained[:1] if plan.shares_engine else ():
+            raise ConfigError(
+                f"strategy.replicate: stage {stage} of the pipeline has no parameter to train, "
+                "and DeepSpeed makes no ZeRO of nothing. Use --strategy 1f1b_zero1 (zero on "
+                "torch), or strategy.cut.at with a trained layer in each stage."
+            )
+
+    def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
+        """Refuse them: its buckets meet those of other ranks, and its flat shards have zeros."""
+        del plan
+        raise ConfigError(
+            f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
+            "DeepSpeed's ranks would reduce gradients of different parameters together, or go on "
+            "with the momentum and decay of what a step does not use. "
+            f"Use --strategy {DEEPSPEED_ALTERNATIVES[self.stage]}."
         )
 
     def replaced_functions(self) -> AbstractContextManager[object]:

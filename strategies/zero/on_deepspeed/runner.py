@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.participation import GradientUse
 from bigtrain.core.replicas import broadcast_buffers
 from bigtrain.core.state import check_shapes
 from bigtrain.core.strategy import Assembly
@@ -43,6 +44,26 @@ class DeepSpeedRunner(LoopRunner):
         if self._precision == "bf16":
             self._autocast_inside()
         self._own_gathered()
+        self._seen = GradientUse()
+        named = () if _stands_still(self.optimizer) else self.module.named_parameters()
+        self._watched = [(name, p) for name, p in named if p.requires_grad]
+        self._seen.watch(p for _, p in self._watched)
+
+    def begin_step(self) -> None:
+        """See `StepRunner.begin_step`."""
+        super().begin_step()
+        self._seen.clear()
+
+    def average_gradients(self) -> None:
+        """DeepSpeed has done so; what had no gradient here would be updated by zeros."""
+        unused = [name for name, p in self._watched if not self._seen.has(p)]
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            self.participation.refuse(
+                f"{unused[0]}{more} got no gradient in this step, and DeepSpeed would go on with "
+                "its momentum and weight decay, which one process leaves alone; nothing was "
+                "updated. Use --strategy fsdp_zero2 or fsdp, or torch.optim.SGD without both."
+            )
 
     def _at_boundary(self, last: bool) -> AbstractContextManager[object]:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -144,3 +165,9 @@ class DeepSpeedRunner(LoopRunner):
         """See `Runner.close`."""
         self._hooks.close()
         super().close()
+
+
+def _stands_still(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether zeros in place of gradients move nothing."""
+    plain = type(optimizer) is torch.optim.SGD
+    return plain and not any(g["momentum"] or g["weight_decay"] for g in optimizer.param_groups)

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.participation import GatheredUnits
 from bigtrain.core.replicas import average_gradients, with_averaged_gradients
-from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -44,6 +45,7 @@ from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_paramet
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
 from bigtrain.tensors.norms import local_norm
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_whole
+from bigtrain.tracing.routes import Routes
 from bigtrain.units import format_bytes
 
 FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
@@ -93,6 +95,17 @@ class FairscaleEngine(Zero):
             optimizer_gets="copies",
             state_ranks=None,
             sharded_states=self.stage,
+        )
+
+    def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
+        """See `Strategy.meet_routes`: DDP alone, under stage 1, looks for what has no gradient."""
+        del plan
+        if self.stage == 1:
+            return self, None
+        raise ConfigError(
+            f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
+            "fairscale's ranks would reduce gradients of different parameters together. "
+            f"Use --strategy {FAIRSCALE_ALTERNATIVES[self.stage]}."
         )
 
     def warning(self) -> str | None:
@@ -182,6 +195,8 @@ class FairscaleShardedDDP(FairscaleEngine):
         from fairscale.nn.data_parallel import ShardedDataParallel
 
         update = OSSUpdate(assembly)
+        assembly.units = GatheredUnits()
+        assembly.units.watch(update.parameters)
         wrapped = ShardedDataParallel(
             assembly.module,
             update.oss,

@@ -27,7 +27,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigtrain.core.strategy import Assembly, ModelFacts, Plan
+from bigtrain.core.participation import GatheredUnits, GradientUse
+from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
@@ -35,13 +36,14 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
-from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
+from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
 from bigtrain.strategies.zero.on_torch.slice_borders import take_apart_at_borders
+from bigtrain.tracing.routes import Routes
 from bigtrain.versions.torch_versions import reduce_scatter_single
 
 
@@ -87,6 +89,16 @@ class FullySharded(Zero):
                 "one."
             )
 
+    def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
+        """See `Strategy.meet_routes`: a unit is what every pass calls."""
+        del plan
+        if not routes.differ or not routes.modules:
+            return self, None
+        return self, (
+            f"not every pass calls {routes.names} ({routes.cause}): such modules are gathered "
+            "with the nearest one around them that every pass calls"
+        )
+
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """States in shards, and the units that are whole at each moment."""
         ranks = self.shard_ranks or plan.dp
@@ -117,6 +129,7 @@ class FullySharded(Zero):
         if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
             on_gpu = is_accelerator(plan.device_type)
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        assembly.units, assembly.use = GatheredUnits(), GradientUse()
         whole = MixedPrecisionPolicy()
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
 
@@ -130,18 +143,18 @@ class FullySharded(Zero):
             # The code of a module that a cut goes through runs in several stages, and its forward
             # pass as such, to which hooks belong, in none.
             through: Collection[str] = getattr(root, "cut_through", ())
-            for name, unit in independent_blocks(root):
+            for name, unit in units_of(root, assembly.routes):
                 if name in through:
                     continue
                 assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
                 shard_norms(unit)
                 policy = whole if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
-                _finish(unit, assembly)
+                _finish(unit, name, assembly)
             assembly.materialize(names_of(root))
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
-            _finish(root, assembly)
+            _finish(root, "the model", assembly)
 
 
 class _UnitTraffic:
@@ -268,8 +281,12 @@ class _ReduceScatter:
             return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
-def _finish(unit: nn.Module, assembly: Assembly) -> None:
+def _finish(unit: nn.Module, name: str, assembly: Assembly) -> None:
     """What a unit needs once it is sharded."""
+    if assembly.units is not None and assembly.use is not None and assembly.plan.dp > 1:
+        units, number = assembly.units, assembly.units.add(name)
+        unit.register_forward_pre_hook(lambda _module, _inputs: units.note(number))
+        stand_in_for_missing(unit, assembly.use)
     if assembly.slices is not None:
         take_apart_at_borders(unit)
     _tell_owner(unit, assembly)

@@ -1,0 +1,258 @@
+"""Who takes part in a step: the same parameters on every rank, and those that were planned for.
+
+An exchange meets the one of another rank that comes next there, whatever it is for. So units that
+are gathered leave their numbers, and what was left out of training is looked at: a word of it joins
+the exchange of the losses, before anything is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.errors import BigtrainError
+from bigtrain.ranks.context import RunContext
+
+_EXACT_BITS = 52
+"""What a float64 holds of a whole number."""
+
+
+class GatheredUnits:
+    """The order in which modules are gathered, or gradients reduced, in the passes of a step."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._order: list[int] = []
+
+    def add(self, name: str) -> int:
+        """The number of a unit."""
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def note(self, number: int) -> None:
+        """A unit is about to be exchanged."""
+        self._order.append(number)
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note the gradients of these as they come: each is exchanged by itself."""
+        for name, parameter in parameters.items():
+            _when_accumulated(parameter, partial(_note, self, self.add(name)))
+
+    def clear(self) -> None:
+        """A step begins."""
+        self._order.clear()
+
+    def word(self) -> int:
+        """Tells the order of this step so far from others."""
+        return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # of numbers: the same on all ranks
+
+    def counts(self) -> dict[str, int]:
+        """How often each unit was exchanged."""
+        return {name: self._order.count(number) for number, name in enumerate(self.names)}
+
+
+class GradientUse:
+    """Which parameters get a gradient in a step, where what is there does not tell.
+
+    A gradient that stays allocated is zeros where there was none; one that others have is zeros
+    here, too.
+    """
+
+    def __init__(self) -> None:
+        self._used: set[int] = set()
+        self._watches = False
+        self.stand_ins = False
+        """Whether zeros may stand in for a gradient here."""
+        self.surprise: Tensor | None = None
+        """A parameter that was left out of training, and has got a gradient in this step."""
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the gradients of these as they come."""
+        for parameter in parameters:
+            _when_accumulated(parameter, self.note)
+        self._watches = True
+
+    def note(self, parameter: Tensor) -> None:
+        """One of the parameters has got a gradient."""
+        self._used.add(id(parameter))
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether it got one in this step so far, on this rank."""
+        return id(parameter) in self._used
+
+    def clear(self) -> None:
+        """A step begins."""
+        self._used.clear()
+        self.stand_ins = self._watches
+        self.surprise = None
+
+
+def _note(units: GatheredUnits, number: int, _parameter: Tensor) -> None:
+    units.note(number)
+
+
+def _when_accumulated(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
+    parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
+class Participation:
+    """Compares what takes part in a step with what was planned for, and with the other ranks.
+
+    Args:
+        context: the ranks that exchange.
+        roots: whose parameters are looked at, by plain names.
+        unreached: names of parameters that were left out, because no pass came by them.
+        strategy: named in messages.
+        units: what is gathered.
+        use: what gets a gradient, where that must be watched.
+        follows_freezing: whether a parameter may be frozen in the loop: nothing waits for it.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        roots: Sequence[nn.Module],
+        unreached: Iterable[str],
+        strategy: str,
+        *,
+        units: GatheredUnits | None = None,
+        use: GradientUse | None = None,
+        follows_freezing: bool = False,
+    ) -> None:
+        named = {n: p for root in roots for n, p in root.named_parameters()}
+        self._context, self._strategy = context, strategy
+        self._units, self._use, self._follows_freezing = units, use, follows_freezing
+        self._step = 0
+        self._planned = [(name, p, p.requires_grad) for name, p in named.items()]
+        left_out = frozenset(unreached)
+        self._left_out = [(n, p) for n, p in named.items() if n in left_out]
+        self._problem: str | None = None
+        self.stand_ins = False
+        """Whether zeros stood in for a gradient on some rank in this step."""
+
+    @property
+    def has_a_say(self) -> bool:
+        """Whether the ranks have to compare their steps at all; the same on all of them."""
+        return bool(self._units or self._use or self._left_out)
+
+    def begin(self) -> None:
+        """A step begins.
+
+        Raises:
+            BigtrainError: a parameter was frozen, or is to be trained, since the model was put
+                under the strategy.
+        """
+        self._step += 1
+        self._problem = None
+        self.stand_ins = False
+        if self._units is not None:
+            self._units.clear()
+        if self._use is not None:
+            self._use.clear()
+        for _, parameter in self._left_out:
+            parameter.requires_grad_(False)  # of a step that failed
+        for name, parameter, planned in self._planned:
+            if parameter.requires_grad is not planned:
+                self._changed(name, planned=planned)
+        for _, parameter in self._left_out:
+            parameter.requires_grad_(True)  # to see whether a gradient comes
+
+    def _changed(self, name: str, *, planned: bool) -> None:
+        if planned and self._follows_freezing:
+            return
+        was, now = ("trained", "frozen") if planned else ("frozen", "trained")
+        raise BigtrainError(
+            f"{name} was {was} when the model was put under strategy {self._strategy}, and is "
+            f"{now} (requires_grad={not planned}) before step {self._step} of this engine, which "
+            "would not follow. Save with engine.save, close the engine, and prepare the model "
+            f"anew with {name}.requires_grad={not planned}; engine.load goes on from there."
+        )
+
+    def end(self) -> None:
+        """All passes of a step are through: see whether what was left out took part."""
+        surprise = None if self._use is None else self._use.surprise
+        for name, parameter in self._left_out:
+            has_come = parameter.grad is not None or parameter is surprise
+            if has_come and self._problem is None:
+                self._problem = used_after_all(name)
+            parameter.grad = None
+            parameter.requires_grad_(False)
+
+    def refuse(self, problem: str) -> None:
+        """Something of this step is wrong here: all ranks are told when they exchange."""
+        self._problem = self._problem or problem
+
+    def row(self) -> list[float]:
+        """What this rank says of the step, for `check`."""
+        word = 0 if self._units is None else self._units.word()
+        stand_ins = self._use is not None and self._use.stand_ins
+        return [float(word), float(self._problem is not None), float(stand_ins)]
+
+    def check(self, rows: Sequence[Sequence[float]], *, of_all: bool = False) -> None:
+        """Compare the words of ranks. Collective over these ranks, where they differ.
+
+        Args:
+            rows: of the ranks that share the batch with this one, in their order.
+            of_all: of all ranks instead.
+
+        Raises:
+            BigtrainError: the same on every rank that the words are of.
+        """
+        if any(row[1] for row in rows):
+            said = self._gathered(self._problem, of_all=of_all)
+            raise BigtrainError(next(one for one in said if one))
+        # What is at the same place of every replica: the dp axis is the slowest.
+        replicas = max(1, self._context.dp_size)
+        lanes = len(rows) // replicas if of_all else 1
+        if any(row[0] != rows[place % lanes][0] for place, row in enumerate(rows)):
+            self._refuse_routes(of_all=of_all)
+        self.stand_ins = any(row[2] for row in rows)
+
+    def agree(self) -> None:
+        """Compare the words of the ranks that share the batch, in an exchange of its own."""
+        self.check(self._context.all_gather_rows(self.row(), "dp"))
+
+    def _refuse_routes(self, *, of_all: bool) -> NoReturn:
+        own = {} if self._units is None else self._units.counts()
+        counts: dict[int, dict[str, int]] = dict(
+            self._gathered((self._context.rank, own), of_all=of_all)
+        )
+        calls: dict[str, dict[int, int]] = {}  # a stage's units are on its ranks alone
+        for rank, one in counts.items():
+            for name, number in one.items():
+                calls.setdefault(name, {})[rank] = number
+        names = [n for n, found in calls.items() if len(set(found.values())) > 1] or [*calls]
+        ranks = ", ".join(f"rank {rank} {number}" for rank, number in calls[names[0]].items())
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise BigtrainError(
+            f"step {self._step}: the ranks did not use the same modules in the same order "
+            f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} exchanges "
+            "each of them over all ranks, so the numbers of one may have stood in for those "
+            "of another; nothing was updated. Give prepare(..., example=(inputs, targets)), by "
+            "which fsdp finds such modules and keeps them together, or use --strategy ddp with "
+            "strategy.replicate.find_unused_parameters=true."
+        )
+
+    def _gathered(self, own: Any, *, of_all: bool) -> list[Any]:
+        """The objects of the ranks that compare."""
+        if of_all or self._context.dp_size == self._context.world_size:
+            return self._context.all_gather_objects(own)
+        if self._context.dp_size == 1:
+            return [own]
+        everyone: list[Any] = [None] * self._context.dp_size
+        torch.distributed.all_gather_object(everyone, own, group=self._context.group("dp"))
+        return everyone
+
+
+def used_after_all(name: str) -> str:
+    """What is said where a parameter that was left out takes part in a step."""
+    return (
+        f"{name} is used in this step, and was left out of training: no pass over "
+        "the first micro-batch came by it. Use --strategy ddp with "
+        "strategy.replicate.find_unused_parameters=true, or first samples (example=...) "
+        "by which every layer is used."
+    )
