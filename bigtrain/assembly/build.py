@@ -22,6 +22,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
+from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
 from bigtrain.slicing.install import slice_modules
@@ -75,6 +76,8 @@ def build_runner(
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
+        # Its groups are made by dims, shapes or names: while the parameters are whole.
+        make_optimizer = whole_optimizer(workload.make_optimizer, model)
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
@@ -97,7 +100,7 @@ def build_runner(
             loss=workload.loss,
             meter=meter,
             model=model,
-            make_optimizer=workload.make_optimizer,
+            make_optimizer=make_optimizer,
             module=model,
             materialize=materialize,
             layout=layout,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 from bigtrain.optim.lean_adamw import LeanAdamW
 from bigtrain.optim.low_bit_adamw import LowBitAdamW, quantization_maps
-from bigtrain.optim.update import MakeOptimizer, whole_dims
+from bigtrain.optim.whole import MakeOptimizer
 
 _LOOP = {"foreach": False}
 """One parameter after the other."""
@@ -40,8 +40,8 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
 def _without_decay(parameters: Iterable[nn.Parameter]) -> Iterable[Any]:
     """Two groups, of which the second, parameters of one dim at most, has no weight decay."""
     given = list(parameters)
-    decayed = [parameter for parameter in given if whole_dims(parameter) > 1]
-    others = [parameter for parameter in given if whole_dims(parameter) <= 1]
+    decayed = [parameter for parameter in given if parameter.dim() > 1]
+    others = [parameter for parameter in given if parameter.dim() <= 1]
     groups: list[tuple[list[nn.Parameter], dict[str, float]]] = [
         (decayed, {}),
         (others, {"weight_decay": 0.0}),

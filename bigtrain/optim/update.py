@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from bigtrain.optim.whole import MakeOptimizer as MakeOptimizer
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
-
-
-_WHOLE_DIMS = "bigtrain_whole_dims"
-
-
-def mark_piece(piece: Tensor, num_dims: int) -> None:
-    """Note at a flat piece how many dims the whole parameter has; see `whole_dims`."""
-    setattr(piece, _WHOLE_DIMS, num_dims)
-
-
-def whole_dims(parameter: Tensor) -> int:
-    """The number of dims of a parameter, or of that which it is a marked piece of."""
-    return int(getattr(parameter, _WHOLE_DIMS, parameter.dim()))
-
 
 class Update(Protocol):
     """The optimizer of one rank, and the way from and to its whole state."""
@@ -63,7 +48,8 @@ class WholeUpdate:
         self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
     ) -> None:
         self._parameters = parameters
-        self.optimizer = make_optimizer(list(parameters.values()))
+        whole = WholeOptimizer.of(make_optimizer, parameters)
+        self.optimizer = whole.put_on({name: [p] for name, p in parameters.items()})
 
     def step(self) -> None:
         """See `Update.step`."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,9 +77,6 @@ class PipelineRunner(StepRunner):
                     parameters[name] = parameter
                     self._stage_of[name] = index
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if not trained:  # torch's optimizers want something
-            make_optimizer = assembly.make_optimizer
-            assembly = replace(assembly, make_optimizer=lambda _none: make_optimizer([_nothing()]))
         if assembly.sync is not None:
             name = assembly.plan.techniques["replicate"].name
             raise ConfigError(
@@ -331,11 +327,6 @@ class PipelineRunner(StepRunner):
         """See `Runner.close`."""
         self._transport.wait_sends()
         super().close()
-
-
-def _nothing() -> nn.Parameter:
-    """What an optimizer without parameters is made of: it has learning rates all the same."""
-    return nn.Parameter(torch.zeros(0))
 
 
 def _signature(micro_batch: MicroBatch) -> str:

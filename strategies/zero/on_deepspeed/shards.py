@@ -153,6 +153,7 @@ class FlatShards(OptimizerShards):
             look_at_the_norm_alone(zero)
         self._reduce_the_rest()
         self.restore_fp32()
+        built.begin_state()
 
     def _update_in_place(self) -> None:
         """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
@@ -275,6 +276,7 @@ class PartitionedShards(OptimizerShards):
         else:
             self._take_all_from_host()
         self.restore_fp32()
+        built.begin_state()
 
     def _send_when_full(self) -> None:
         """Reduce a full bucket at once, and not when the next gradient is there as well."""

@@ -33,6 +33,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
 from bigtrain.optim.partitioned import ReplicaGroup
 from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.fairscale_adapter import (
     FAIRSCALE,
     finish_oldest,
@@ -253,7 +254,7 @@ class OSSUpdate(OwnedUpdate):
         self._replicas = ReplicaGroup(context.rank, context.world_size, context.group())
         # Dealing out the largest first leaves the ranks with the most equal shares.
         ordered = sorted(self.parameters.values(), key=lambda p: p.numel(), reverse=True)
-        make = _in_groups(assembly.make_optimizer)
+        make = _in_groups(assembly.make_optimizer, self.parameters)
         self.oss = OSS(ordered, optim=make, group=context.group())
         self.optimizer: torch.optim.Optimizer = self.oss.optim
         self.hooks: list[Any] = []
@@ -298,13 +299,16 @@ class OSSUpdate(OwnedUpdate):
             self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
 
-def _in_groups(make_optimizer: MakeOptimizer) -> Callable[..., torch.optim.Optimizer]:
+def _in_groups(
+    make_optimizer: MakeOptimizer, parameters: Mapping[str, nn.Parameter]
+) -> Callable[..., torch.optim.Optimizer]:
     """The job's optimizer as OSS makes one: from the groups of its own share."""
+    name_of = {id(p): n for n, p in parameters.items()}
+    whole = WholeOptimizer.of(make_optimizer, parameters)
 
     def make(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         share = [parameter for group in groups for parameter in group["params"]]
-        # A rank without a share (fewer parameters than ranks) still has rates to be set.
-        return make_optimizer(share or [nn.Parameter(torch.zeros(0))])
+        return whole.put_on({name_of[id(parameter)]: [parameter] for parameter in share})
 
     return make
 
