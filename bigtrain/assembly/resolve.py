@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bigtrain.assembly.optimizer_check import check_kind
 from bigtrain.assembly.recompute_budget import meet_budget
 from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
 from bigtrain.core.resolved import ResolvedPlan
@@ -17,6 +18,7 @@ from bigtrain.core.strategy import (
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
+from bigtrain.optim.whole import whole_optimizer
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.unreached import freeze_unreached
 
@@ -35,6 +37,7 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
             is above the budget.
     """
+    check_kind(whole_optimizer(workload.make_optimizer, workload.model), plan)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
         unreached = freeze_unreached(workload.model, workload.example, workload.loss)

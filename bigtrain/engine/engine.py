@@ -54,7 +54,7 @@ from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
-from bigtrain.optim.update import MakeOptimizer
+from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -147,7 +147,11 @@ class Engine:
         self._learning_rate = learning_rate
         self._closing = ExitStack()
         self._workload = workload = Workload(
-            self.blueprint.model, example, self.loss, optimizer, self.blueprint.whole_bytes
+            self.blueprint.model,
+            example,
+            self.loss,
+            whole_optimizer(optimizer, self.blueprint.model),
+            self.blueprint.whole_bytes,
         )
         self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout

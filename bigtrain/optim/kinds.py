@@ -10,12 +10,14 @@ import copy
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bigtrain.errors import ConfigError
 
@@ -42,6 +44,8 @@ class OptimizerKind:
     """Each parameter for itself: ranks may update some of them each."""
     counts: bool = False
     """It counts its steps for all parameters together: it must be called once a step."""
+    reads_notes: bool = False
+    """It reads what was noted at the parameters (a rate of their own)."""
     failure: str | None = None
     """Why it takes no step by itself."""
 
@@ -49,6 +53,7 @@ class OptimizerKind:
 def kind_of(
     optimizer: torch.optim.Optimizer,
     dims: Sequence[Sequence[int]],
+    notes: Sequence[Mapping[str, Any]] = (),
     *,
     begins_with_state: bool = False,
 ) -> OptimizerKind:
@@ -57,12 +62,13 @@ def kind_of(
     Args:
         optimizer: of any class.
         dims: of each group, how many dims its parameters have.
+        notes: of each group, what was noted at one of its parameters.
         begins_with_state: whether it has state before its first step.
     """
     kind = type(optimizer)
     if kind.__name__ in ELEMENTWISE_OPTIMIZERS and kind.__module__.startswith(_KNOWN):
         return OptimizerKind(elementwise=True, separable=True)
-    trial = _Trial(optimizer, dims, begins_with_state)
+    trial = _Trial(optimizer, dims, notes or [{} for _ in dims], begins_with_state)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         warnings.simplefilter("ignore")
         try:
@@ -71,8 +77,41 @@ def kind_of(
             said = f"{type(error).__name__}: {error}"
             return OptimizerKind(elementwise=False, separable=False, failure=said)
         return OptimizerKind(
-            elementwise=trial.same(_halves), separable=trial.same(_first_alone), counts=counts
+            elementwise=trial.same(_halves),
+            separable=trial.same(_first_alone),
+            counts=counts,
+            reads_notes=any(notes) and not trial.same(_as_it_is, noted=False),
         )
+
+
+def same_on_shards(
+    optimizer: torch.optim.Optimizer,
+    dims: Sequence[Sequence[int]],
+    mesh: DeviceMesh,
+    *,
+    begins_with_state: bool = False,
+) -> bool:
+    """Whether DTensors in shards come to what whole parameters come to. Collective.
+
+    Args:
+        optimizer: of any class; it is left as it is.
+        dims: see `kind_of`.
+        mesh: of the ranks that hold the shards, the shards along its last axis.
+        begins_with_state: see `kind_of`.
+    """
+    trial = _Trial(optimizer, dims, [{} for _ in dims], begins_with_state)
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+
+    def shard(_place: int, values: Tensor) -> Sequence[Tensor]:
+        return [distribute_tensor(values, mesh, placements) if values.dim() else values]
+
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            trial.run_whole()
+        except Exception:  # noqa: BLE001
+            return False
+        return trial.same(shard)
 
 
 Cut = Callable[[int, Tensor], Sequence[Tensor]]
@@ -82,6 +121,10 @@ Cut = Callable[[int, Tensor], Sequence[Tensor]]
 def _halves(_place: int, values: Tensor) -> Sequence[Tensor]:
     flat = values.reshape(-1)
     return [flat[: len(flat) // 2], flat[len(flat) // 2 :]] if len(flat) > 1 else [values]
+
+
+def _as_it_is(_place: int, values: Tensor) -> Sequence[Tensor]:
+    return [values]
 
 
 def _first_alone(place: int, values: Tensor) -> Sequence[Tensor]:
@@ -95,9 +138,11 @@ class _Trial:
         self,
         optimizer: torch.optim.Optimizer,
         dims: Sequence[Sequence[int]],
+        notes: Sequence[Mapping[str, Any]],
         begins_with_state: bool,  # noqa: FBT001 - handed on
     ) -> None:
         self._optimizer, self._begins_with_state = optimizer, begins_with_state
+        self._notes = notes
         draw = torch.Generator().manual_seed(1)
 
         def values(shape: tuple[int, ...]) -> Tensor:
@@ -116,30 +161,32 @@ class _Trial:
 
     def run_whole(self) -> bool:
         """Let it update whole parameters; whether its settings are others then."""
-        twin = self._run(lambda _place, values: [values])
+        twin = self._run(_as_it_is)
         self._whole = [[p.detach() for p in group["params"]] for group in twin.param_groups]
         return _settings(twin) != _settings(self._optimizer)
 
-    def same(self, cut: Cut) -> bool:
+    def same(self, cut: Cut, *, noted: bool = True) -> bool:
         """Whether parameters that are cut so come to the same values, as far as they are there."""
         try:
-            twin = self._run(cut)
+            twin = self._run(cut, noted=noted)
         except Exception:  # noqa: BLE001
             return False
         for expected, group in zip(self._whole, twin.param_groups, strict=True):
             pieces = iter(group["params"])
             for place, value in enumerate(expected):
                 for part in cut(place, value):
-                    own = next(pieces).detach().view_as(part)
+                    own, part = _whole(next(pieces).detach()), _whole(part)
                     if not torch.allclose(own, part, rtol=_TOLERANCE, atol=_TOLERANCE * 1e-2):
                         return False
         return True
 
-    def _run(self, cut: Cut) -> torch.optim.Optimizer:
+    def _run(self, cut: Cut, *, noted: bool = True) -> torch.optim.Optimizer:
         groups: list[list[nn.Parameter]] = []
-        for starts in self._starts:
+        for starts, notes in zip(self._starts, self._notes, strict=True):
             parts = (part for place, s in enumerate(starts) for part in cut(place, s))
             groups.append([nn.Parameter(part.clone()) for part in parts])
+            for parameter in groups[-1] if noted else ():
+                vars(parameter).update(notes)
         twin = twin_of(self._optimizer, groups)
         if self._begins_with_state:
             twin.state.update(initial_state(twin))
@@ -150,6 +197,10 @@ class _Trial:
                     parameter.grad = gradient.clone()
             twin.step()
         return twin
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def twin_of(
@@ -189,13 +240,11 @@ def initial_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
     if not groups:
         return {}
     wanted = inspect.signature(type(optimizer)).parameters.values()
-    required = {
-        one.name: optimizer.defaults[one.name]
-        for one in wanted
-        if one.default is inspect.Parameter.empty and one.name in optimizer.defaults
+    settings = {
+        one.name: optimizer.defaults[one.name] for one in wanted if one.name in optimizer.defaults
     }
     try:
-        return dict(type(optimizer)(groups, **required).state)
+        return dict(type(optimizer)(groups, **settings).state)
     except Exception as error:
         raise ConfigError(
             f"optimizer: {type(optimizer).__name__} makes state when it is made, and it cannot be "

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from bigtrain.errors import ConfigError
-from bigtrain.optim.kinds import OptimizerKind, initial_state, kind_of
+from bigtrain.optim.kinds import OptimizerKind, initial_state, kind_of, same_on_shards
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Sharding and cutting change the parameters, so the optimizer is given as what makes it."""
@@ -77,6 +78,19 @@ class WholeOptimizer:
         """The names of the parameters of each group."""
         return self._made.groups
 
+    def same_on_shards(self, mesh: DeviceMesh) -> bool:
+        """Whether it does to DTensors what it does to whole parameters. Collective.
+
+        Args:
+            mesh: of the ranks that hold the shards, the shards along its last axis.
+        """
+        return self._made.same_on_shards(mesh)
+
+    @property
+    def begins_with_state(self) -> bool:
+        """Whether it has state before its first step, as Adagrad has."""
+        return self._made.begins_with_state
+
     def left_out(self, names: Iterable[str]) -> list[str]:
         """Those of these parameters that are in no group."""
         taken = {name for group in self.groups for name in group}
@@ -126,7 +140,7 @@ class _Made:
         self._dims = [
             sorted({len(self._shapes[name]) for name in names}) for names in self.groups
         ]
-        self._begins_with_state = bool(optimizer.state)
+        self.begins_with_state = bool(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"].clear()  # the list itself may be known to the optimizer
@@ -135,7 +149,17 @@ class _Made:
 
     @cached_property
     def kind(self) -> OptimizerKind:
-        return kind_of(self._optimizer, self._dims, begins_with_state=self._begins_with_state)
+        notes = [self._notes_of(names) for names in self.groups]
+        begins = self.begins_with_state
+        return kind_of(self._optimizer, self._dims, notes, begins_with_state=begins)
+
+    def _notes_of(self, names: Sequence[str]) -> dict[str, Any]:
+        """What was noted at the first parameter at which something was."""
+        return next((self._attributes[name] for name in names if self._attributes[name]), {})
+
+    def same_on_shards(self, mesh: DeviceMesh) -> bool:
+        begins = self.begins_with_state
+        return same_on_shards(self._optimizer, self._dims, mesh, begins_with_state=begins)
 
     def put_on(self, given: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
         pieces: dict[str, dict[int, Tensor]] = {}
@@ -174,7 +198,7 @@ class _Made:
         return self._optimizer
 
     def begin_state(self) -> None:
-        if self._begins_with_state:
+        if self.begins_with_state:
             self._optimizer.state.clear()
             self._optimizer.state.update(initial_state(self._optimizer))
 

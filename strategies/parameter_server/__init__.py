@@ -83,6 +83,7 @@ class ParameterServer(Strategy):
             owns_step=True,
             materializes=True,
             optimizer_gets="pieces",
+            optimizer_sees="parameters",
             state_ranks=self.servers,
             sharded_states=1,
             servers=self.servers,

@@ -659,7 +659,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Make]] = {
     "global": lambda _net: lambda parameters: Global(parameters, lr=0.05),
     "counting": lambda _net: lambda parameters: Counting(parameters, lr=0.1),
     "muon": lambda _net: lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.05),
-    "lbfgs": lambda _net: torch.optim.LBFGS,
 }
 """By name: what makes a factory for a net, which may know the net's own parameters."""
 

@@ -80,8 +80,10 @@ class BuiltEngine:
     of it, or more."""
     closing: ExitStack = field(default_factory=ExitStack)
     """What DeepSpeed changes outside of its engine, put back at the end."""
-    begin_state: Callable[[], None] = lambda: None
-    """Lets the optimizer begin its state on the pieces, where it has some before its first step."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The user's."""
+    begin_state: Callable[[], None] | None = None
+    """Lets it begin its state on the pieces, where it has some before its first step."""
     tracking: Callable[[], bool] = lambda: False
     """Whether memory is being tracked now."""
 
@@ -131,7 +133,8 @@ def build_engine(
                 align=_aligned,
                 in_place=stage < 3 and not _is_dealt_out(config) and not _is_padded(config),
             )
-        built.begin_state = whole.begin_state
+        built.begin_state = whole.begin_state if whole.begins_with_state else None
+        built.optimizer = optimizer
         failing.pop_all()
     return built
 

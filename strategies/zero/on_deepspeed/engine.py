@@ -70,6 +70,7 @@ class DeepSpeed(Zero):
             replaces_products=self.stage == 3,
             bf16_parameters=True,
             optimizer_gets="copies",
+            optimizer_sees="elements",
             state_ranks=self.shard_ranks,
             # Stage 1 has, where a step is one micro-batch, only a shard of the gradients, too.
             sharded_states=max(2, self.stage),

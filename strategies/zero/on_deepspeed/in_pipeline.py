@@ -47,7 +47,8 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         }
         meter = assembly.meter
         built = BuiltEngine(start(optimizer, more), tracking=lambda: meter.tracking)
-        built.begin_state = whole.begin_state
+        built.begin_state = whole.begin_state if whole.begins_with_state else None
+        built.optimizer = optimizer
         return PipelineZeroUpdate(built, assembly.context, model, 1)
 
     assembly_of_cut.shard = shard

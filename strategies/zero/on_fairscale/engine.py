@@ -92,6 +92,7 @@ class FairscaleEngine(Zero):
         return Traits(
             engine="fairscale",
             optimizer_gets="copies",
+            optimizer_sees="parameters",
             state_ranks=None,
             sharded_states=self.stage,
         )

@@ -48,7 +48,7 @@ class FairscaleFSDP(FairscaleEngine):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return replace(super().traits, materializes=True)
+        return replace(super().traits, materializes=True, optimizer_sees="elements")
 
     def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""

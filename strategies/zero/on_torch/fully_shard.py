@@ -37,6 +37,7 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
@@ -56,6 +57,7 @@ class FullySharded(Zero):
             needs_group=True,
             bf16_parameters=True,
             optimizer_gets="shards",
+            optimizer_sees="shards",
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
@@ -109,9 +111,10 @@ class FullySharded(Zero):
 
     def apply(self, assembly: Assembly) -> None:
         """Build and shard one unit after the other, the root last."""
-        plan = assembly.plan
+        plan, mesh = assembly.plan, shard_mesh(assembly.context, self.shard_ranks)
+        _check_on_shards(assembly, mesh)
         settings: dict[str, Any] = {
-            "mesh": shard_mesh(assembly.context, self.shard_ranks),
+            "mesh": mesh,
             "reshard_after_forward": self.stage == 3,
         }
         if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
@@ -232,6 +235,20 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
     ranks = mesh.mesh.view(-1, shard_ranks, pp, tp)
     names = ("replicate", "shard", "pp", "tp")
     return DeviceMesh(context.device.type, ranks, mesh_dim_names=names)["replicate", "shard"]
+
+
+def _check_on_shards(assembly: Assembly, mesh: DeviceMesh) -> None:
+    """Refuse an optimizer that does other things to DTensors than to whole tensors. Collective.
+
+    What multiplies matrices or looks at norms may be right on DTensors, and is tried.
+    """
+    whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
+    cut_anywhere = whole.kind.elementwise and whole.kind.separable
+    if not cut_anywhere and mesh.size() > 1 and not whole.same_on_shards(mesh):
+        raise ConfigError(
+            f"optimizer: {whole.kind_name} does not do to shards of a parameter (DTensors) what it "
+            "does to a whole one, as a trial on a few numbers shows. Use --strategy zero1_torch."
+        )
 
 
 def _norms(unit: nn.Module) -> list[nn.Module]:

@@ -36,6 +36,7 @@ class ShardedOptimizer(Zero):
         return Traits(
             bf16_parameters=True,
             optimizer_gets="pieces",
+            optimizer_sees="parameters",
             state_ranks=None,
             sharded_states=1,
             averaging_bucket=self._bucket,
