@@ -9,6 +9,7 @@ from torch import nn
 
 from bigtrain.activations.policy import Offloader, apply_policies
 from bigtrain.assembly.materialize import Materializer
+from bigtrain.core.gradient_hooks import GradientHooks
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
@@ -78,6 +79,7 @@ def build_runner(
         attach_head(workload.loss, model)  # while names are the user's own
         # Its groups are made by dims, shapes or names: while the parameters are whole.
         make_optimizer = whole_optimizer(workload.make_optimizer, model)
+        gradient_hooks = GradientHooks.take(model)  # before parameters are filled in anew
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
@@ -107,7 +109,10 @@ def build_runner(
             block_policies=resolved.policies,
             offloader=mover,
             slices=slices,
+            gradient_hooks=gradient_hooks,
         )
+        if plan.tp > 1 or plan.release_gradients:
+            gradient_hooks.put_back(model)  # slices act as whole tensors; a gradient is used at once
         # cut: stages first, so that all that follows sees only this rank's layers.
         # slice: done above; what follows finds parameters of this rank's own.
         # recompute: on blocks, while they are still the user's own modules; those of stages

@@ -56,6 +56,7 @@ class StepRunner:
         self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
+        self._by_name, self._gradient_hooks = named, assembly.gradient_hooks
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
@@ -190,7 +191,18 @@ class StepRunner:
         self._stepped = True
 
     def average_gradients(self) -> None:
-        """Let all replicas have the average, also of what only some of them have a gradient of."""
+        """Let all replicas have the average, also of what only some of them have a gradient of.
+
+        Then the users' hooks on gradients are run.
+        """
+        self._average_over_replicas()
+        self.run_gradient_hooks()
+
+    def run_gradient_hooks(self) -> None:
+        """Run what users have registered on parameters, on gradients that are averaged."""
+        self._gradient_hooks.run(self._by_name)
+
+    def _average_over_replicas(self) -> None:
         if self._average is None:
             return
         gradients = []
@@ -237,6 +249,7 @@ class StepRunner:
         """See `Runner.close`."""
         for root in self.roots:
             unmark_blocks(root)
+        self._gradient_hooks.put_back(self.module)
         self._update.close()
 
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
+from bigtrain.core.gradient_hooks import GradientHooks
 from bigtrain.core.runner import Runner
 from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
@@ -266,6 +267,8 @@ class Assembly:
     """How the model's layers are sliced over the ranks of the tp axis, where they are."""
     offloader: Offloader | None = None
     """What takes activations away, where some are."""
+    gradient_hooks: GradientHooks = field(default_factory=GradientHooks)
+    """What users have registered on parameters; runners call it when gradients are averaged."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]

@@ -80,6 +80,8 @@ class BuiltEngine:
     of it, or more."""
     closing: ExitStack = field(default_factory=ExitStack)
     """What DeepSpeed changes outside of its engine, put back at the end."""
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The model's own, by the names of parameters: of what is frozen, which is saved in these."""
     optimizer: torch.optim.Optimizer | None = None
     """The user's."""
     begin_state: Callable[[], None] | None = None
@@ -101,6 +103,7 @@ def build_engine(
     """
     context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)
+    built.dtypes = {name: p.dtype for name, p in assembly.model.named_parameters()}
     with ExitStack() as failing, warnings.catch_warnings():
         failing.enter_context(built.closing)
         _copy_without_hooks(assembly.model, context.device, built.closing)

@@ -47,6 +47,7 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         }
         meter = assembly.meter
         built = BuiltEngine(start(optimizer, more), tracking=lambda: meter.tracking)
+        built.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         built.begin_state = whole.begin_state if whole.begins_with_state else None
         built.optimizer = optimizer
         return PipelineZeroUpdate(built, assembly.context, model, 1)

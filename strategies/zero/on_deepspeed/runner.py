@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,6 +107,11 @@ class DeepSpeedRunner(LoopRunner):
             found = (shards.gradient(number) for number in range(len(shards.pieces)))
             self.meter.label(found, "gradients")
         super().label_gradients()
+
+    def run_gradient_hooks(self) -> None:
+        """See `StepRunner.run_gradient_hooks`: on whole gradients, put together of stretches."""
+        for name in self._gradient_hooks.names:
+            self._sharded.change_gradient(name, partial(self._gradient_hooks.changed, name))
 
     def clip(self) -> Tensor:
         """See `LoopRunner.clip`; DeepSpeed itself scales the gradients, in its step."""
