@@ -8,6 +8,7 @@ taken off before a model is built, and run when the gradient is whole.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -38,7 +39,7 @@ class GradientHooks:
                 parameter._backward_hooks = None
             if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 taken._after[name] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+                parameter._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
         return taken
 
     def put_back(self, model: nn.Module) -> None:

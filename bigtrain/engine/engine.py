@@ -33,6 +33,7 @@ from bigtrain.checkpoint.together import (
     random_streams,
 )
 from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.state import extra_modules, extra_states
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
@@ -188,6 +189,7 @@ class Engine:
             with self._explaining():
                 build_arguments = (self.resolved, self.blueprint, workload, context, self.meter)
                 self.runner = build_runner(*build_arguments, mover)
+            self._extra_at_start = extra_states(self.runner.roots)
         except BaseException:
             self._closing.close()
             raise
@@ -303,6 +305,8 @@ class Engine:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
+            if self._extra_at_start:
+                meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
             return self.saver.save(
@@ -325,9 +329,27 @@ class Engine:
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
             self.runner.load_state(checkpoint.tensors)
+        extra = checkpoint.meta.get("extra_state", {})
+        for name, module in extra_modules(self.runner.roots):
+            if name in extra:
+                module.set_extra_state(extra[name])
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         continue_streams(checkpoint.meta, self.context, self.steps_done)
+
+    def _extra_states(self) -> dict[str, Any] | None:
+        """The states that are no tensors; on rank 0. Collective.
+
+        The lowest rank's that is another than at the start: a stage's rank alone runs its modules.
+        """
+        ranks = self.context.gather_objects(extra_states(self.runner.roots))
+        if ranks is None:
+            return None
+        merged = dict(self._extra_at_start)
+        for name, start in self._extra_at_start.items():
+            own = (rank[name] for rank in ranks if rank is not None and name in rank)
+            merged[name] = next((state for state in own if state != start), start)
+        return merged
 
     def close(self) -> None:
         """Let go of hooks, files and, where the engine made it, the process group."""

@@ -131,12 +131,15 @@ class _Made:
         named = {name: p for name, p in everywhere if self._first[name] == name}
         trained = [p for p in named.values() if p.requires_grad]
         optimizer, stand_ins = _make_whole(make, trained)
-        for parameter, stand_in in zip(trained, stand_ins, strict=True):
+        if not trained:  # torch's optimizers want something: one number, which goes again
+            name_of[id(stand_ins[0])] = ""
+        for parameter, stand_in in zip(trained, stand_ins, strict=False):
             name_of[id(stand_in)] = name_of[id(parameter)]
         self._shapes = {name: p.shape for name, p in named.items()}
         self._attributes = {name: _attributes(p) for name, p in named.items()}
         self.kind_name = type(optimizer).__name__
-        self.groups = [_names(group["params"], name_of) for group in optimizer.param_groups]
+        found = [_names(group["params"], name_of) for group in optimizer.param_groups]
+        self.groups = [[name for name in names if name] for names in found]
         self._dims = [
             sorted({len(self._shapes[name]) for name in names}) for names in self.groups
         ]
@@ -207,6 +210,9 @@ def _make_whole(
     make: MakeOptimizer, trained: Sequence[nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, Sequence[nn.Parameter]]:
     """The optimizer, and what it was made of: stand-ins where it does not take the meta device."""
+    if not trained:
+        nothing = nn.Parameter(torch.zeros(1))
+        return make([nothing]), [nothing]
     is_meta = any(parameter.is_meta for parameter in trained)
     try:
         return make(list(trained)), trained

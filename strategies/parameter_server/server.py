@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
-from bigtrain.core.state import check_shapes, load_optimizer
+from bigtrain.core.state import check_shapes, load_optimizer, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.partition import Slice
@@ -237,7 +237,7 @@ class Server(StepRunner):
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        expected = {*self.module.state_dict()}
+        expected = {*module_tensors(self.module)}
         held = {piece.name for piece in self._server.pieces}
         check_shapes({n: self._server.shapes[n] for n in held}, expected, saved)
         for name in held:

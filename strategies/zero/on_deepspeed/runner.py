@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.replicas import broadcast_buffers
-from bigtrain.core.state import check_shapes
+from bigtrain.core.state import check_shapes, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.strategies.deepspeed_adapter import after_gathering
@@ -131,7 +131,7 @@ class DeepSpeedRunner(LoopRunner):
         self._sharded.update_parameters()
 
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
-        parameters, current = self._sharded.parameters, self.module.state_dict()
+        parameters, current = self._sharded.parameters, module_tensors(self.module)
         first = {id(p): n for n, p in parameters.items()}
         tied = {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
         shapes = {

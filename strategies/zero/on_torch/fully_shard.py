@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan
@@ -129,6 +130,8 @@ class FullySharded(Zero):
             if norms:
                 fully_shard(norms, mp_policy=whole, **settings)
 
+        whole_params = _left_whole(assembly)
+        settings["ignored_params"] = whole_params
         for root in assembly.roots:
             # The code of a module that a cut goes through runs in several stages, and its forward
             # pass as such, to which hooks belong, in none.
@@ -137,11 +140,15 @@ class FullySharded(Zero):
                 if name in through:
                     continue
                 assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
+                if whole_params.issuperset(unit.parameters()):
+                    continue
+                _lay_in_rows(unit)
                 shard_norms(unit)
                 policy = whole if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
                 _finish(unit, assembly)
             assembly.materialize(names_of(root))
+            _lay_in_rows(root)
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
             _finish(root, assembly)
@@ -235,6 +242,32 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
     ranks = mesh.mesh.view(-1, shard_ranks, pp, tp)
     names = ("replicate", "shard", "pp", "tp")
     return DeviceMesh(context.device.type, ranks, mesh_dim_names=names)["replicate", "shard"]
+
+
+def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
+    """Parameters that stay whole on every rank: one number without dims cannot be dealt out.
+
+    Their gradients are averaged when all micro-batches are through, as replicas do.
+    """
+    context = assembly.context
+    found = {p for root in assembly.roots for p in root.parameters() if p.dim() == 0}
+
+    def average(gradients: Sequence[Tensor]) -> None:
+        for gradient in gradients:
+            if not isinstance(gradient, DTensor):
+                dist.all_reduce(gradient, group=context.dp_group)
+                gradient /= context.dp_size
+
+    if assembly.plan.dp > 1 and any(parameter.requires_grad for parameter in found):
+        assembly.average = average
+    return found
+
+
+def _lay_in_rows(unit: nn.Module) -> None:
+    """fully_shard takes no parameter whose dims lie in another order, or with gaps between."""
+    for parameter in unit.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _check_on_shards(assembly: Assembly, mesh: DeviceMesh) -> None:
