@@ -112,7 +112,9 @@ def build_runner(
             gradient_hooks=gradient_hooks,
         )
         if plan.tp > 1 or plan.release_gradients:
-            gradient_hooks.put_back(model)  # slices act as whole tensors; a gradient is used at once
+            gradient_hooks.put_back(
+                model
+            )  # slices act as whole tensors; a gradient is used at once
         # cut: stages first, so that all that follows sees only this rank's layers.
         # slice: done above; what follows finds parameters of this rank's own.
         # recompute: on blocks, while they are still the user's own modules; those of stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bigtrain.assembly.inspection import inspect_model
 from bigtrain.assembly.optimizer_check import check_kind
 from bigtrain.assembly.recompute_budget import meet_budget
 from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
@@ -20,7 +21,7 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.slicing.state import ModelSlices
-from bigtrain.tracing.unreached import freeze_unreached
+from bigtrain.tracing.unreached import freeze_empty, freeze_unreached
 
 
 def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
@@ -38,6 +39,8 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
             is above the budget.
     """
     check_kind(whole_optimizer(workload.make_optimizer, workload.model), plan)
+    inspect_model(plan, workload.model, workload.parameter_uses)
+    empty = freeze_empty(workload.model)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
         unreached = freeze_unreached(workload.model, workload.example, workload.loss)
@@ -56,7 +59,7 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         *_compiled(plan),
         *resolved.notes,
     )
-    return replace(resolved, unreached=unreached, notes=notes)
+    return replace(resolved, unreached=(*unreached, *empty), notes=notes)
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ Oddity = Literal[
     "gradient_hooks",
     "accumulate_hooks",
     "sparse",
+    "sparse_calls",
     "complex",
     "frozen_complex",
     "scalars",
@@ -26,9 +27,18 @@ Oddity = Literal[
     "integers",
     "not_fp32",
     "mixed",
+    "mixed_block",
+    "uncalled_block",
     "writes",
+    "writes_trained",
+    "writes_from_batch",
+    "writes_gathered",
+    "writes_in_block",
 ]
 """What a model may have that not every engine holds; see `assembly.inspection`."""
+
+SPARSE: frozenset[Oddity] = frozenset({"sparse", "sparse_calls"})
+"""Sparse gradients: of a module that says so, or of a call that nothing says beforehand."""
 
 StageRecompute = Literal["never", "except_last", "always"]
 """Which micro-batches a stage computes again for their backward pass."""

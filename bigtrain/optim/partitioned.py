@@ -40,6 +40,7 @@ from bigtrain.tensors.shards import (
     whole_extents,
 )
 
+
 @dataclass
 class OwnedSlice:
     """A cut on its owner."""

@@ -14,6 +14,7 @@ from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
 
+
 class Update(Protocol):
     """The optimizer of one rank, and the way from and to its whole state."""
 

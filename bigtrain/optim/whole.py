@@ -140,9 +140,7 @@ class _Made:
         self.kind_name = type(optimizer).__name__
         found = [_names(group["params"], name_of) for group in optimizer.param_groups]
         self.groups = [[name for name in names if name] for names in found]
-        self._dims = [
-            sorted({len(self._shapes[name]) for name in names}) for names in self.groups
-        ]
+        self._dims = [sorted({len(self._shapes[name]) for name in names}) for names in self.groups]
         self.begins_with_state = bool(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
@@ -241,7 +239,9 @@ def _names(members: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]:
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
     """What a user has noted at a parameter, such as a rate of its own."""
-    return {key: value for key, value in vars(parameter).items() if not key.startswith(("_", "ds_"))}
+    return {
+        key: value for key, value in vars(parameter).items() if not key.startswith(("_", "ds_"))
+    }
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[str]:

@@ -7,7 +7,6 @@ was refused.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.example import example_batch
-from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import as_loss
@@ -475,7 +474,9 @@ class Methods(nn.Module):
 NETS: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in (Counter, Cached, Scaled)
+    if isinstance(kind, type)
+    and issubclass(kind, nn.Module)
+    and kind not in (Counter, Cached, Scaled)
 }
 
 

@@ -116,7 +116,13 @@ def build_engine(
         if stage == 3:
             _fill_in_shards(assembly, config, built, to_bf16=low)
         else:
-            _fill_flat(assembly, [g for g in groups if g], built, to_bf16=low, is_dealt_out=_is_dealt_out(config))
+            _fill_flat(
+                assembly,
+                [g for g in groups if g],
+                built,
+                to_bf16=low,
+                is_dealt_out=_is_dealt_out(config),
+            )
         assembly.materialize(names_of(assembly.model))
         optimizer = whole.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
         # DeepSpeed makes a flat piece of each group, and none of an empty one.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.replicas import average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
@@ -93,6 +93,7 @@ class FairscaleEngine(Zero):
             engine="fairscale",
             optimizer_gets="copies",
             optimizer_sees="parameters",
+            cannot_hold=SPARSE | {"mixed"},
             state_ranks=None,
             sharded_states=self.stage,
         )

@@ -48,7 +48,13 @@ class FairscaleFSDP(FairscaleEngine):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return replace(super().traits, materializes=True, optimizer_sees="elements")
+        return replace(
+            super().traits,
+            materializes=True,
+            optimizer_sees="elements",
+            cannot_hold=super().traits.cannot_hold
+            | {"gradient_hooks", "accumulate_hooks", "writes", "scalars", "strided", "empty"},
+        )
 
     def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""

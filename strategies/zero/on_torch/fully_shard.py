@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
 from bigtrain.devices import is_accelerator
@@ -59,6 +59,8 @@ class FullySharded(Zero):
             bf16_parameters=True,
             optimizer_gets="shards",
             optimizer_sees="shards",
+            cannot_hold=SPARSE
+            | {"accumulate_hooks", "writes_gathered", "mixed_block", "uncalled_block"},
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
