@@ -58,7 +58,7 @@ def inspect_model(plan: Plan, model: nn.Module, uses: ParameterUses | None) -> N
     """
     _check_extra_state(model)
     _check_saved_types(model)
-    found = [*found_in(model), *found_in_pass(plan, model, uses or ParameterUses())]
+    found = [*found_in(model), *found_in_pass(model, uses or ParameterUses())]
     refused = refused_by(plan)
     for one in found:
         if one.oddity in refused:
@@ -97,7 +97,7 @@ def found_in(model: nn.Module) -> Iterator[Found]:
         trained, exact = p.requires_grad, p.is_floating_point() or p.is_complex()
         if p._backward_hooks:
             yield Found("gradient_hooks", name, "has a gradient hook (register_hook)")
-        if p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if p._post_accumulate_grad_hooks:
             what = "has a hook on its gradient (register_post_accumulate_grad_hook)"
             yield Found("accumulate_hooks", name, what)
         if id(p) in sparse and trained:
@@ -122,15 +122,16 @@ def found_in(model: nn.Module) -> Iterator[Found]:
 
 def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Found]:
     """The first trained parameter of another type than those before it."""
-    first: torch.dtype | None = None
-    for name, p in module.named_parameters():
-        if p.requires_grad and p.dtype != (first := first or p.dtype):
-            what = f"is {_type(p)}, and other trained parameters of {where} are {_name(first)}"
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for name, p in trained:
+        if p.dtype != trained[0][1].dtype:
+            others = _type(trained[0][1])
+            what = f"is {_type(p)}, and other trained parameters of {where} are {others}"
             yield Found(oddity, name, what)
             return
 
 
-def found_in_pass(plan: Plan, model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
+def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
     """What is seen of a model in a forward pass, and of the blocks that are sharded by it."""
     sparse = {found.name for found in found_in(model) if found.oddity == "sparse"}
     for name in uses.sparse:

@@ -21,6 +21,7 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.parameter_uses import ParameterUses
 from bigtrain.tracing.unreached import freeze_empty, freeze_unreached
 
 
@@ -54,6 +55,7 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     sliced = [slices.summary(workload.model)] if slices is not None else []
     notes = (
         *_not_trained(unreached),
+        *_written_often(plan, workload.parameter_uses),
         *sliced,
         *_no_replicas(plan),
         *_compiled(plan),
@@ -65,6 +67,17 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
 def _not_trained(names: Sequence[str]) -> list[str]:
     """What is said of the parameters that the loss does not reach."""
     return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
+
+
+def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
+    """What is said where a forward pass writes parameters, and a step has several of them."""
+    steps, writes = plan.batch.accumulation_steps, () if uses is None else uses.writes
+    if steps == 1 or not writes:
+        return []
+    return [
+        f"{writes[0].name} is written in place in each forward pass, {steps} times a step: "
+        f"train.accumulation_steps={steps}"
+    ]
 
 
 def _compiled(plan: Plan) -> list[str]:

@@ -35,11 +35,11 @@ class GradientHooks:
         taken = cls()
         for name, parameter in model.named_parameters():
             if parameter._backward_hooks:
-                taken._before[name] = parameter._backward_hooks  # type: ignore[assignment]
+                taken._before[name] = parameter._backward_hooks
                 parameter._backward_hooks = None
-            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                taken._after[name] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-                parameter._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[attr-defined]
+            if parameter._post_accumulate_grad_hooks:
+                taken._after[name] = parameter._post_accumulate_grad_hooks
+                parameter._post_accumulate_grad_hooks = OrderedDict()
         return taken
 
     def put_back(self, model: nn.Module) -> None:
@@ -48,9 +48,9 @@ class GradientHooks:
             with suppress(AttributeError):
                 parameter = model.get_parameter(name)
                 if name in self._before:
-                    parameter._backward_hooks = self._before[name]  # type: ignore[assignment]
+                    parameter._backward_hooks = self._before[name]
                 if name in self._after:
-                    parameter._post_accumulate_grad_hooks = self._after[name]  # type: ignore[attr-defined]
+                    parameter._post_accumulate_grad_hooks = self._after[name]
         self._before, self._after = {}, {}
 
     @property

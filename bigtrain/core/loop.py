@@ -345,7 +345,7 @@ class LoopRunner(StepRunner):
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
-        state = module_tensors(self.module)
+        state = module_tensors(self.module.state_dict())
         named = self.module.named_parameters(remove_duplicate=False)
         values = model_state(state, named, self._update.masters())
         tensors = {f"model.{name}": tensor for name, tensor in values.items()}
@@ -360,7 +360,7 @@ class LoopRunner(StepRunner):
         load_optimizer(self._update, trained, trained, saved)
 
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
-        current = module_tensors(self.module)
+        current = module_tensors(self.module.state_dict())
         load_tensors(current, set(current), saved, self._update)
 
 

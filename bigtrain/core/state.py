@@ -16,9 +16,9 @@ from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
 
 
-def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+def module_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """A module's state without what is no tensor; see `extra_states`."""
-    return {n: t for n, t in module.state_dict().items() if isinstance(t, Tensor)}
+    return {n: t for n, t in state.items() if isinstance(t, Tensor)}
 
 
 def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -146,8 +146,7 @@ class Engine:
             example = replace(probed, count=self.loss.count(probed.targets))
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
-        self._learning_rate = learning_rate
-        self._closing = ExitStack()
+        self._learning_rate, self._closing = learning_rate, ExitStack()
         self._workload = workload = Workload(
             self.blueprint.model,
             example,
@@ -190,7 +189,7 @@ class Engine:
             with self._explaining():
                 build_arguments = (self.resolved, self.blueprint, workload, context, self.meter)
                 self.runner = build_runner(*build_arguments, mover)
-            self._extra_at_start = extra_states(self.runner.roots)
+                _ = self._extra_at_start
         except BaseException:
             self._closing.close()
             raise
@@ -337,6 +336,11 @@ class Engine:
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         continue_streams(checkpoint.meta, self.context, self.steps_done)
+
+    @cached_property
+    def _extra_at_start(self) -> dict[str, Any]:
+        """What states that are no tensors the model begins with."""
+        return extra_states(self.runner.roots)
 
     def _extra_states(self) -> dict[str, Any] | None:
         """The states that are no tensors; on rank 0. Collective.

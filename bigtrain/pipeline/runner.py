@@ -307,7 +307,10 @@ class PipelineRunner(StepRunner):
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
         tensors: dict[str, StateTensor] = {}
         for stage in self._stages.values():
-            state, named = module_tensors(stage), stage.named_parameters(remove_duplicate=False)
+            state, named = (
+                module_tensors(stage.state_dict()),
+                stage.named_parameters(remove_duplicate=False),
+            )
             for name, tensor in model_state(state, named, masters).items():
                 tensors.setdefault(f"model.{name}", tensor)
         for key, tensor in self._update.state().items():
@@ -318,7 +321,8 @@ class PipelineRunner(StepRunner):
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
         saved = self.own_saved(saved)
-        current = {n: t for stage in self._stages.values() for n, t in module_tensors(stage).items()}
+        stages = self._stages.values()
+        current = {n: t for stage in stages for n, t in module_tensors(stage.state_dict()).items()}
         load_tensors(current, gather_names(self.context, current), saved, self._update)
         trained = gather_names(self.context, self._named)
         load_optimizer(self._update, trained, self._named, saved)

@@ -72,11 +72,11 @@ def _seen(model: nn.Module, example: MicroBatch, device: torch.device) -> Parame
     )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation on the tensors of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._held = {_place(p): name for name, p in model.named_parameters()}
         self._keep: list[Tensor] = list(model.parameters())
         self._pure = set(self._held)

@@ -237,7 +237,7 @@ class Server(StepRunner):
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        expected = {*module_tensors(self.module)}
+        expected = {*module_tensors(self.module.state_dict())}
         held = {piece.name for piece in self._server.pieces}
         check_shapes({n: self._server.shapes[n] for n in held}, expected, saved)
         for name in held:

@@ -583,7 +583,7 @@ class SignDescent(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "momentum": 0.5})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -609,7 +609,7 @@ class Lars(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.dim() > 1:
@@ -624,7 +624,7 @@ class Global(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = sum(float(p.grad.square().sum()) for p in own) ** 0.5
         for p in own:
@@ -638,7 +638,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "k": 0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
             for p in group["params"]:

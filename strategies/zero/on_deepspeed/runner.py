@@ -131,7 +131,7 @@ class DeepSpeedRunner(LoopRunner):
         self._sharded.update_parameters()
 
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
-        parameters, current = self._sharded.parameters, module_tensors(self.module)
+        parameters, current = self._sharded.parameters, module_tensors(self.module.state_dict())
         first = {id(p): n for n, p in parameters.items()}
         tied = {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
         shapes = {
