@@ -16,6 +16,7 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
+from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
@@ -79,7 +80,7 @@ def build_runner(
         attach_head(workload.loss, model)  # while names are the user's own
         # Its groups are made by dims, shapes or names: while the parameters are whole.
         make_optimizer = whole_optimizer(workload.make_optimizer, model)
-        gradient_hooks = GradientHooks.take(model)  # before parameters are filled in anew
+        gradient_hooks = GradientHooks.take(model)  # filling parameters in would lose them
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
@@ -88,14 +89,14 @@ def build_runner(
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
             if not blueprint.deferred:
                 materialize(names_of(model))
-            own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
-            layout.chosen.cut.strip(model, own_stages, context.device)
+            _drop_other_stages(model, plan, layout, context)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
         # While the model is plain: wrappers keep what they find, stages copy it.
         model = _changed_modules(model, plan, slices, context)
+        _leave_hooks(model, plan, gradient_hooks)
         assembly = Assembly(
             context=context,
             plan=plan,
@@ -111,10 +112,6 @@ def build_runner(
             slices=slices,
             gradient_hooks=gradient_hooks,
         )
-        if plan.tp > 1 or plan.release_gradients:
-            gradient_hooks.put_back(
-                model
-            )  # slices act as whole tensors; a gradient is used at once
         # cut: stages first, so that all that follows sees only this rank's layers.
         # slice: done above; what follows finds parameters of this rank's own.
         # recompute: on blocks, while they are still the user's own modules; those of stages
@@ -129,6 +126,18 @@ def build_runner(
         assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return _recorded_runner(assembly)
+
+
+def _drop_other_stages(model: nn.Module, plan: Plan, layout: Layout, context: RunContext) -> None:
+    """Let the tensors of other ranks' stages go."""
+    own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
+    layout.chosen.cut.strip(model, own_stages, context.device)
+
+
+def _leave_hooks(model: nn.Module, plan: Plan, hooks: GradientHooks) -> None:
+    """Leave hooks to autograd where a gradient is used at once, or slices act as whole tensors."""
+    if plan.tp > 1 or plan.release_gradients:
+        hooks.put_back(model)
 
 
 def _changed_modules(

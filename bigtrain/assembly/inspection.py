@@ -77,8 +77,12 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
         if role == "replicate" and plan.dp == 1 and not technique.traits.needs_group:
             continue  # it changes nothing
         refused |= technique.traits.cannot_hold
-    if plan.release_gradients and plan.world_size > 1:
-        refused |= {"gradient_hooks", "accumulate_hooks", "scalars"}
+    if plan.release_gradients and (plan.world_size > 1 or plan.replicate.materializes):
+        refused |= {"gradient_hooks", "accumulate_hooks"}
+        if plan.replicate.optimizer_gets == "shards":
+            refused |= {"scalars"}
+    if plan.tp > 1 and (plan.dp > 1 or plan.batch.accumulation_steps > 1):
+        refused |= {"gradient_hooks"}  # autograd calls them with a part of the batch's
     if plan.bf16_parameters or (plan.precision == "bf16" and not plan.master_weights):
         refused |= {"writes_trained"}
     if plan.dp > 1:

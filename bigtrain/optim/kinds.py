@@ -114,7 +114,7 @@ def same_on_shards(
         return trial.same(shard)
 
 
-Cut = Callable[[int, Tensor], Sequence[Tensor]]
+_Cut = Callable[[int, Tensor], Sequence[Tensor]]
 """From the place in its group and a tensor to what is updated of it."""
 
 
@@ -165,7 +165,7 @@ class _Trial:
         self._whole = [[p.detach() for p in group["params"]] for group in twin.param_groups]
         return _settings(twin) != _settings(self._optimizer)
 
-    def same(self, cut: Cut, *, noted: bool = True) -> bool:
+    def same(self, cut: _Cut, *, noted: bool = True) -> bool:
         """Whether parameters that are cut so come to the same values, as far as they are there."""
         try:
             twin = self._run(cut, noted=noted)
@@ -180,7 +180,7 @@ class _Trial:
                         return False
         return True
 
-    def _run(self, cut: Cut, *, noted: bool = True) -> torch.optim.Optimizer:
+    def _run(self, cut: _Cut, *, noted: bool = True) -> torch.optim.Optimizer:
         groups: list[list[nn.Parameter]] = []
         for starts, notes in zip(self._starts, self._notes, strict=True):
             parts = (part for place, s in enumerate(starts) for part in cut(place, s))

@@ -178,6 +178,8 @@ class _Made:
             group["params"][:] = [piece for _, piece in taken]
             if "param_names" in group:
                 group["param_names"] = [name for name, _ in taken]
+        if any(isinstance(p, DTensor) for found in pieces.values() for p in found.values()):
+            _leave_fused(self._optimizer)
         self.begin_state()
         return self._optimizer
 
@@ -223,6 +225,14 @@ def _make_whole(
         stand_ins.append(nn.Parameter(number.expand(parameter.shape)))
         stand_ins[-1].__dict__.update(_attributes(parameter))
     return make(list(stand_ins)), stand_ins
+
+
+def _leave_fused(optimizer: torch.optim.Optimizer) -> None:
+    """One parameter after the other where torch's fused kernel does not know DTensors."""
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            if settings.get("fused"):
+                settings.update(fused=False, foreach=False)
 
 
 def _names(members: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]:
