@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -509,7 +510,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def make_net(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return NETS[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that no elements need no values
+        return NETS[name]()
 
 
 def by_dim(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
