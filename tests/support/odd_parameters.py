@@ -683,7 +683,8 @@ def _train(
     plain, net = make_net(net_name), make_net(net_name)
     want = plain_loop(plain, OPTIMIZERS[make](plain), range(STEPS))
     micro = {"train.micro_batch_size": 4}
-    keys = {"train.global_batch_size": ROWS, "memory.track_steps": 0, **micro, **keys}
+    unseen = {"memory.predict": False, "memory.track_steps": 0}
+    keys = {"train.global_batch_size": ROWS, **unseen, **micro, **keys}
     try:
         job = job_from_keys(strategy, keys)
         plan = make_plan(job, context.world_size, "cpu")
