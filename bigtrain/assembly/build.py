@@ -78,8 +78,7 @@ def build_runner(
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
-        # Its groups are made by dims, shapes or names: while the parameters are whole.
-        make_optimizer = whole_optimizer(workload.make_optimizer, model)
+        make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and parameters whole
         gradient_hooks = GradientHooks.take(model)  # filling parameters in would lose them
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
