@@ -26,6 +26,7 @@ from torch import nn
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.layer_strategies import RecomputeStrategy
 from bigtrain.core.strategy import ModelFacts, Plan
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
@@ -74,6 +75,11 @@ class Checkpointing(RecomputeStrategy):
     """The most that a rank may hold, in bytes (6GiB) or as a share of the device (80%)."""
     blocks: dict[str, BlockPolicy] | None = None
     """What each block keeps, by name: what a budget has been turned into."""
+
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`: what a block writes, it would write twice."""
+        return Traits(cannot_hold=frozenset({"writes_in_block"}))
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
         """See `Strategy.remedies`: as little as is enough, and as much as there is."""

@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import nn
 
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -51,7 +51,7 @@ class DataParallel(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(final_gradients=True)
+        return Traits(final_gradients=True, cannot_hold=SPARSE)
 
     @property
     def count(self) -> int:

@@ -62,7 +62,11 @@ class DDP(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(averaging_bucket=self.bucket_size, finds_unused=self.find_unused_parameters)
+        return Traits(
+            averaging_bucket=self.bucket_size,
+            finds_unused=self.find_unused_parameters,
+            cannot_hold=frozenset({"sparse_calls"}),  # DDP asks the modules
+        )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`."""

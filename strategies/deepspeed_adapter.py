@@ -88,7 +88,7 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
     *foreign_names("replace", "clip by our norm", _CUT, "_get_norm_groups"),
     *foreign_names("read", "find the flat pieces that a rank updates", _CUT,
         "optimizer dtype offload_optimizer fp16_groups grad_position fp16_partitioned_groups_flat "
-        "fp32_partitioned_groups_flat lp_param_buffer persistent_parameters "
+        "fp32_partitioned_groups_flat sub_group_to_group_id lp_param_buffer persistent_parameters "
         "_partition_all_parameters _reassign_or_swap_out_partitioned_parameters"),
     *foreign_names("read", "follow gradients", _CUT,
         "ipg_buckets reduce_bucket_size is_gradient_accumulation_boundary get_param_id "

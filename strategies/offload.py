@@ -23,7 +23,7 @@ from torch import nn
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
-from bigtrain.core.traits import OffloadTiers, StorageTier, Traits
+from bigtrain.core.traits import SPARSE, OffloadTiers, StorageTier, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, offloaded_activations, parameter_shapes
@@ -69,7 +69,11 @@ class Offload(Strategy):
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
         places = (self.optimizer, self.parameters, self.activations)
-        return Traits(offload_tiers=OffloadTiers(*places, self._folder))
+        moved = self.optimizer != "device"
+        return Traits(
+            offload_tiers=OffloadTiers(*places, self._folder),
+            cannot_hold=SPARSE if moved else frozenset(),
+        )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: the optimizer's state where there is room for it."""

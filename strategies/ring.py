@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from bigtrain.core.replicas import BUCKET_SIZE, broadcast_buffers
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, TrafficKind, buffer_broadcast_traffic
@@ -56,7 +56,7 @@ class Ring(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits()
+        return Traits(cannot_hold=SPARSE)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
         """None: `ddp` sends as much by the backend's own all-reduce."""

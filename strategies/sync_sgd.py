@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bigtrain.core.replicas import GradientAverager
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import Traffic, gradient_average_traffic
@@ -41,7 +41,7 @@ class SyncSGD(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(averaging_bucket=_ONE_BY_ONE)
+        return Traits(averaging_bucket=_ONE_BY_ONE, cannot_hold=SPARSE)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
         """None: `ddp` does the same in fewer messages, and beside the backward pass."""

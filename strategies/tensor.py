@@ -28,6 +28,7 @@ from pydantic import ConfigDict
 
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.strategy import Plan
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
@@ -55,6 +56,11 @@ class TensorSlices(SliceStrategy):
     it; left out, it is chosen."""
     keep: tuple[str, ...] = ()
     """Modules that stay whole, by patterns of names: `blocks.0.attention`."""
+
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(cannot_hold=SPARSE | {"accumulate_hooks"})
 
     def check(self, plan: Plan) -> None:
         """Refuse what goes past a module's own code, or wants whole parameters."""

@@ -9,12 +9,14 @@ from torch import nn
 
 from bigtrain.activations.policy import Offloader, apply_policies
 from bigtrain.assembly.materialize import Materializer
+from bigtrain.core.gradient_hooks import GradientHooks
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
+from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
@@ -22,6 +24,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
+from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
 from bigtrain.slicing.install import slice_modules
@@ -80,6 +83,8 @@ def build_runner(
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
+        make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and parameters whole
+        gradient_hooks = GradientHooks.take(model)  # filling parameters in would lose them
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
@@ -88,21 +93,21 @@ def build_runner(
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
             if not blueprint.deferred:
                 materialize(names_of(model))
-            own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
-            layout.chosen.cut.strip(model, own_stages, context.device)
+            _drop_other_stages(model, plan, layout, context)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
         # While the model is plain: wrappers keep what they find, stages copy it.
         model = _changed_modules(model, plan, slices, context)
+        _leave_hooks(model, plan, gradient_hooks)
         assembly = Assembly(
             context=context,
             plan=plan,
             loss=workload.loss,
             meter=meter,
             model=model,
-            make_optimizer=workload.make_optimizer,
+            make_optimizer=make_optimizer,
             module=model,
             materialize=materialize,
             layout=layout,
@@ -111,6 +116,7 @@ def build_runner(
             slices=slices,
             routes=resolved.routes,
             unreached=unreached,
+            gradient_hooks=gradient_hooks,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # slice: done above; what follows finds parameters of this rank's own.
@@ -132,6 +138,18 @@ def _follows_late(plan: Plan) -> bool:
     """Whether a parameter may get its first gradient in any step: nothing is planned around it."""
     plain = plan.replicate.engine == "torch" and not plan.replicate.sharded_states
     return plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
+
+
+def _drop_other_stages(model: nn.Module, plan: Plan, layout: Layout, context: RunContext) -> None:
+    """Let the tensors of other ranks' stages go."""
+    own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
+    layout.chosen.cut.strip(model, own_stages, context.device)
+
+
+def _leave_hooks(model: nn.Module, plan: Plan, hooks: GradientHooks) -> None:
+    """Leave hooks to autograd where a gradient is used at once, or slices act as whole tensors."""
+    if plan.tp > 1 or plan.release_gradients:
+        hooks.put_back(model)
 
 
 def _changed_modules(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bigtrain.core.strategy import Plan
-from bigtrain.core.traits import OptimizerInput
+from bigtrain.core.traits import OptimizerInput, OptimizerSees
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import LOW_BIT, OptimConfig
+from bigtrain.optim.whole import WholeOptimizer
 
 _SHAPES: dict[OptimizerInput, str] = {
     "parameters": "the parameters themselves",
@@ -155,3 +156,71 @@ def _check_whole(
             f"strategy.offload.optimizer={plan.offload_tiers.optimizer} moves it in pieces. It is "
             "small already: use strategy.offload=null, or optim.name=adamw."
         )
+
+
+def check_kind(whole: WholeOptimizer, plan: Plan) -> None:
+    """Refuse an optimizer whose step looks at more than a rank of this plan has.
+
+    Raises:
+        ConfigError: with its class, what it looks at, and a strategy that has it.
+    """
+    kind, who = whole.kind, f"strategy {plan.strategy.name}"
+    if kind.failure is not None and "closure" in kind.failure:
+        raise ConfigError(
+            f"optimizer: {whole.kind_name} wants a closure in each step, and the engine's step has "
+            "run the forward and backward passes by then. Use an optimizer that steps by the "
+            "gradients, such as torch.optim.AdamW."
+        )
+    if plan.world_size == 1 and plan.offload_tiers.optimizer == "device":
+        return
+    sees, because = _sees(plan)
+    if kind.counts and _steps_in_parts(plan):
+        raise ConfigError(
+            f"optimizer: {whole.kind_name} counts its steps for all parameters together, and {who} "
+            "lets it update a part of them at a time. Use --strategy ddp."
+        )
+    if sees in ("parameters", "elements") and not kind.separable:
+        raise ConfigError(
+            f"optimizer: the step of {whole.kind_name} looks at all parameters together"
+            f"{_tried(kind.failure)}, and in {who} {because}. Use --strategy ddp."
+        )
+    if sees == "elements" and not kind.elementwise:
+        fix = "--strategy ddp" if plan.tp > 1 or plan.pp > 1 else "--strategy zero1_torch"
+        raise ConfigError(
+            f"optimizer: the step of {whole.kind_name} needs whole parameters, and in {who} "
+            f"{because}. Use {fix}."
+        )
+    if sees == "elements" and kind.reads_notes and plan.tp == 1:
+        raise ConfigError(
+            f"optimizer: {whole.kind_name} reads what is noted at single parameters, and in {who} "
+            f"{because}. Give them groups of their own, or use --strategy zero1_torch."
+        )
+
+
+def _tried(failure: str | None) -> str:
+    return "" if failure is None else f" (alone it ends in {failure[:120]})"
+
+
+def _sees(plan: Plan) -> tuple[OptimizerSees, str]:
+    """What a step looks at on one rank of a plan, and why it is no more."""
+    sees = plan.replicate.optimizer_sees if plan.dp > 1 or plan.replicate.owns_step else "all"
+    if plan.tp > 1:
+        return "elements", f"each of {plan.tp} ranks has slices of them (mesh.tp={plan.tp})"
+    if plan.shares_engine or sees == "elements":
+        return "elements", "each rank has stretches of them in flat pieces"
+    if plan.offload_tiers.optimizer != "device" and not plan.replicate.own_offload:
+        if sees == "shards":
+            return "elements", "what is brought back at a time are stretches of a rank's shards"
+        return "parameters", "some of them are brought back at a time"
+    if plan.cut is not None and plan.pp > 1:
+        return "parameters", "each rank has those of its stages"
+    return sees, "each rank updates some of them"
+
+
+def _steps_in_parts(plan: Plan) -> bool:
+    """Whether a step of the run is several calls of the optimizer's."""
+    moved = plan.offload_tiers.optimizer != "device" and not plan.replicate.own_offload
+    pieces = plan.bf16_parameters and plan.replicate.optimizer_gets == "pieces"
+    # DeepSpeed's stage 3 steps for each flat piece.
+    flat = plan.replicate.optimizer_sees == "elements" and plan.replicate.sharded_states == 3
+    return moved or pieces or flat or plan.release_gradients

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bigtrain.assembly.inspection import inspect_model
+from bigtrain.assembly.optimizer_check import check_kind
 from bigtrain.assembly.recompute_budget import meet_budget
 from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
 from bigtrain.core.resolved import ResolvedPlan
@@ -17,9 +19,11 @@ from bigtrain.core.strategy import (
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
+from bigtrain.optim.whole import whole_optimizer
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.parameter_uses import ParameterUses
 from bigtrain.tracing.routes import Routes, find_routes
-from bigtrain.tracing.unreached import freeze_unreached
+from bigtrain.tracing.unreached import freeze_empty, freeze_unreached
 
 
 def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
@@ -36,7 +40,10 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
             is above the budget.
     """
+    check_kind(whole_optimizer(workload.make_optimizer, workload.model), plan)
+    inspect_model(plan, workload.model, workload.parameter_uses)
     plan, routes, chosen = _meet_routes(plan, workload)
+    empty = freeze_empty(workload.model)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
         unreached = freeze_unreached(workload.model, workload.example, workload.loss)
@@ -51,12 +58,13 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     notes = (
         *_not_trained(unreached),
         *chosen,
+        *_written_often(plan, workload.parameter_uses),
         *sliced,
         *_no_replicas(plan),
         *_compiled(plan),
         *resolved.notes,
     )
-    return replace(resolved, unreached=unreached, routes=routes, notes=notes)
+    return replace(resolved, unreached=(*unreached, *empty), routes=routes, notes=notes)
 
 
 def _meet_routes(plan: Plan, workload: Workload) -> tuple[Plan, Routes, list[str]]:
@@ -80,6 +88,17 @@ def _meet_routes(plan: Plan, workload: Workload) -> tuple[Plan, Routes, list[str
 def _not_trained(names: Sequence[str]) -> list[str]:
     """What is said of the parameters that the loss does not reach."""
     return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
+
+
+def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
+    """What is said where a forward pass writes parameters, and a step has several of them."""
+    steps, writes = plan.batch.accumulation_steps, () if uses is None else uses.writes
+    if steps == 1 or not writes:
+        return []
+    return [
+        f"{writes[0].name} is written in place in each forward pass, {steps} times a step: "
+        f"train.accumulation_steps={steps}"
+    ]
 
 
 def _compiled(plan: Plan) -> list[str]:

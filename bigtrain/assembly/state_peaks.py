@@ -28,8 +28,8 @@ from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
-from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
-from bigtrain.optim.update import MakeOptimizer, is_elementwise
+from bigtrain.optim.update import is_elementwise
+from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.prediction.predict import Prediction
 from bigtrain.prediction.record import fake_safe_optimizer, storage_bytes
 from bigtrain.slicing.state import SlicedState
@@ -148,8 +148,7 @@ class _State:
         for key, found in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
             by_shape[key] = found
         slots = {t.first: by_shape[t.shape, t.dtype] for t in tensors if t.trained}
-        optimizer = type(workload.make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
-        splits = optimizer in ELEMENTWISE_OPTIMIZERS
+        splits = whole_optimizer(workload.make_optimizer, workload.model).kind.elementwise
         return cls(resolved, tensors, slots, splits=splits, slices=slices)
 
     @property

@@ -29,6 +29,7 @@ NEARLY = 0.75
 """Share of the largest part of a tensor that a rank has to have to be the one that writes it: where
 parts differ by a row or a head, not always the rank with the largest ones."""
 DTYPE_CODES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",

@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bigtrain.core.participation import Participation
 from bigtrain.core.runner import StepLoss
-from bigtrain.core.state import load_optimizer, load_tensors, model_state
+from bigtrain.core.state import load_optimizer, load_tensors, model_state, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import BigtrainError, NonFiniteError
@@ -68,6 +69,11 @@ class StepRunner:
         )
         self._stepped = False
         self._trained = list(named.values())
+        self._by_name, self._gradient_hooks = named, assembly.gradient_hooks
+        shards = [p for p in self._trained if isinstance(p, DTensor)]
+        whole = [p for p in self._trained if not isinstance(p, DTensor)]
+        self._clipped_together = [members for members in (shards, whole) if members]
+        """torch takes no shards and whole tensors in one call."""
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
@@ -155,7 +161,8 @@ class StepRunner:
         norm = self.norm()
         if self._clip_norm is not None:
             dtype = torch.float64 if self._precision == "fp64" else torch.float32
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm.to(dtype))
+            for members in self._clipped_together:
+                torch.nn.utils.clip_grads_with_norm_(members, self._clip_norm, norm.to(dtype))
         return norm
 
     def norm(self) -> Tensor:
@@ -220,7 +227,18 @@ class StepRunner:
         self._stepped = True
 
     def average_gradients(self) -> None:
-        """Let all replicas have the average, also of what only some of them have a gradient of."""
+        """Let all replicas have the average, also of what only some of them have a gradient of.
+
+        Then the users' hooks on gradients are run.
+        """
+        self._average_over_replicas()
+        self.run_gradient_hooks()
+
+    def run_gradient_hooks(self) -> None:
+        """Run what users have registered on parameters, on gradients that are averaged."""
+        self._gradient_hooks.run(self._by_name)
+
+    def _average_over_replicas(self) -> None:
         if self._average is None:
             return
         gradients = []
@@ -267,6 +285,7 @@ class StepRunner:
         """See `Runner.close`."""
         for root in self.roots:
             unmark_blocks(root)
+        self._gradient_hooks.put_back(self.module)
         self._update.close()
 
 
@@ -356,7 +375,7 @@ class LoopRunner(StepRunner):
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
-        state = self.module.state_dict()
+        state = module_tensors(self.module.state_dict())
         named = self.module.named_parameters(remove_duplicate=False)
         values = model_state(state, named, self._update.masters())
         tensors = {f"model.{name}": tensor for name, tensor in values.items()}
@@ -371,7 +390,7 @@ class LoopRunner(StepRunner):
         load_optimizer(self._update, trained, trained, saved)
 
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
-        current = self.module.state_dict()
+        current = module_tensors(self.module.state_dict())
         load_tensors(current, set(current), saved, self._update)
 
 

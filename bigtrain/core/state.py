@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,52 @@ from bigtrain.errors import CheckpointError
 from bigtrain.optim.update import Update
 from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
+
+
+def module_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A module's state without what is no tensor; see `extra_states`."""
+    return {n: t for n, t in state.items() if isinstance(t, Tensor)}
+
+
+def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with a state that is no tensor (`get_extra_state`), by its name in the state."""
+    for root in roots:
+        model = getattr(root, "model", root) if hasattr(root, "cut_through") else root
+        for path, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{path}._extra_state".lstrip("."), module
+
+
+def extra_states(roots: Iterable[nn.Module]) -> dict[str, Any]:
+    """The states that are no tensors, by their names, each a copy.
+
+    Raises:
+        CheckpointError: one is no JSON.
+    """
+    found: dict[str, Any] = {}
+    for name, module in extra_modules(roots):
+        state = module.get_extra_state()
+        copied = as_json(state)
+        if copied is NOT_JSON:
+            raise CheckpointError(
+                f"{name} is a {type(state).__name__} that JSON does not give back as it is, and "
+                "cannot be saved. Let get_extra_state return None, bools, numbers, strings, lists "
+                "and dicts with strings as keys."
+            )
+        found.setdefault(name, copied)
+    return found
+
+
+NOT_JSON = object()
+
+
+def as_json(state: Any) -> Any:
+    """A state as it comes back from JSON; NOT_JSON where it does not."""
+    try:
+        copied = json.loads(json.dumps(state, allow_nan=False))
+        return copied if bool(copied == state) else NOT_JSON
+    except (TypeError, ValueError, RecursionError, RuntimeError):
+        return NOT_JSON
 
 
 def load_tensors(

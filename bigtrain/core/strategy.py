@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
+from bigtrain.core.gradient_hooks import GradientHooks
 from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.runner import Runner
 from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
@@ -278,6 +279,8 @@ class Assembly:
     """Set by a technique that gathers modules: told of each before it is gathered."""
     use: GradientUse | None = None
     """Set by a technique that leaves a gradient where a step had none: told of those that come."""
+    gradient_hooks: GradientHooks = field(default_factory=GradientHooks)
+    """What users have registered on parameters; runners call it when gradients are averaged."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]

@@ -10,6 +10,36 @@ OptimizerInput = Literal["parameters", "pieces", "shards", "copies"]
 """What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own
 fp32 copies."""
 
+OptimizerSees = Literal["all", "parameters", "shards", "elements"]
+"""What an optimizer's step may look at on one rank: all parameters, some of them whole, all of them
+as DTensors, or stretches and slices of them."""
+
+Oddity = Literal[
+    "gradient_hooks",
+    "accumulate_hooks",
+    "sparse",
+    "sparse_calls",
+    "complex",
+    "frozen_complex",
+    "scalars",
+    "strided",
+    "empty",
+    "integers",
+    "not_fp32",
+    "mixed",
+    "mixed_block",
+    "uncalled_block",
+    "writes",
+    "writes_trained",
+    "writes_from_batch",
+    "writes_gathered",
+    "writes_in_block",
+]
+"""What a model may have that not every engine holds; see `assembly.inspection`."""
+
+SPARSE: frozenset[Oddity] = frozenset({"sparse", "sparse_calls"})
+"""Sparse gradients: of a module that says so, or of a call that nothing says beforehand."""
+
 StageRecompute = Literal["never", "except_last", "always"]
 """Which micro-batches a stage computes again for their backward pass."""
 
@@ -43,6 +73,10 @@ class Traits:
     """Layers see bf16 parameters in bf16 runs, the fp32 values being kept apart. Otherwise the
     parameters are fp32 and autocast converts them at each use."""
     optimizer_gets: OptimizerInput = "parameters"
+    optimizer_sees: OptimizerSees = "all"
+    """On one rank, of what it updates in a step; whatever `optimizer_gets` makes of it."""
+    cannot_hold: frozenset[Oddity] = frozenset()
+    """What a model may not have under it: refused by name before anything is built."""
     final_gradients: bool = False
     """The backward pass leaves each gradient as the optimizer wants it."""
     whole_backward: bool = False

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.loss import Loss
 from bigtrain.optim.update import MakeOptimizer
+from bigtrain.tracing.parameter_uses import ParameterUses, parameter_uses
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Workload:
     repeats: Mapping[str, int] = field(default_factory=dict)
     """For how many blocks of what is trained a block of the model stands, where that is a shorter
     one; others stand for themselves."""
+
+    @cached_property
+    def parameter_uses(self) -> ParameterUses | None:
+        """What a forward pass does with parameters; None without an example that shows it."""
+        return None if self.example is None else parameter_uses(self.model, self.example)
 
     @property
     def micro_batch(self) -> MicroBatch:

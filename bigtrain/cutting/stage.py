@@ -73,6 +73,7 @@ class Stage(nn.Module):
         self._parameters = model._parameters
         self._buffers = model._buffers
         self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
         self.index, self.count = index, count
         self.cut_through, self.own_blocks = cut_through, own_blocks
@@ -81,6 +82,11 @@ class Stage(nn.Module):
         """Of the wires: what each rank sends and receives of them, see `slicing.wires`."""
         self._script, self._loss, self._device = script, loss, device
         self._whole = _Hidden(model)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with this stage's tensors in it, as the user wrote it."""
+        return self._whole.module
 
     @property
     def device(self) -> torch.device:

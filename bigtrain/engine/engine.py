@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.host_room import ensure_host_room
+from bigtrain.assembly.inspection import inspect_model
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
@@ -32,6 +33,7 @@ from bigtrain.checkpoint.together import (
     random_streams,
 )
 from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.state import extra_modules, extra_states
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
@@ -56,7 +58,7 @@ from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
-from bigtrain.optim.update import MakeOptimizer
+from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -148,10 +150,13 @@ class Engine:
             example = with_own_totals(self.loss, probed)
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
-        self._learning_rate = learning_rate
-        self._closing = ExitStack()
+        self._learning_rate, self._closing = learning_rate, ExitStack()
         self._workload = workload = Workload(
-            self.blueprint.model, example, self.loss, optimizer, self.blueprint.whole_bytes
+            self.blueprint.model,
+            example,
+            self.loss,
+            whole_optimizer(optimizer, self.blueprint.model),
+            self.blueprint.whole_bytes,
         )
         self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
@@ -185,6 +190,7 @@ class Engine:
             with self._explaining():
                 build_arguments = (self.resolved, self.blueprint, workload, context, self.meter)
                 self.runner = build_runner(*build_arguments, mover)
+                _ = self._extra_at_start
         except BaseException:
             self._closing.close()
             raise
@@ -324,6 +330,8 @@ class Engine:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
+            if self._extra_at_start:
+                meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
             return self.saver.save(
@@ -346,9 +354,32 @@ class Engine:
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
             self.runner.load_state(checkpoint.tensors)
+        extra = checkpoint.meta.get("extra_state", {})
+        for name, module in extra_modules(self.runner.roots):
+            if name in extra:
+                module.set_extra_state(extra[name])
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         continue_streams(checkpoint.meta, self.context, self.steps_done)
+
+    @cached_property
+    def _extra_at_start(self) -> dict[str, Any]:
+        """What states that are no tensors the model begins with."""
+        return extra_states(self.runner.roots)
+
+    def _extra_states(self) -> dict[str, Any] | None:
+        """The states that are no tensors; on rank 0. Collective.
+
+        The lowest rank's that is another than at the start: a stage's rank alone runs its modules.
+        """
+        ranks = self.context.gather_objects(extra_states(self.runner.roots))
+        if ranks is None:
+            return None
+        merged = dict(self._extra_at_start)
+        for name, start in self._extra_at_start.items():
+            own = (rank[name] for rank in ranks if rank is not None and name in rank)
+            merged[name] = next((state for state in own if state != start), start)
+        return merged
 
     def close(self) -> None:
         """Let go of hooks, files and, where the engine made it, the process group."""
@@ -425,6 +456,7 @@ class Engine:
             workload = replace(self._workload, model=self.runner.module, example=example)
         else:
             workload = self._skeleton = replace(self._skeleton, example=example)
+            inspect_model(self.plan, workload.model, workload.parameter_uses)
             check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
         self._predict(workload)
 

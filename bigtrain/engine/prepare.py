@@ -12,8 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bigtrain.assembly.inspection import inspect_model
 from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.assembly.optimizer_check import check_kind
 from bigtrain.core.strategy import Plan
+from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.engine import Engine, StepResult
 from bigtrain.engine.example import example_batch
 from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
@@ -23,10 +26,11 @@ from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
-from bigtrain.optim.update import MakeOptimizer
+from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
+from bigtrain.tracing.parameter_uses import parameter_uses
 from bigtrain.tracing.unreached import unfreeze
 
 COMPILING_S = 1800.0
@@ -103,11 +107,17 @@ def prepare(
         )
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
+    blueprint = as_blueprint(model)
+    whole = whole_optimizer(optimizer, blueprint.model)
+    check_kind(whole, plan)
+    seen = None if example is None else MicroBatch(*example, 0, 0)
+    uses = None if seen is None else parameter_uses(blueprint.model, seen)
+    inspect_model(plan, blueprint.model, uses)
     connection = connect_job(job, plan, placement)
     context = connection.__enter__()
     try:
         first_batch = None if example is None else example_batch(example, as_loss(loss), job, plan)
-        engine = Engine(model, loss, optimizer, job, context, task=task, example=first_batch)
+        engine = Engine(blueprint, loss, whole, job, context, task=task, example=first_batch)
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:

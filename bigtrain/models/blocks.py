@@ -20,7 +20,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A container (ModuleList, ModuleDict, Sequential) counts as repeated where at least two of its
     children are of one class and themselves made of modules; its children are then blocks, or,
     where a child is such a container again (the stages of a vision model), what is in it. A
-    model without any has its own children as blocks, of a list of modules what is in it. A
+    model without any has its own children as blocks, of a list of modules what is in it, and of a
+    plain `nn.Module()` that only holds others, which has no forward pass. A
     stage of a cut model says itself which of the whole model's blocks it computes
     (`own_blocks`).
     """
@@ -118,7 +119,7 @@ def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The children with weights; a list is never called itself, those in it are."""
     for name, child in module.named_children():
-        if isinstance(child, _LISTS):
+        if isinstance(child, _LISTS) or _is_namespace(child):
             yield from _called(f"{path}{name}.", child)
         elif _has_weights(child):
             yield f"{path}{name}", child
@@ -142,7 +143,13 @@ def _is_repeated(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return _has_weights(module) and next(module.children(), None) is not None
+    inside = next(module.children(), None) is not None
+    return _has_weights(module) and inside and not _is_namespace(module)
+
+
+def _is_namespace(module: nn.Module) -> bool:
+    """Whether a module has no forward pass: it only holds others."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -8,15 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 from bigtrain.optim.lean_adamw import LeanAdamW
 from bigtrain.optim.low_bit_adamw import LowBitAdamW, quantization_maps
-from bigtrain.optim.update import MakeOptimizer, whole_dims
-
-_LOOP = {"foreach": False}
-"""One parameter after the other."""
+from bigtrain.optim.whole import MakeOptimizer
 
 
 def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
@@ -40,8 +36,8 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
 def _without_decay(parameters: Iterable[nn.Parameter]) -> Iterable[Any]:
     """Two groups, of which the second, parameters of one dim at most, has no weight decay."""
     given = list(parameters)
-    decayed = [parameter for parameter in given if whole_dims(parameter) > 1]
-    others = [parameter for parameter in given if whole_dims(parameter) <= 1]
+    decayed = [parameter for parameter in given if parameter.dim() > 1]
+    others = [parameter for parameter in given if parameter.dim() <= 1]
     groups: list[tuple[list[nn.Parameter], dict[str, float]]] = [
         (decayed, {}),
         (others, {"weight_decay": 0.0}),
@@ -54,7 +50,7 @@ def _torch_factory(config: OptimConfig) -> MakeOptimizer:
         "auto": {"fused": True},
         "fused": {"fused": True},
         "foreach": {"foreach": True},
-        "loop": _LOOP,
+        "loop": {"foreach": False},  # one parameter after the other
     }[config.implementation]
 
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -65,15 +61,12 @@ def _torch_factory(config: OptimConfig) -> MakeOptimizer:
                 parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=foreach
             )
         if config.name == "sgd":
-            parameter_list = list(parameters)
-            shards = any(isinstance(parameter, DTensor) for parameter in _flat(parameter_list))
             return torch.optim.SGD(
-                parameter_list,
+                parameters,
                 lr=config.lr,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
-                # torch's fused SGD does not know DTensors (its fused AdamW does).
-                **(_LOOP if shards and config.implementation == "auto" else kernels),
+                **kernels,
             )
         return torch.optim.AdamW(
             parameters,
@@ -84,12 +77,6 @@ def _torch_factory(config: OptimConfig) -> MakeOptimizer:
         )
 
     return make
-
-
-def _flat(parameters: Iterable[Any]) -> Iterable[nn.Parameter]:
-    """The parameters, given by themselves or in groups."""
-    for entry in parameters:
-        yield from entry["params"] if isinstance(entry, dict) else (entry,)
 
 
 def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:

@@ -21,10 +21,10 @@ from bigtrain.optim.state_store import StateStore, StoredTensor
 from bigtrain.optim.update import (
     MakeOptimizer,
     is_elementwise,
-    mark_piece,
     optimizer_tensors,
     steps_on_device,
 )
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.tensors.dtensors import (
     flat_view,
     is_dense,
@@ -39,12 +39,6 @@ from bigtrain.tensors.shards import (
     slice_extents,
     whole_extents,
 )
-
-ELEMENTWISE_OPTIMIZERS = {
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "LeanAdamW"),
-}
-"""Optimizers that treat each element by itself, so that any cut gives the same numbers."""
 
 
 @dataclass
@@ -120,9 +114,8 @@ class PartitionedUpdate:
         for parameter in parameters.values():  # a stretch of one with gaps is no view of it
             if not is_dense(local_tensor(parameter)):
                 parameter.data = parameter.data.contiguous()
-        may_split = (
-            type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__ in ELEMENTWISE_OPTIMIZERS
-        )
+        whole = WholeOptimizer.of(make_optimizer, parameters)
+        may_split = whole.kind.elementwise
         chunked = (
             self._state_store.updates_elsewhere or self._state_store.chunked or bool(low_names)
         )
@@ -150,9 +143,11 @@ class PartitionedUpdate:
         for name, cuts in own_slices.items():
             self._make_slices(name, cuts)
         self._chunks = _chunks(list(self._owned.values()), chunk_size)
-        # A rank without a piece (fewer elements than ranks) still has an optimizer to set rates on.
-        shards = [piece.shard for piece in self._owned.values()]
-        self.optimizer = make_optimizer(shards or [nn.Parameter(torch.zeros(0))])
+        # A rank without a piece (fewer elements than ranks) still has groups to set rates on.
+        shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
+        for cut, piece in self._owned.items():
+            shards[cut.name].append(piece.shard)
+        self.optimizer = whole.put_on(shards)
 
     def _copies(self, name: str) -> bool:
         return self._state_store.updates_elsewhere or name in self._low
@@ -167,7 +162,6 @@ class PartitionedUpdate:
             value = self._target(cut)
             value = self._state_store.place(value.clone()) if copied else value
             piece = OwnedSlice(cut, nn.Parameter(value), copied, value.shape)
-            mark_piece(piece.shard, self._parameters[name].dim())
             self._owned[cut] = piece
             if copied:
                 self._store_value(piece, value)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from bigtrain.optim.whole import MakeOptimizer as MakeOptimizer
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
-
-
-_WHOLE_DIMS = "bigtrain_whole_dims"
-
-
-def mark_piece(piece: Tensor, num_dims: int) -> None:
-    """Note at a flat piece how many dims the whole parameter has; see `whole_dims`."""
-    setattr(piece, _WHOLE_DIMS, num_dims)
-
-
-def whole_dims(parameter: Tensor) -> int:
-    """The number of dims of a parameter, or of that which it is a marked piece of."""
-    return int(getattr(parameter, _WHOLE_DIMS, parameter.dim()))
 
 
 class Update(Protocol):
@@ -62,12 +49,20 @@ class WholeUpdate:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
     ) -> None:
-        self._parameters = parameters
-        self.optimizer = make_optimizer(list(parameters.values()))
+        whole = WholeOptimizer.of(make_optimizer, parameters)
+        self._stand_ins = _stand_ins(parameters)
+        self._parameters = {**parameters, **self._stand_ins}
+        self._beside = {name: parameters[name] for name in self._stand_ins}
+        self.optimizer = whole.put_on({name: [p] for name, p in self._parameters.items()})
 
     def step(self) -> None:
         """See `Update.step`."""
+        for name, parameter in self._beside.items():
+            gradient, own = parameter.grad, self._stand_ins[name]
+            own.grad = None if gradient is None else as_dtensor_like(gradient, own)
         self.optimizer.step()
+        for own in self._stand_ins.values():
+            own.grad = None
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """See `Update.resident_tensors`."""
@@ -109,6 +104,23 @@ class WholeUpdate:
 
     def close(self) -> None:
         """See `Update.close`."""
+
+
+def _stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What is whole beside shards, as DTensors on the same memory.
+
+    torch's kernels for many tensors take no DTensors and plain tensors in one call.
+    """
+    shard = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
+    if shard is None:
+        return {}
+    mesh = shard.device_mesh
+    whole = [Replicate()] * mesh.ndim
+    return {
+        name: nn.Parameter(DTensor.from_local(p.detach(), mesh, whole, run_check=False))
+        for name, p in parameters.items()
+        if not isinstance(p, DTensor)
+    }
 
 
 _ONCE = ("step", "mu_product", "eta", "mu")

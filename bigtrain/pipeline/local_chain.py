@@ -34,6 +34,7 @@ class StageChain(nn.Module):
         super().__init__()
         self._parameters = model._parameters
         self._buffers = model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._modules = model._modules
         self._stages, self._devices = tuple(stages), tuple(devices)
         self._model = (model,)  # no child: its names are this one's already

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
-from bigtrain.core.state import load_optimizer, load_tensors, model_state
+from bigtrain.core.state import load_optimizer, load_tensors, model_state, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -311,7 +311,10 @@ class PipelineRunner(StepRunner):
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
         tensors: dict[str, StateTensor] = {}
         for stage in self._stages.values():
-            state, named = stage.state_dict(), stage.named_parameters(remove_duplicate=False)
+            state, named = (
+                module_tensors(stage.state_dict()),
+                stage.named_parameters(remove_duplicate=False),
+            )
             for name, tensor in model_state(state, named, masters).items():
                 tensors.setdefault(f"model.{name}", tensor)
         for key, tensor in self._update.state().items():
@@ -322,7 +325,8 @@ class PipelineRunner(StepRunner):
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
         saved = self.own_saved(saved)
-        current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
+        stages = self._stages.values()
+        current = {n: t for stage in stages for n, t in module_tensors(stage.state_dict()).items()}
         load_tensors(current, gather_names(self.context, current), saved, self._update)
         trained = gather_names(self.context, self._named)
         load_optimizer(self._update, trained, self._named, saved)

@@ -100,7 +100,13 @@ class TrafficCounter:
             given, made = call.input_tensors, call.output_tensors
             if kind == "all_reduce" and sum(tensor.numel() for tensor in given) == 1:
                 return
-            sizes = [sum(tensor.nbytes for tensor in side) for side in (given, made)]
+            sizes = [sum(map(_nbytes, side)) for side in (given, made)]
             self._bytes[kind, ranks] += max(sizes)
 
         group.register_pre_hook(_HOOK_ID, begins)
+
+
+def _nbytes(tensor: Any) -> int:
+    if tensor.is_sparse:  # gradients of an embedding
+        return int(tensor._values().nbytes + tensor._indices().nbytes)
+    return int(tensor.nbytes)

@@ -79,7 +79,8 @@ def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
     """
     in_slices: list[Tensor] = []
     whole: list[Tensor] = []
-    for tensor in tensors:
+    for one in tensors:
+        tensor = torch.view_as_real(one) if one.is_complex() else one
         here = tensor.device.type == "cpu"
         meant_here = device_type == "cpu" or not isinstance(tensor, FakeTensor)
         (in_slices if here and meant_here else whole).append(tensor)

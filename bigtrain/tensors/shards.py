@@ -107,7 +107,10 @@ class StateTensor:
         saved = dtype or tensor.dtype
 
         def values() -> Tensor:
-            return local_tensor(tensor.detach()).reshape(-1).to(saved)
+            own = local_tensor(tensor.detach())
+            if own.layout is not torch.strided:  # what sparse gradients have left
+                own = own.to_dense()
+            return own.reshape(-1).to(saved)
 
         return cls(saved, tuple(tensor.shape), extents_of(tensor), values)
 

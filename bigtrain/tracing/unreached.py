@@ -51,6 +51,14 @@ def freeze_unreached(model: nn.Module, example: MicroBatch, loss: Loss) -> tuple
     return tuple(names)
 
 
+def freeze_empty(model: nn.Module) -> tuple[str, ...]:
+    """Stop training parameters without elements, of which no engine makes pieces; their names."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not p.numel()]
+    for _, parameter in named:
+        parameter.requires_grad_(False)
+    return tuple(name for name, _ in named)
+
+
 def unfreeze(model: nn.Module, names: Collection[str]) -> None:
     """Train these parameters again, as far as they are still there by their names."""
     for name, parameter in model.named_parameters():

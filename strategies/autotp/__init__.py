@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
@@ -60,7 +60,11 @@ class AutoTP(SliceStrategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(engine="deepspeed", needs_group=True)
+        return Traits(
+            engine="deepspeed",
+            needs_group=True,
+            cannot_hold=SPARSE | {"gradient_hooks", "accumulate_hooks", "writes"},
+        )
 
     def warning(self) -> str | None:
         """See `Strategy.warning`."""

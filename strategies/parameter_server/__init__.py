@@ -83,6 +83,8 @@ class ParameterServer(Strategy):
             owns_step=True,
             materializes=True,
             optimizer_gets="pieces",
+            optimizer_sees="parameters",
+            cannot_hold=frozenset({"gradient_hooks", "accumulate_hooks", "writes"}),
             state_ranks=self.servers,
             sharded_states=1,
             servers=self.servers,

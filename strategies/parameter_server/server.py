@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
-from bigtrain.core.state import check_shapes, load_optimizer
+from bigtrain.core.state import check_shapes, load_optimizer, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.partition import Slice
 from bigtrain.optim.update import is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.parameter_server.shards import (
     Messages,
     messages_of,
     piece_view,
     pieces_of,
-    takes_pieces,
 )
 from bigtrain.tensors.norms import local_norm
 from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
@@ -40,7 +40,8 @@ class ServerUpdate:
         self.names = list(parameters)
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.messages = Messages(context, servers)
-        self._whole = not takes_pieces(assembly.make_optimizer)
+        whole_optimizer = WholeOptimizer.of(assembly.make_optimizer, parameters)
+        self._whole = not whole_optimizer.kind.elementwise
         self.pieces: dict[Slice, nn.Parameter] = {}
         for piece in pieces_of(parameters, servers, may_split=not self._whole):
             if piece.owner == context.dp_rank:
@@ -52,8 +53,10 @@ class ServerUpdate:
                 )
                 parameters[piece.name].data = whole.new_empty(0)
         assembly.materialize([])  # a model that could not be described comes from rank 0 as a whole
-        shards = list(self.pieces.values())
-        self.optimizer = assembly.make_optimizer(shards or [nn.Parameter(torch.zeros(0))])
+        shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
+        for piece, shard in self.pieces.items():
+            shards[piece.name].append(shard)
+        self.optimizer = whole_optimizer.put_on(shards)
 
     def receive_gradients(self, wanted: Mapping[str, bool]) -> None:
         """Sum the workers' gradients in the order of their ranks, and average them.
@@ -234,7 +237,7 @@ class Server(StepRunner):
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        expected = {*self.module.state_dict()}
+        expected = {*module_tensors(self.module.state_dict())}
         held = {piece.name for piece in self._server.pieces}
         check_shapes({n: self._server.shapes[n] for n in held}, expected, saved)
         for name in held:

@@ -14,19 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.optim.partition import Slice, merge_slices, partition_evenly
-from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
 
 MESSAGE_ELEMENTS = 1 << 20
 """Numbers in a message at most: a server holds one such message of every worker but the first."""
-
-
-def takes_pieces(make_optimizer: MakeOptimizer) -> bool:
-    """Whether an optimizer treats each element by itself, so that a parameter may be cut."""
-    optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
-    return type(optimizer).__name__ in ELEMENTWISE_OPTIMIZERS
 
 
 def pieces_of(
@@ -37,7 +29,7 @@ def pieces_of(
     Args:
         parameters: the trained ones by their plain names, on any device.
         servers: how many share them.
-        may_split: see `takes_pieces`.
+        may_split: whether a parameter may be cut: the optimizer treats each element by itself.
     """
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     cuts = partition_evenly(sizes, servers, may_split)

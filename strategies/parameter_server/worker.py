@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.parameter_server.shards import (
     Messages,
     messages_of,
     piece_view,
     pieces_of,
-    takes_pieces,
 )
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 
@@ -28,10 +28,10 @@ class PulledUpdate:
     ) -> None:
         self.parameters = parameters
         self.messages = Messages(assembly.context, servers)
-        may_split = takes_pieces(assembly.make_optimizer)
-        self.pieces = pieces_of(parameters, servers, may_split=may_split)
+        whole = WholeOptimizer.of(assembly.make_optimizer, parameters)
+        self.pieces = pieces_of(parameters, servers, may_split=whole.kind.elementwise)
         # Without anything to update; its rate is set as that of any other.
-        self.optimizer = assembly.make_optimizer([nn.Parameter(torch.zeros(0))])
+        self.optimizer = whole.put_on({})
 
     def push(self, gradients: Mapping[str, Tensor]) -> None:
         """Send gradients to the servers, and wait until they are there."""

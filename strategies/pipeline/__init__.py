@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import nn
 
 from bigtrain.core.strategy import Assembly, CutStrategy, Plan
-from bigtrain.core.traits import CutTraits, StageRecompute
+from bigtrain.core.traits import SPARSE, CutTraits, StageRecompute
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
@@ -111,6 +111,7 @@ class Pipeline(CutStrategy):
             schedule=self.schedule,
             stages_per_rank=self.per_rank(),
             recompute=self.checkpoint,
+            cannot_hold=SPARSE | {"writes"},
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:

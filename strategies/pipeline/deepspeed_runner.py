@@ -137,8 +137,10 @@ class DeepSpeedPipelineRunner(PipelineRunner):
 
     def _whole(self, assembly: Assembly, stage: Stage, start: Callable[..., Any]) -> Update:
         trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        spare = {"": nn.Parameter(torch.zeros(1, device=stage.device))}
-        update = _EngineUpdate(trained or spare, assembly.make_optimizer)
+        update = _EngineUpdate(trained, assembly.make_optimizer)
+        if not trained:  # DeepSpeed wants something
+            spare = nn.Parameter(torch.zeros(1, device=stage.device))
+            update.optimizer.param_groups[0]["params"].append(spare)
         update.engine = start(update.optimizer, {})
         return update
 

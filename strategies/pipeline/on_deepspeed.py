@@ -17,7 +17,7 @@ from typing import Any
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import CutTraits
+from bigtrain.core.traits import CutTraits, Oddity
 from bigtrain.costs.rank_replay import RankActions
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.orders import Action
@@ -31,7 +31,14 @@ class DeepSpeedPipeline(Pipeline):
     @property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`: ZeRO on DeepSpeed is done by the same engine."""
-        return replace(super().traits, optimizer_gets="copies", takes_over=True)
+        hooks: frozenset[Oddity] = frozenset({"gradient_hooks", "accumulate_hooks"})
+        traits = super().traits
+        return replace(
+            traits,
+            optimizer_gets="copies",
+            takes_over=True,
+            cannot_hold=traits.cannot_hold | hooks,
+        )
 
     def warning(self) -> str | None:
         """See `Strategy.warning`."""

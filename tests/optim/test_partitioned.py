@@ -253,5 +253,5 @@ def test_more_ranks_than_elements_leaves_some_with_nothing_to_update():
         {"p": parameter}, OPTIMIZERS["SGD"], replicas=ReplicaGroup(rank=1, size=3)
     )
     parameter.grad = torch.ones(5)
-    assert update.optimizer.param_groups[0]["params"][0].numel() == 0
+    assert update.optimizer.param_groups[0]["params"] == []
     update.optimizer.step()

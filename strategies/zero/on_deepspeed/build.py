@@ -22,11 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.core.layer_strategies import SliceStrategy
+from bigtrain.core.state import first_names
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.models.names import names_of
-from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.deepspeed_adapter import (
     Partitioner,
     connect_deepspeed,
@@ -79,6 +80,12 @@ class BuiltEngine:
     of it, or more."""
     closing: ExitStack = field(default_factory=ExitStack)
     """What DeepSpeed changes outside of its engine, put back at the end."""
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The model's own, by the names of parameters: of what is frozen, which is saved in these."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The user's."""
+    begin_state: Callable[[], None] | None = None
+    """Lets it begin its state on the pieces, where it has some before its first step."""
     tracking: Callable[[], bool] = lambda: False
     """Whether memory is being tracked now."""
 
@@ -96,20 +103,31 @@ def build_engine(
     """
     context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)
+    built.dtypes = {name: p.dtype for name, p in assembly.model.named_parameters()}
     with ExitStack() as failing, warnings.catch_warnings():
         failing.enter_context(built.closing)
         _copy_without_hooks(assembly.model, context.device, built.closing)
         warnings.simplefilter("ignore")
         connect_deepspeed(context, built.closing)
         low = assembly.plan.bf16_parameters
-        optimizer, names = optimizer_and_names(assembly)
+        whole = flat_optimizer(assembly)
+        trained = {n for n, p in assembly.model.named_parameters() if p.requires_grad}
+        groups = [[name for name in names if name in trained] for names in whole.groups]
         if stage == 3:
             _fill_in_shards(assembly, config, built, to_bf16=low)
         else:
-            _fill_flat(assembly, names, built, to_bf16=low, is_dealt_out=_is_dealt_out(config))
+            _fill_flat(
+                assembly,
+                [g for g in groups if g],
+                built,
+                to_bf16=low,
+                is_dealt_out=_is_dealt_out(config),
+            )
         assembly.materialize(names_of(assembly.model))
-        for group, members in zip(optimizer.param_groups, names, strict=True):
-            group["params"] = [assembly.model.get_parameter(name) for name in members]
+        optimizer = whole.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
+        # DeepSpeed makes a flat piece of each group, and none of an empty one.
+        optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+        optimizer.state.clear()
         sliced = replaced_layers(assembly, built.closing)
         if sliced is not None:
             # It takes the batch of all ranks for one that every rank has its own part of.
@@ -124,6 +142,8 @@ def build_engine(
                 align=_aligned,
                 in_place=stage < 3 and not _is_dealt_out(config) and not _is_padded(config),
             )
+        built.begin_state = whole.begin_state if whole.begins_with_state else None
+        built.optimizer = optimizer
         failing.pop_all()
     return built
 
@@ -172,17 +192,12 @@ def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitSta
     closing.callback(delattr, model, "__deepcopy__")
 
 
-def optimizer_and_names(
-    assembly: Assembly,
-) -> tuple[torch.optim.Optimizer, list[list[str]]]:
-    """The optimizer before it has its parameters, and the names of each of its groups.
-
-    It is made from stand-ins of the right shapes and one number large: nothing of the model is
-    there yet, and what is left of a parameter in shards has lost its shape.
+def flat_optimizer(assembly: Assembly) -> WholeOptimizer:
+    """The optimizer, which is still without parameters.
 
     Raises:
         ConfigError: nothing is to be trained, parameters are not fp32, or the optimizer needs
-            whole tensors.
+            whole tensors or leaves some out.
     """
     named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
     kinds = sorted({str(p.dtype) for p in named.values()})
@@ -198,19 +213,20 @@ def optimizer_and_names(
             f"{type(statistics[0]).__name__} take none beside fp32 statistics. "
             "Use --strategy zero1_torch or fsdp, or train.precision=fp32."
         )
-    number = torch.zeros((), device=assembly.context.device)
-    stand_ins = {n: nn.Parameter(number.expand(p.shape)) for n, p in named.items()}
-    optimizer = assembly.make_optimizer(list(stand_ins.values()))
-    kind = type(optimizer).__name__
-    if kind not in ELEMENTWISE_OPTIMIZERS:
+    whole = WholeOptimizer.of(assembly.make_optimizer, named)
+    if not whole.kind.elementwise:
         raise ConfigError(
-            f"DeepSpeed gives the optimizer flat stretches of parameters, and {kind} may need "
-            "whole ones. Use --strategy zero1_torch."
+            f"DeepSpeed gives the optimizer flat stretches of parameters, and {whole.kind_name} "
+            "needs whole ones. Use --strategy zero1_torch."
         )
-    name_of = {id(p): n for n, p in stand_ins.items()}
-    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
-    optimizer.state.clear()
-    return optimizer, [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    left_out = whole.left_out(named)
+    if left_out:
+        raise ConfigError(
+            f"optimizer: it leaves out {first_names(left_out)}, and DeepSpeed updates all that is "
+            "trained. Call requires_grad_(False) on what is not to be, or use --strategy "
+            "zero1_torch."
+        )
+    return whole
 
 
 def _is_dealt_out(config: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Oddity, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
@@ -57,6 +57,10 @@ from bigtrain.tracing.routes import Routes
 DEEPSPEED_ALTERNATIVES = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
 
+_CANNOT_HOLD: frozenset[Oddity] = SPARSE | {"accumulate_hooks", "complex", "not_fp32"}
+_STAGE_3_CANNOT: frozenset[Oddity] = frozenset({"writes", "empty", "frozen_complex"})
+"""What is written into a parameter between its uses is gone with its gathered values."""
+
 
 class DeepSpeed(Zero):
     """DeepSpeed's engine around the model; it owns the step."""
@@ -72,6 +76,8 @@ class DeepSpeed(Zero):
             replaces_products=self.stage == 3,
             bf16_parameters=True,
             optimizer_gets="copies",
+            optimizer_sees="elements",
+            cannot_hold=_CANNOT_HOLD | (_STAGE_3_CANNOT if self.stage == 3 else frozenset()),
             state_ranks=self.shard_ranks,
             # Stage 1 has, where a step is one micro-batch, only a shard of the gradients, too.
             sharded_states=max(2, self.stage),

@@ -20,7 +20,7 @@ from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.names import names_of
 from bigtrain.strategies.deepspeed_adapter import step_pipeline
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, optimizer_and_names
+from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, flat_optimizer
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepspeed_settings
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 from bigtrain.tensors.norms import local_norm
@@ -33,9 +33,11 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
     def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineZeroUpdate:
         model = assembly.model
         assembly.materialize(names_of(model))
-        optimizer, names = optimizer_and_names(assembly)
-        for group, members in zip(optimizer.param_groups, names, strict=True):
-            group["params"] = [model.get_parameter(name) for name in members]
+        whole = flat_optimizer(assembly)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        optimizer = whole.put_on({name: [parameter] for name, parameter in named.items()})
+        optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+        optimizer.state.clear()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         config = deepspeed_settings(options, assembly.plan, trained)
         more = {
@@ -45,6 +47,9 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         }
         meter = assembly.meter
         built = BuiltEngine(start(optimizer, more), tracking=lambda: meter.tracking)
+        built.dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        built.begin_state = whole.begin_state if whole.begins_with_state else None
+        built.optimizer = optimizer
         return PipelineZeroUpdate(built, assembly.context, model, 1)
 
     assembly_of_cut.shard = shard

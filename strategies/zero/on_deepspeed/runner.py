@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.participation import GradientUse
 from bigtrain.core.replicas import broadcast_buffers
-from bigtrain.core.state import check_shapes
+from bigtrain.core.state import check_shapes, module_tensors
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.strategies.deepspeed_adapter import after_gathering
@@ -128,6 +129,11 @@ class DeepSpeedRunner(LoopRunner):
             self.meter.label(found, "gradients")
         super().label_gradients()
 
+    def run_gradient_hooks(self) -> None:
+        """See `StepRunner.run_gradient_hooks`: on whole gradients, put together of stretches."""
+        for name in self._gradient_hooks.names:
+            self._sharded.change_gradient(name, partial(self._gradient_hooks.changed, name))
+
     def clip(self) -> Tensor:
         """See `LoopRunner.clip`; DeepSpeed itself scales the gradients, in its step."""
         norm = self._sharded.norm()
@@ -146,7 +152,7 @@ class DeepSpeedRunner(LoopRunner):
         self._sharded.update_parameters()
 
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
-        parameters, current = self._sharded.parameters, self.module.state_dict()
+        parameters, current = self._sharded.parameters, module_tensors(self.module.state_dict())
         first = {id(p): n for n, p in parameters.items()}
         tied = {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
         shapes = {

@@ -7,7 +7,7 @@ of its elements in one of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,21 @@ class OptimizerShards:
                     self.slice_of(self.pieces, stretch).copy_(mine)
         exact.clear()
 
+    def _begin_state(self, groups: Sequence[int]) -> None:
+        """Begin an Adagrad's state on the pieces: DeepSpeed makes one of its own, of one group.
+
+        Args:
+            groups: in which group each piece is.
+        """
+        if self._built.begin_state is None or self._built.optimizer is None:
+            return
+        optimizer = self.zero.optimizer = self._built.optimizer
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for piece, place in zip(self.pieces, groups, strict=True):
+            optimizer.param_groups[place]["params"].append(piece)
+        self._built.begin_state()
+
     def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
         """The gradients that are about to be sent, to see them go while memory is tracked."""
         if not self._built.tracking():
@@ -153,6 +168,7 @@ class FlatShards(OptimizerShards):
             look_at_the_norm_alone(zero)
         self._reduce_the_rest()
         self.restore_fp32()
+        self._begin_state(list(range(len(self.pieces))))
 
     def _update_in_place(self) -> None:
         """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
@@ -275,6 +291,9 @@ class PartitionedShards(OptimizerShards):
         else:
             self._take_all_from_host()
         self.restore_fp32()
+        self._begin_state([zero.sub_group_to_group_id[n] for n in range(len(self.pieces))])
+        for group in zero.optimizer.param_groups if built.begin_state is not None else ():
+            group["params"] = []  # its step puts one piece after the other there
 
     def _send_when_full(self) -> None:
         """Reduce a full bucket at once, and not when the next gradient is there as well."""

@@ -6,7 +6,8 @@ Of each tensor a rank has the stretch that it updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,25 @@ class DeepSpeedUpdate:
                 tensors[name] = self._sharded(parameter, gradient)
         return tensors
 
+    @torch.no_grad()
+    def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Let a function change the whole gradient of a parameter. Collective.
+
+        Each rank puts the gradient together, and keeps what is its own of the result.
+        """
+        parameter = self.parameters[name]
+        gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
+        stretch, own = self.shards.slices.get(id(parameter)), torch.empty(0)
+        whole = torch.zeros(shape_of(parameter), device=self.shards.pieces[0].device)
+        if stretch is not None and gradient is not None:
+            own = gradient.view(-1)[stretch.offset : stretch.offset + stretch.length]
+            whole.view(-1)[stretch.start : stretch.start + stretch.length].copy_(own)
+        if self._context.dp_size > 1:
+            dist.all_reduce(whole, group=self._context.dp_group)
+        changed = change(whole).reshape(-1)
+        if stretch is not None and own.numel():
+            own.copy_(changed[stretch.start : stretch.start + stretch.length])
+
     def _piece_of(self, parameter: nn.Parameter) -> Tensor:
         return self.shards.pieces[self.shards.piece_of[id(parameter)]].detach()
 
@@ -126,9 +146,9 @@ class DeepSpeedUpdate:
                 piece = pieces[self.shards.piece_of[id(parameter)]]
                 tensors[name] = self._sharded(parameter, piece)
             elif self._stage < 3:
-                tensors[name] = StateTensor.of(parameter, torch.float32)
+                tensors[name] = StateTensor.of(parameter, self._built.dtypes[name])
             else:
-                tensors[name] = _frozen(parameter)
+                tensors[name] = _frozen(parameter, self._built.dtypes[name])
         return tensors
 
     def _sharded(self, parameter: nn.Parameter, flat: Tensor) -> StateTensor:
@@ -193,9 +213,9 @@ def _extent_of(stretch: ShardSlice) -> Extent:
     return Extent(stretch.start, stretch.length)
 
 
-def _frozen(parameter: Any) -> StateTensor:
+def _frozen(parameter: Any, dtype: torch.dtype) -> StateTensor:
     part, extents = _part_of(parameter)
-    return StateTensor(torch.float32, shape_of(parameter), extents, part.float)
+    return StateTensor(dtype, shape_of(parameter), extents, partial(part.to, dtype))
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, tuple[Extent, ...]]:

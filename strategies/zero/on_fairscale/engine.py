@@ -27,13 +27,14 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.participation import GatheredUnits
 from bigtrain.core.replicas import average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
 from bigtrain.optim.partitioned import ReplicaGroup
 from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.fairscale_adapter import (
     FAIRSCALE,
     finish_oldest,
@@ -93,6 +94,8 @@ class FairscaleEngine(Zero):
         return Traits(
             engine="fairscale",
             optimizer_gets="copies",
+            optimizer_sees="parameters",
+            cannot_hold=SPARSE | {"mixed"},
             state_ranks=None,
             sharded_states=self.stage,
         )
@@ -268,7 +271,7 @@ class OSSUpdate(OwnedUpdate):
         self._replicas = ReplicaGroup(context.rank, context.world_size, context.group())
         # Dealing out the largest first leaves the ranks with the most equal shares.
         ordered = sorted(self.parameters.values(), key=lambda p: p.numel(), reverse=True)
-        make = _in_groups(assembly.make_optimizer)
+        make = _in_groups(assembly.make_optimizer, self.parameters)
         self.oss = OSS(ordered, optim=make, group=context.group())
         self.optimizer: torch.optim.Optimizer = self.oss.optim
         self.hooks: list[Any] = []
@@ -313,13 +316,16 @@ class OSSUpdate(OwnedUpdate):
             self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
 
-def _in_groups(make_optimizer: MakeOptimizer) -> Callable[..., torch.optim.Optimizer]:
+def _in_groups(
+    make_optimizer: MakeOptimizer, parameters: Mapping[str, nn.Parameter]
+) -> Callable[..., torch.optim.Optimizer]:
     """The job's optimizer as OSS makes one: from the groups of its own share."""
+    name_of = {id(p): n for n, p in parameters.items()}
+    whole = WholeOptimizer.of(make_optimizer, parameters)
 
     def make(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         share = [parameter for group in groups for parameter in group["params"]]
-        # A rank without a share (fewer parameters than ranks) still has rates to be set.
-        return make_optimizer(share or [nn.Parameter(torch.zeros(0))])
+        return whole.put_on({name_of[id(parameter)]: [parameter] for parameter in share})
 
     return make
 

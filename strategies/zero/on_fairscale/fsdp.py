@@ -29,8 +29,8 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
-from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
-from bigtrain.optim.update import MakeOptimizer, is_elementwise, mark_piece, steps_on_device
+from bigtrain.optim.update import is_elementwise, steps_on_device
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.fairscale_adapter import plain_name, whole_size
 from bigtrain.strategies.zero.on_fairscale.engine import (
     FairscaleEngine,
@@ -48,7 +48,13 @@ class FairscaleFSDP(FairscaleEngine):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return replace(super().traits, materializes=True)
+        return replace(
+            super().traits,
+            materializes=True,
+            optimizer_sees="elements",
+            cannot_hold=super().traits.cannot_hold
+            | {"gradient_hooks", "accumulate_hooks", "writes", "scalars", "strided", "empty"},
+        )
 
     def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""
@@ -92,7 +98,7 @@ class FairscaleFSDP(FairscaleEngine):
         if assembly.plan.dp == 1:
             assembly.materialize(names_of(model))
             return
-        _refuse_whole_optimizers(assembly.make_optimizer)
+        _refuse_whole_optimizers(assembly)
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
         def shard(unit: nn.Module) -> nn.Module:
@@ -135,9 +141,8 @@ class FlatShardUpdate(OwnedUpdate):
         self._group = assembly.context.group()
         self._rank, self._ranks = assembly.context.rank, assembly.context.world_size
         self.parameters = {n: p for n, p in plain_names(assembly.model) if p.requires_grad}
-        for parameter in self.parameters.values():
-            mark_piece(parameter, len(whole_size(parameter)))
-        self.optimizer = assembly.make_optimizer(list(self.parameters.values()))
+        whole = WholeOptimizer.of(assembly.make_optimizer, self.parameters)
+        self.optimizer = whole.put_on({n: [p] for n, p in self.parameters.items()})
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -250,10 +255,10 @@ def _tell_owner(assembly: Assembly) -> Callable[..., None]:
     return own
 
 
-def _refuse_whole_optimizers(make_optimizer: MakeOptimizer) -> None:
-    kind = type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
-    if kind not in ELEMENTWISE_OPTIMIZERS:
+def _refuse_whole_optimizers(assembly: Assembly) -> None:
+    whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
+    if not whole.kind.elementwise:
         raise ConfigError(
             f"fairscale's FullyShardedDataParallel gives the optimizer stretches of parameters, "
-            f"and {kind} may need whole ones. Use --strategy zero1_torch."
+            f"and {whole.kind_name} needs whole ones. Use --strategy zero1_torch."
         )

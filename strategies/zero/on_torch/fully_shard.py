@@ -25,11 +25,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
 from bigtrain.devices import is_accelerator
@@ -37,6 +38,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.models.names import names_of
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
@@ -58,6 +60,9 @@ class FullySharded(Zero):
             needs_group=True,
             bf16_parameters=True,
             optimizer_gets="shards",
+            optimizer_sees="shards",
+            cannot_hold=SPARSE
+            | {"accumulate_hooks", "writes_gathered", "mixed_block", "uncalled_block"},
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
@@ -121,9 +126,10 @@ class FullySharded(Zero):
 
     def apply(self, assembly: Assembly) -> None:
         """Build and shard one unit after the other, the root last."""
-        plan = assembly.plan
+        plan, mesh = assembly.plan, shard_mesh(assembly.context, self.shard_ranks)
+        _check_on_shards(assembly, mesh)
         settings: dict[str, Any] = {
-            "mesh": shard_mesh(assembly.context, self.shard_ranks),
+            "mesh": mesh,
             "reshard_after_forward": self.stage == 3,
         }
         if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
@@ -139,6 +145,8 @@ class FullySharded(Zero):
             if norms:
                 fully_shard(norms, mp_policy=whole, **settings)
 
+        whole_params = _left_whole(assembly)
+        settings["ignored_params"] = whole_params
         for root in assembly.roots:
             # The code of a module that a cut goes through runs in several stages, and its forward
             # pass as such, to which hooks belong, in none.
@@ -147,11 +155,15 @@ class FullySharded(Zero):
                 if name in through:
                     continue
                 assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
+                if whole_params.issuperset(unit.parameters()):
+                    continue
+                _lay_in_rows(unit)
                 shard_norms(unit)
                 policy = whole if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
                 _finish(unit, name, assembly)
             assembly.materialize(names_of(root))
+            _lay_in_rows(root)
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
             _finish(root, "the model", assembly)
@@ -245,6 +257,46 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
     ranks = mesh.mesh.view(-1, shard_ranks, pp, tp)
     names = ("replicate", "shard", "pp", "tp")
     return DeviceMesh(context.device.type, ranks, mesh_dim_names=names)["replicate", "shard"]
+
+
+def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
+    """Parameters that stay whole on every rank: one number without dims cannot be dealt out.
+
+    Their gradients are averaged when all micro-batches are through, as replicas do.
+    """
+    context = assembly.context
+    found = {p for root in assembly.roots for p in root.parameters() if p.dim() == 0}
+
+    def average(gradients: Sequence[Tensor]) -> None:
+        for gradient in gradients:
+            if not isinstance(gradient, DTensor):
+                dist.all_reduce(gradient, group=context.dp_group)
+                gradient /= context.dp_size
+
+    if assembly.plan.dp > 1 and any(parameter.requires_grad for parameter in found):
+        assembly.average = average
+    return found
+
+
+def _lay_in_rows(unit: nn.Module) -> None:
+    """fully_shard takes no parameter whose dims lie in another order, or with gaps between."""
+    for parameter in unit.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _check_on_shards(assembly: Assembly, mesh: DeviceMesh) -> None:
+    """Refuse an optimizer that does other things to DTensors than to whole tensors. Collective.
+
+    What multiplies matrices or looks at norms may be right on DTensors, and is tried.
+    """
+    whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
+    cut_anywhere = whole.kind.elementwise and whole.kind.separable
+    if not cut_anywhere and mesh.size() > 1 and not whole.same_on_shards(mesh):
+        raise ConfigError(
+            f"optimizer: {whole.kind_name} does not do to shards of a parameter (DTensors) what it "
+            "does to a whole one, as a trial on a few numbers shows. Use --strategy zero1_torch."
+        )
 
 
 def _norms(unit: nn.Module) -> list[nn.Module]:

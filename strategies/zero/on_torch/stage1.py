@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from bigtrain.core.replicas import BUCKET_SIZE, average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
@@ -36,6 +36,8 @@ class ShardedOptimizer(Zero):
         return Traits(
             bf16_parameters=True,
             optimizer_gets="pieces",
+            optimizer_sees="parameters",
+            cannot_hold=SPARSE,
             state_ranks=None,
             sharded_states=1,
             averaging_bucket=self._bucket,

@@ -1,0 +1,213 @@
+"""What a model has that not every engine holds, looked for once, before the ranks connect.
+
+Each technique says in its traits what a model may not have under it (`Traits.cannot_hold`). What
+an engine would lose or end at is refused by name, with a strategy that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigtrain.checkpoint.layout import DTYPE_CODES
+from bigtrain.core.registry import make_technique
+from bigtrain.core.state import NOT_JSON, as_json, extra_modules
+from bigtrain.core.strategy import Plan
+from bigtrain.core.traits import Oddity
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import RoleConfig
+from bigtrain.models.blocks import find_blocks, independent_blocks
+from bigtrain.tracing.parameter_uses import ParameterUses
+
+_INSTEAD = {
+    "fsdp": RoleConfig.model_validate({"name": "zero", "engine": "torch", "stage": 3}),
+    "zero1_torch": RoleConfig.model_validate({"name": "zero", "engine": "torch", "stage": 1}),
+    "ddp": RoleConfig(name="ddp"),
+}
+"""Strategies that are offered where one cannot hold something, the one that shards most first."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something out of the ordinary that a model has."""
+
+    oddity: Oddity
+    name: str
+    """Of the parameter or module."""
+    what: str
+    """Goes on after the name."""
+    fix: str = ""
+    """Something else to do about it, before "use --strategy ..."."""
+
+
+def inspect_model(plan: Plan, model: nn.Module, uses: ParameterUses | None) -> None:
+    """Refuse what a model has and the plan's techniques do not hold.
+
+    Needs no process group, and is the same on all ranks.
+
+    Args:
+        plan: what will be run.
+        model: whole, as the user wrote it, on any device.
+        uses: what its forward pass does with its parameters, where that is known.
+
+    Raises:
+        ConfigError: with the name, what it is, and a strategy that holds it.
+    """
+    _check_extra_state(model)
+    _check_saved_types(model)
+    found = [*found_in(model), *found_in_pass(model, uses or ParameterUses())]
+    refused = refused_by(plan)
+    for one in found:
+        if one.oddity in refused:
+            instead = _instead(plan, {other.oddity for other in found})
+            fix = f"{one.fix}, or use" if one.fix else "Use"
+            raise ConfigError(
+                f"{one.name} {one.what}, which strategy {plan.strategy.name} cannot hold. "
+                f"{fix} --strategy {instead}."
+            )
+
+
+def refused_by(plan: Plan) -> frozenset[Oddity]:
+    """What the techniques of a plan do not hold together."""
+    refused: frozenset[Oddity] = frozenset()
+    for role, technique in plan.techniques.items():
+        if role == "replicate" and plan.dp == 1 and not technique.traits.needs_group:
+            continue  # it changes nothing
+        refused |= technique.traits.cannot_hold
+    if plan.release_gradients and (plan.world_size > 1 or plan.replicate.materializes):
+        refused |= {"gradient_hooks", "accumulate_hooks"}
+        if plan.replicate.optimizer_gets == "shards":
+            refused |= {"scalars"}
+    if plan.tp > 1 and (plan.dp > 1 or plan.batch.accumulation_steps > 1):
+        refused |= {"gradient_hooks"}  # autograd calls them with a part of the batch's
+    if plan.bf16_parameters or (plan.precision == "bf16" and not plan.master_weights):
+        refused |= {"writes_trained"}
+    if plan.dp > 1:
+        refused |= {"writes_from_batch"}
+    return refused
+
+
+def found_in(model: nn.Module) -> Iterator[Found]:
+    """What is seen of a model as it lies there."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    for name, p in model.named_parameters():
+        trained, exact = p.requires_grad, p.is_floating_point() or p.is_complex()
+        if p._backward_hooks:
+            yield Found("gradient_hooks", name, "has a gradient hook (register_hook)")
+        if p._post_accumulate_grad_hooks:
+            what = "has a hook on its gradient (register_post_accumulate_grad_hook)"
+            yield Found("accumulate_hooks", name, what)
+        if id(p) in sparse and trained:
+            fix = "Set sparse=False"
+            yield Found("sparse", name, "has sparse gradients (sparse=True)", fix)
+        if p.is_complex():
+            what = f"is {_type(p)}"
+            yield Found("complex" if trained else "frozen_complex", name, what)
+        if p.dim() == 0:
+            yield Found("scalars", name, "has no dims", "Give it shape [1]")
+        if not p.is_contiguous():
+            fix = "Call .contiguous() on it"
+            yield Found("strided", name, "lies in memory with its dims in another order", fix)
+        if p.numel() == 0:
+            yield Found("empty", name, f"has no elements ({list(p.shape)})", "Leave it out")
+        if not exact:
+            yield Found("integers", name, f"is {_type(p)}", "Make it a buffer")
+        elif trained and p.dtype != torch.float32:
+            yield Found("not_fp32", name, f"is trained in {_type(p)}")
+    yield from _of_two_types("mixed", model, "the model")
+
+
+def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Found]:
+    """The first trained parameter of another type than those before it."""
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for name, p in trained:
+        if p.dtype != trained[0][1].dtype:
+            others = _type(trained[0][1])
+            what = f"is {_type(p)}, and other trained parameters of {where} are {others}"
+            yield Found(oddity, name, what)
+            return
+
+
+def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
+    """What is seen of a model in a forward pass, and of the blocks that are sharded by it."""
+    sparse = {found.name for found in found_in(model) if found.oddity == "sparse"}
+    for name in uses.sparse:
+        if name not in sparse:
+            fix = "Set sparse=False"
+            yield Found("sparse_calls", name, "has sparse gradients (sparse=True)", fix)
+    units = {name: unit for name, unit in independent_blocks(model) if name}
+    unit_of = {
+        f"{name}.{inner}": name
+        for name, unit in units.items()
+        for inner, _ in unit.named_parameters()
+    }
+    for write in uses.writes:
+        parameter = model.get_parameter(write.name)
+        what = "is written in place in the forward pass"
+        fix = "Write it after the step"
+        yield Found("writes", write.name, what, fix)
+        if parameter.requires_grad:
+            yield Found("writes_trained", write.name, f"is trained, and {what}", fix)
+        if any(name in write.inside for name, _ in find_blocks(model)):
+            yield Found("writes_in_block", write.name, what, fix)
+        if not write.of_parameters:
+            what += " with values that follow from a rank's own part of the batch"
+            fix = "Exchange them between the ranks, and write after the step"
+            yield Found("writes_from_batch", write.name, what, fix)
+        if not write.of_parameters or unit_of.get(write.name, "") in write.inside:
+            what = "is written in place in the forward pass of the module that it is sharded with"
+            yield Found("writes_gathered", write.name, what, "Write it after the step")
+    for name, unit in units.items():
+        yield from _of_two_types("mixed_block", unit, name)
+        if uses.called and name not in uses.called:
+            what = "is never called, but what is in it"
+            yield Found("uncalled_block", name, what, "Call it in the forward pass")
+
+
+def _instead(plan: Plan, oddities: set[Oddity]) -> str:
+    """A strategy that holds all of these, and shards as much as can be."""
+    for name, config in _INSTEAD.items():
+        traits = make_technique("replicate", config).traits
+        if name != plan.strategy.name and not oddities & traits.cannot_hold:
+            return name
+    return "single, which runs on one rank"
+
+
+def _check_extra_state(model: nn.Module) -> None:
+    for name, module in extra_modules([model]):
+        state = module.get_extra_state()
+        if as_json(state) is NOT_JSON:
+            raise ConfigError(
+                f"{name}: get_extra_state gives a {type(state).__name__} that JSON does not give "
+                "back as it is, and a checkpoint would lose it. Let it return None, bools, "
+                "numbers, strings, lists and dicts with strings as keys, and keep tensors in "
+                "buffers."
+            )
+
+
+def _check_saved_types(model: nn.Module) -> None:
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPE_CODES:
+            raise ConfigError(
+                f"{name} is {_type(tensor)}, which no checkpoint holds. Use one of "
+                f"{_listed(DTYPE_CODES)}, or a buffer with persistent=False."
+            )
+
+
+def _listed(types: Sequence[torch.dtype] | dict[torch.dtype, str]) -> str:
+    return ", ".join(map(_name, types))
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return _name(tensor.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,94 @@
+"""Hooks that a user has registered on parameters, run once a step on the averaged gradient.
+
+One process with the whole batch calls a hook with the gradient of the whole batch. On ranks,
+autograd would call it with each micro-batch's share of one rank, in bf16 or before it is averaged,
+and not at all where an engine has put another tensor in the parameter's place. So the hooks are
+taken off before a model is built, and run when the gradient is whole.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+_Hooks = dict[int, Callable[[Tensor], Any]]
+
+
+class GradientHooks:
+    """The hooks of a model's parameters, by plain names, in the order of the model."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, _Hooks] = {}
+        """`Tensor.register_hook`: the dicts themselves, so that handles still remove from them."""
+        self._after: dict[str, _Hooks] = {}
+        """`Tensor.register_post_accumulate_grad_hook`."""
+
+    @classmethod
+    def take(cls, model: nn.Module) -> GradientHooks:
+        """Take the hooks off the parameters of a model."""
+        taken = cls()
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks:
+                taken._before[name] = parameter._backward_hooks
+                parameter._backward_hooks = None
+            if parameter._post_accumulate_grad_hooks:
+                taken._after[name] = parameter._post_accumulate_grad_hooks
+                parameter._post_accumulate_grad_hooks = OrderedDict()
+        return taken
+
+    def put_back(self, model: nn.Module) -> None:
+        """Let autograd call them again, as far as the parameters are there."""
+        for name in self.names:
+            with suppress(AttributeError):
+                parameter = model.get_parameter(name)
+                if name in self._before:
+                    parameter._backward_hooks = self._before[name]
+                if name in self._after:
+                    parameter._post_accumulate_grad_hooks = self._after[name]
+        self._before, self._after = {}, {}
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that have some."""
+        return list(dict.fromkeys([*self._before, *self._after]))
+
+    @torch.no_grad()
+    def run(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Run the hooks of these parameters, whose gradients are averaged over the replicas.
+
+        Collective where a gradient is in shards: each rank runs the hook on the whole of it.
+        """
+        for name in self.names:
+            parameter = parameters.get(name)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
+                continue
+            if isinstance(gradient, DTensor):
+                changed = self.changed(name, gradient.full_tensor())
+                mesh, placements = gradient.device_mesh, gradient.placements
+                # All ranks have the same, so nothing is sent.
+                own = distribute_tensor(changed, mesh, placements, src_data_rank=None)
+                gradient.to_local().copy_(own.to_local())
+                continue
+            changed = self.changed(name, gradient)
+            if changed is not gradient:
+                gradient.copy_(changed)
+            for hook in _in_order(self._after.get(name)):
+                hook(parameter)
+
+    def changed(self, name: str, gradient: Tensor) -> Tensor:
+        """What the hooks of a parameter make of its whole gradient."""
+        for hook in _in_order(self._before.get(name)):
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+        return gradient
+
+
+def _in_order(hooks: _Hooks | None) -> Iterable[Callable[[Tensor], Any]]:
+    return list((hooks or {}).values())  # one may remove itself

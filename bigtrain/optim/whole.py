@@ -1,0 +1,276 @@
+"""The user's optimizer, made once of whole parameters, and then put on what a rank updates.
+
+Groups are made by what parameters are: their dims, shapes, names, or which ones they are. What an
+engine updates is something else (a DTensor, flat pieces, the parameters of one stage), so the
+factory is called while the model is still the user's own, and the pieces take the places of the
+parameters in the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from bigtrain.errors import ConfigError
+from bigtrain.optim.kinds import OptimizerKind, initial_state, kind_of, same_on_shards
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Sharding and cutting change the parameters, so the optimizer is given as what makes it."""
+_SHOWN = 3
+
+
+class WholeOptimizer:
+    """A factory that is called once, on the whole parameters of a model.
+
+    It holds on to none of them: the model is sharded later, and the whole ones have to go.
+
+    Args:
+        make: the user's; called with a list of the trained parameters.
+        model: whole, as the user wrote it, on any device, the meta device too.
+    """
+
+    def __init__(self, make: MakeOptimizer, model: nn.Module) -> None:
+        self._make, self._model = make, model
+
+    @classmethod
+    def of(cls, make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> WholeOptimizer:
+        """What makes an optimizer, for these parameters; as it is where it is one of a model."""
+        if isinstance(make, WholeOptimizer):
+            return make
+        given = cls(make, nn.Module())
+        given.__dict__["_made"] = _Made(make, list(named.items()))
+        return given
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer of other parameters, such as those of a forecast: the factory, as it is."""
+        return self._make(parameters)
+
+    @cached_property
+    def _made(self) -> _Made:
+        named = self._model.named_parameters(remove_duplicate=False)
+        made = _Made(self._make, list(named))
+        del self._model
+        return made
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """What the optimizer needs at a time: elements, whole parameters, or all of them."""
+        return self._made.kind
+
+    @property
+    def keeps(self) -> str | None:
+        """The attribute in which it keeps tensors of the parameters beside its state, if any."""
+        return self._made.keeps
+
+    @property
+    def kind_name(self) -> str:
+        """The class of the optimizer."""
+        return self._made.kind_name
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        return self._made.groups
+
+    def same_on_shards(self, mesh: DeviceMesh) -> bool:
+        """Whether it does to DTensors what it does to whole parameters. Collective.
+
+        Args:
+            mesh: of the ranks that hold the shards, the shards along its last axis.
+        """
+        return self._made.same_on_shards(mesh)
+
+    @property
+    def begins_with_state(self) -> bool:
+        """Whether it has state before its first step, as Adagrad has."""
+        return self._made.begins_with_state
+
+    def left_out(self, names: Iterable[str]) -> list[str]:
+        """Those of these parameters that are in no group."""
+        taken = {name for group in self.groups for name in group}
+        return [name for name in names if name not in taken]
+
+    def put_on(self, pieces: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
+        """Let the pieces of each parameter take its place in the groups.
+
+        Args:
+            pieces: what this rank updates of each parameter, by plain names; nothing of those
+                that are another rank's.
+
+        Raises:
+            ConfigError: it keeps tensors of its own, made of whole parameters, and gets others.
+        """
+        return self._made.put_on(pieces)
+
+    def begin_state(self) -> None:
+        """Let the optimizer begin its state anew where an engine has exchanged the pieces."""
+        self._made.begin_state()
+
+
+def whole_optimizer(make: MakeOptimizer, model: nn.Module) -> WholeOptimizer:
+    """The optimizer of a model, whose factory is called now unless it was before."""
+    whole = make if isinstance(make, WholeOptimizer) else WholeOptimizer(make, model)
+    _ = whole.groups
+    return whole
+
+
+class _Made:
+    """An optimizer that had the whole parameters, and has lost them."""
+
+    def __init__(self, make: MakeOptimizer, everywhere: list[tuple[str, nn.Parameter]]) -> None:
+        self._make = make
+        name_of: dict[int, str] = {}
+        self._first = {name: name_of.setdefault(id(p), name) for name, p in everywhere}
+        """By any name of a tied parameter."""
+        named = {name: p for name, p in everywhere if self._first[name] == name}
+        trained = [p for p in named.values() if p.requires_grad]
+        optimizer, stand_ins = _make_whole(make, trained)
+        if not trained:  # torch's optimizers want something: one number, which goes again
+            name_of[id(stand_ins[0])] = ""
+        for parameter, stand_in in zip(trained, stand_ins, strict=False):
+            name_of[id(stand_in)] = name_of[id(parameter)]
+        self._shapes = {name: p.shape for name, p in named.items()}
+        self._attributes = {name: _attributes(p) for name, p in named.items()}
+        self.kind_name = type(optimizer).__name__
+        found = [_names(group["params"], name_of) for group in optimizer.param_groups]
+        self.groups = [[name for name in names if name] for names in found]
+        self._dims = [sorted({len(self._shapes[name]) for name in names}) for names in self.groups]
+        self.begins_with_state = bool(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"].clear()  # the list itself may be known to the optimizer
+        self.keeps = next(_tensors_in(optimizer), None)
+        self._optimizer = optimizer
+
+    @cached_property
+    def kind(self) -> OptimizerKind:
+        notes = [self._notes_of(names) for names in self.groups]
+        begins = self.begins_with_state
+        return kind_of(self._optimizer, self._dims, notes, begins_with_state=begins)
+
+    def _notes_of(self, names: Sequence[str]) -> dict[str, Any]:
+        """What was noted at the first parameter at which something was."""
+        return next((self._attributes[name] for name in names if self._attributes[name]), {})
+
+    def same_on_shards(self, mesh: DeviceMesh) -> bool:
+        begins = self.begins_with_state
+        return same_on_shards(self._optimizer, self._dims, mesh, begins_with_state=begins)
+
+    def put_on(self, given: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
+        pieces: dict[str, dict[int, Tensor]] = {}
+        for name, own in given.items():  # a tied parameter may come under several of its names
+            pieces.setdefault(self._first[name], {}).update((id(piece), piece) for piece in own)
+        if self.keeps is not None:
+            return self._made_again(pieces)
+        for name, found in pieces.items():
+            for key, value in self._attributes[name].items():
+                for piece in found.values():
+                    if not hasattr(piece, key):
+                        setattr(piece, key, value)
+        for group, names in zip(self._optimizer.param_groups, self.groups, strict=True):
+            taken = [(name, p) for name in names for p in pieces.get(name, {}).values()]
+            group["params"][:] = [piece for _, piece in taken]
+            if "param_names" in group:
+                group["param_names"] = [name for name, _ in taken]
+        if any(isinstance(p, DTensor) for found in pieces.values() for p in found.values()):
+            _leave_fused(self._optimizer)
+        self.begin_state()
+        return self._optimizer
+
+    def _made_again(self, pieces: Mapping[str, Mapping[int, Tensor]]) -> torch.optim.Optimizer:
+        """Its tensors are of the values that the parameters have now."""
+        wholes = []
+        for name, found in pieces.items():
+            for piece in found.values():
+                whole = isinstance(piece, nn.Parameter) and not isinstance(piece, DTensor)
+                if not whole or len(found) > 1 or piece.shape != self._shapes[name]:
+                    raise ConfigError(
+                        f"optimizer: {self.kind_name} keeps tensors of the parameters when it is "
+                        f"made ({self.keeps}), and this strategy gives each rank parts of them. "
+                        "Let it keep them in `state`, made in its first step, or use --strategy "
+                        "ddp."
+                    )
+                wholes.append(piece)
+        self._optimizer = self._make(wholes)  # type: ignore[arg-type]
+        return self._optimizer
+
+    def begin_state(self) -> None:
+        if self.begins_with_state:
+            self._optimizer.state.clear()
+            self._optimizer.state.update(initial_state(self._optimizer))
+
+
+def _make_whole(
+    make: MakeOptimizer, trained: Sequence[nn.Parameter]
+) -> tuple[torch.optim.Optimizer, Sequence[nn.Parameter]]:
+    """The optimizer, and what it was made of: stand-ins where it does not take the meta device."""
+    if not trained:
+        nothing = nn.Parameter(torch.zeros(1))
+        return make([nothing]), [nothing]
+    is_meta = any(parameter.is_meta for parameter in trained)
+    try:
+        return make(list(trained)), trained
+    except Exception:
+        if not is_meta:
+            raise
+    stand_ins = []
+    for parameter in trained:  # one number each, whatever the shape
+        number = torch.zeros((), dtype=parameter.dtype)
+        stand_ins.append(nn.Parameter(number.expand(parameter.shape)))
+        stand_ins[-1].__dict__.update(_attributes(parameter))
+    return make(list(stand_ins)), stand_ins
+
+
+def _leave_fused(optimizer: torch.optim.Optimizer) -> None:
+    """One parameter after the other where torch's fused kernel does not know DTensors."""
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            if settings.get("fused"):
+                settings.update(fused=False, foreach=False)
+
+
+def _names(members: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]:
+    foreign = [member for member in members if id(member) not in name_of]
+    if foreign:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in foreign[:_SHOWN])
+        raise ConfigError(
+            f"optimizer: it was made of a tensor that is no parameter of the model (shape "
+            f"{shapes}), and whose gradients no strategy exchanges. Make it a parameter of the "
+            "model, as a module around model and loss does."
+        )
+    return [name_of[id(member)] for member in members]
+
+
+def _attributes(parameter: Tensor) -> dict[str, Any]:
+    """What a user has noted at a parameter, such as a rate of its own."""
+    return {
+        key: value for key, value in vars(parameter).items() if not key.startswith(("_", "ds_"))
+    }
+
+
+def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Attributes with tensors that have dims, beside state and groups."""
+    for key, value in vars(optimizer).items():
+        if key not in ("state", "param_groups", "defaults") and _has_tensor(value, set()):
+            yield key
+
+
+def _has_tensor(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    if isinstance(value, torch.optim.Optimizer):
+        return any(True for _ in _tensors_in(value))
+    if isinstance(value, dict):
+        return any(_has_tensor(v, seen) for pair in value.items() for v in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(_has_tensor(v, seen) for v in value)
+    return False

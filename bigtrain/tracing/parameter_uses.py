@@ -1,0 +1,131 @@
+"""What a forward pass does with parameters beside computing with them, seen without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.models.blueprint import kept_random_state
+from bigtrain.tensors.fake import fake_model, run_without_numbers
+from bigtrain.tensors.tree import tree_tensors
+
+_EMBEDDINGS = {"aten::embedding": (0, 4), "aten::_embedding_bag": (0, 5)}
+"""Places of the weight, and of what says that its gradient is sparse."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A parameter is written in place in a forward pass."""
+
+    name: str
+    of_parameters: bool
+    """What is written follows from parameters alone, not from the batch."""
+    inside: tuple[str, ...]
+    """The modules that were at work, from the outermost on; the model itself is ''."""
+
+
+@dataclass(frozen=True)
+class ParameterUses:
+    """What was seen of a model in one forward pass of training."""
+
+    writes: tuple[Write, ...] = ()
+    sparse: tuple[str, ...] = ()
+    """Parameters whose gradients will be sparse."""
+    called: frozenset[str] = frozenset()
+    """Modules whose forward pass ran."""
+
+
+def parameter_uses(model: nn.Module, example: MicroBatch) -> ParameterUses | None:
+    """See what a forward pass does with a model's parameters.
+
+    Args:
+        model: on any device; a copy without numbers runs.
+        example: one micro-batch; only shapes matter.
+
+    Returns:
+        None where the model does not run without its numbers.
+    """
+    try:
+        with kept_random_state():
+            return run_without_numbers(partial(_seen, model, example))
+    except Exception:  # noqa: BLE001 - user code of any kind runs here
+        return None
+
+
+def _seen(model: nn.Module, example: MicroBatch, device: torch.device) -> ParameterUses:
+    twin, batch = fake_model(model, device, double=False), example.fake(device)
+    watch = _Watch(twin)
+    for name, module in twin.named_modules():
+        module.register_forward_pre_hook(partial(watch.enter, name))
+        module.register_forward_hook(watch.leave, always_call=True)
+    with watch:
+        twin.train()(batch.inputs)
+    return ParameterUses(
+        tuple(watch.writes), tuple(dict.fromkeys(watch.sparse)), frozenset(watch.called)
+    )
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation on the tensors of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held = {_place(p): name for name, p in model.named_parameters()}
+        self._keep: list[Tensor] = list(model.parameters())
+        self._pure = set(self._held)
+        """Memory whose contents follow from parameters alone."""
+        self._inside: list[str] = []
+        self.called: set[str] = set()
+        self.writes: list[Write] = []
+        self.sparse: list[str] = []
+
+    def enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+        self._inside.append(name)
+        self.called.add(name)
+
+    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = tree_tensors((args, kwargs))
+        pure = all(_place(tensor) in self._pure for tensor in given)
+        for tensor in _written(func, args, kwargs):
+            name = self._held.get(_place(tensor))
+            if name is not None and tensor.numel():
+                self.writes.append(Write(name, pure, tuple(self._inside)))
+        if pure and given:  # of the made ones, too: their memory must not come again meanwhile
+            made = tree_tensors(result)
+            self._keep += made
+            self._pure.update(map(_place, made))
+        places = _EMBEDDINGS.get(func._schema.name)
+        if places is not None:
+            values = dict(enumerate(args)) | {
+                number: kwargs[argument.name]
+                for number, argument in enumerate(func._schema.arguments)
+                if argument.name in kwargs
+            }
+            weight, is_sparse = values[places[0]], values.get(places[1], False)
+            if is_sparse and _place(weight) in self._held:
+                self.sparse.append(self._held[_place(weight)])
+        return result
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes in place."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from tree_tensors(value)
