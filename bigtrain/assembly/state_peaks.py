@@ -29,9 +29,10 @@ from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
+from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import MakeOptimizer, is_elementwise
 from bigtrain.prediction.predict import Prediction
-from bigtrain.prediction.record import fake_safe_optimizer, storage_bytes
+from bigtrain.prediction.record import storage_bytes
 from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.shards import Extent, box_extents, whole_extents
 
