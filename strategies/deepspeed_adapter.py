@@ -247,7 +247,34 @@ def start_engine(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
+    keep_optimizer(engine.optimizer, optimizer)
     return engine
+
+
+def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Have DeepSpeed step the optimizer that it was given.
+
+    In place of an Adagrad it makes another one from its defaults. So the options of all parameter
+    groups but the defaults would be lost, and the one that was given would keep the fp32 copies of
+    the parameters that it was to update.
+
+    Args:
+        zero: DeepSpeed's own optimizer.
+        optimizer: the user's.
+    """
+    made = zero.optimizer
+    if made is optimizer:
+        return
+    flat = getattr(zero, "fp32_partitioned_groups_flat", None)
+    groups = range(len(optimizer.param_groups))
+    if flat is None:
+        flat = zero.single_partition_of_fp32_groups
+    else:
+        groups = [zero.sub_group_to_group_id[number] for number in range(len(flat))]
+    for piece, group in zip(flat, groups, strict=True):
+        slots = optimizer.state[piece] = made.state[piece]
+        slots["sum"].fill_(optimizer.param_groups[group]["initial_accumulator_value"])
+    zero.optimizer = optimizer
 
 
 class Partitioner:

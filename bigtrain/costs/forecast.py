@@ -162,6 +162,9 @@ class Forecast:
     """Of a stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
+    step_gradients: int | None = None
+    """Bytes of gradients in the optimizer's step, where they are not those after the backward
+    pass of any micro-batch."""
     early_share: float = 0.0
     """See `Profile`."""
     moved_gradients: int = 0
@@ -190,7 +193,10 @@ class Forecast:
         states = self.states
         if states.gradients == 0:
             states = replace(states, gradients=self.gradients)
-        peaks = [self.passes["first"].peak(self.states), self.step.peak(states)]
+        in_step = states
+        if self.step_gradients is not None:
+            in_step = replace(states, gradients=self.step_gradients)
+        peaks = [self.passes["first"].peak(self.states), self.step.peak(in_step)]
         if self.micro_batches > 1:
             peaks.append(self.passes["later"].peak(states))
             if self.moved_gradients:

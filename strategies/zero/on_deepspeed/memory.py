@@ -84,6 +84,7 @@ def _flat(
         states=states,
         step=_on_flat(profile, plan, _group_shares(profile, plan)),
         gradients=held,
+        step_gradients=shard,
     )
 
 

@@ -159,7 +159,7 @@ _FINE = 16
 """Moments to a tick of the profile's clock: what hooks do one after the other falls on one tick."""
 # In the order of the hooks: a unit's post-hook runs before the pre-hook of the next one.
 _AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
-_NEXT_GATHERS, _NEXT_HAS, _UNIT_THERE, _BUFFER_FREE, _PREFETCH = range(9, 14)
+_NEXT_GATHERS, _UNIT_THERE, _NEXT_HAS, _BUFFER_FREE, _PREFETCH = range(9, 14)
 
 
 @dataclass(frozen=True)
