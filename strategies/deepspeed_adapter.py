@@ -265,13 +265,12 @@ def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
     made = zero.optimizer
     if made is optimizer:
         return
-    flat = getattr(zero, "fp32_partitioned_groups_flat", None)
-    groups = range(len(optimizer.param_groups))
-    if flat is None:
-        flat = zero.single_partition_of_fp32_groups
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        pairs = list(enumerate(zero.single_partition_of_fp32_groups))
     else:
-        groups = [zero.sub_group_to_group_id[number] for number in range(len(flat))]
-    for piece, group in zip(flat, groups, strict=True):
+        flats = zero.fp32_partitioned_groups_flat
+        pairs = [(zero.sub_group_to_group_id[n], flat) for n, flat in enumerate(flats)]
+    for group, piece in pairs:
         slots = optimizer.state[piece] = made.state[piece]
         slots["sum"].fill_(optimizer.param_groups[group]["initial_accumulator_value"])
     zero.optimizer = optimizer

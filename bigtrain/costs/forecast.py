@@ -165,6 +165,11 @@ class Forecast:
     step_gradients: int | None = None
     """Bytes of gradients in the optimizer's step, where they are not those after the backward
     pass of any micro-batch."""
+    building: Breakdown = Breakdown()
+    """The highest moment while the engine is made, of a model whose tensors get their values one by
+    one; where nothing is said it is below those of a step."""
+    beside_whole: int = 0
+    """The most that is made beside a model that each rank builds whole, before that goes."""
     early_share: float = 0.0
     """See `Profile`."""
     moved_gradients: int = 0
@@ -181,8 +186,8 @@ class Forecast:
             activations=profile.batch_bytes,
         )
         initial = (states, profile.passes, profile.step, profile.gradient_bytes)
-        more = {"boundary": profile.boundary, "tensors": profile.tensors}
-        return cls(*initial, **more, early_share=profile.early_share)
+        found = cls(*initial, boundary=profile.boundary, tensors=profile.tensors)
+        return replace(found, early_share=profile.early_share)
 
     def with_passes(self, **passes: Timeline) -> Forecast:
         """With other timelines for some ways that a micro-batch goes."""

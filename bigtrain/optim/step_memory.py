@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.machine.libraries import replaced
@@ -73,7 +74,7 @@ def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu")
 @contextmanager
 def _default_kernels(device_type: str) -> Iterator[None]:
     """Let torch's optimizers choose among their kernels as they do on a kind of device."""
-    known = torch_optimizer._get_foreach_kernels_supported_devices()
+    known = _get_foreach_kernels_supported_devices()
     if device_type not in known:
         yield
         return

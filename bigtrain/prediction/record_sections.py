@@ -64,15 +64,15 @@ class RecordedSections:
     rows: int
     state_slots: float
     """See `Profile.state_slots`."""
-    step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
-    """See `Profile.step_memory`."""
-    early_share: float = 0.0
-    """How much of the optimizer's state is there before the first step."""
     profile: Profile | None = None
     """Of the whole model, where it is one section: its blocks do not follow one another."""
     copies_gradient: bool = False
     """Whether a block's output lies otherwise in memory than the gradient that came back for it:
     between ranks that gradient is sent as the output lies, and may have to be copied."""
+    step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
+    """See `Profile.step_memory`."""
+    early_share: float = 0.0
+    """See `Profile.early_share`."""
 
 
 class UntraceableError(Exception):

@@ -18,7 +18,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
-from bigtrain.memory.timeline import MemoryKind, Span, Timeline, scale_timeline
+from bigtrain.memory.timeline import Breakdown, MemoryKind, Span, Timeline, scale_timeline
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
 
 
@@ -85,6 +85,8 @@ def _flat(
         step=_on_flat(profile, plan, _group_shares(profile, plan)),
         gradients=held,
         step_gradients=shard,
+        building=Breakdown() if offloads else _flat_building(profile, plan, share),
+        beside_whole=size * profile.trained_elements,
     )
 
 
@@ -115,7 +117,26 @@ def _cut(
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
         largest = max(whole, default=0) // size // ranks
         step = _throughout(step, "temporary", 4 * max(group, largest))
-    return replace(forecast.with_passes(first=first), states=states, step=step)
+    building = Breakdown(
+        parameters=states.parameters - persistent_bytes,
+        gradients=states.gradients,
+        optimizer=round(states.optimizer * profile.early_share),
+        buffers=states.buffers,
+        # DeepSpeed's own fp32 copy, and what is left of the last module that was cut.
+        temporary=4 * share + max(whole, default=0),
+    )
+    return replace(forecast.with_passes(first=first), states=states, step=step, building=building)
+
+
+def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
+    """While DeepSpeed makes its optimizer: a copy of a rank's part in fp32, and zeros for it."""
+    kept = 4 * share if plan.bf16_parameters else 0  # the values before they were rounded
+    return Breakdown(
+        parameters=profile.parameter_bytes,
+        optimizer=round(_optimizer_bytes(profile, plan, share) * profile.early_share),
+        buffers=profile.buffer_bytes,
+        temporary=8 * share + kept,
+    )
 
 
 def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
