@@ -32,8 +32,13 @@ Shapes = Sequence[tuple[int, ...]]
 """Of the tensors of one parameter group."""
 
 
-class _ScalarOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers 1 where an optimizer reads a number from a tensor: fake ones have none."""
+_LATE = 1000.0
+"""What optimizers are told where they read a number: a step count, most of all. Some (RAdam) begin
+with steps that need less than later ones; and by products that are 1 at first they would divide."""
+
+
+class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers where an optimizer reads a number from a tensor: fake ones have none."""
 
     def __torch_dispatch__(
         self,
@@ -44,7 +49,7 @@ class _ScalarOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
+            return _LATE
         return func(*args, **(kwargs or {}))
 
 
@@ -62,7 +67,7 @@ def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu")
         plain = optimizer.step
 
         def step() -> None:
-            with _ScalarOnes(), _default_kernels(device_type):  # type: ignore[no-untyped-call]
+            with _ScalarNumbers(), _default_kernels(device_type):  # type: ignore[no-untyped-call]
                 plain()
 
         optimizer.step = step  # type: ignore[assignment, method-assign]
