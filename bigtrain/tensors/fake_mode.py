@@ -42,6 +42,7 @@ VIEWS = {
 }
 """Functions that give a view of their first argument, whatever else they are given."""
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _LSTM_ARGUMENTS = [argument.name for argument in _LSTM._schema.arguments]
 _MOST_KEYS = 100_000
 _RESHAPING = ("resize", "set_", "swap")
@@ -151,6 +152,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _LSTM and isinstance(args[0], FakeTensor):
             return self._with_workspace(result, args, kwargs)
+        if func is _LSTM_BACKWARD and _storage(result[3]) == _storage(result[4]):
+            with self:  # the kernel gives each bias a gradient of its own
+                return (*result[:4], torch.empty_like(result[4]), *result[5:])
         if func not in _NORMS or not isinstance(args[0], FakeTensor):
             return result
         if args[0].fake_device.type != "cpu" or args[0].dtype not in _LOW:
