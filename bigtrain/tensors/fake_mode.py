@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+from bigtrain.tensors.fake_kernels import CORRECTED, RULED, corrected, own_result
+
 _PLAIN = {
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -41,9 +43,6 @@ VIEWS = {
     )
 }
 """Functions that give a view of their first argument, whatever else they are given."""
-_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
-_LSTM_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-_LSTM_ARGUMENTS = [argument.name for argument in _LSTM._schema.arguments]
 _MOST_KEYS = 100_000
 _RESHAPING = ("resize", "set_", "swap")
 
@@ -148,13 +147,16 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.cache_enabled = True
 
     def _asked(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
-        """What torch gives, with the statistics of norms converted and workspaces as they are."""
+        """What torch gives, with the statistics of norms converted, or what kernels give."""
+        if func in RULED:
+            with self:
+                own = own_result(func, args, kwargs, of_cuda=self._of_cuda)
+            if own is not None:
+                return own
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _LSTM and isinstance(args[0], FakeTensor):
-            return self._with_workspace(result, args, kwargs)
-        if func is _LSTM_BACKWARD and _storage(result[3]) == _storage(result[4]):
-            with self:  # the kernel gives each bias a gradient of its own
-                return (*result[:4], torch.empty_like(result[4]), *result[5:])
+        if func in CORRECTED:
+            with self:
+                return corrected(func, args, kwargs, result)
         if func not in _NORMS or not isinstance(args[0], FakeTensor):
             return result
         if args[0].fake_device.type != "cpu" or args[0].dtype not in _LOW:
@@ -164,17 +166,6 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return result
         with self:
             return (result[0], *(statistic.float() for statistic in result[1:]))
-
-    def _with_workspace(self, result: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """The CPU's LSTM with what it keeps for its backward pass; torch's fakes keep nothing."""
-        given = {**dict(zip(_LSTM_ARGUMENTS, args, strict=False)), **kwargs}
-        size = lstm_workspace_bytes(
-            tuple(given["input"].shape), given["hidden_size"], given["input"].dtype
-        )
-        if not given["train"] or not size:
-            return result
-        with self:
-            return (*result[:3], result[3].new_empty(size))
 
     def _is_own(self, value: Any) -> bool:
         return (
@@ -333,40 +324,3 @@ def _is_whole(result: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-_LINE, _PAGE = 64, 4096
-"""Bytes that rows of oneDNN's workspaces, and its parts, are multiples of."""
-
-
-def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype) -> int:
-    """What one layer of oneDNN's LSTM keeps for its backward pass, in one direction.
-
-    Its gates and outputs of every step; its inputs and states between the steps, above and below
-    the layer, and room for the gradients of all these, in fp32. Each part begins a page. Read off
-    what oneDNN 3.12 asks for, and the same on AVX2 and AVX-512.
-
-    Args:
-        shape: of the input: steps, rows, width.
-        hidden: the width of the state.
-        dtype: of the input; nothing is known of others than fp32 and bf16.
-    """
-    if len(shape) != 3 or dtype not in (torch.float32, torch.bfloat16):
-        return 0
-    steps, rows, width = shape
-    low, full = dtype.itemsize, torch.float32.itemsize
-    widest, between = max(width, hidden), 2 * (steps + 1)
-    parts = (
-        steps * _row_bytes(4 * hidden, low),
-        steps * _row_bytes(hidden, low),
-        *(between * _row_bytes(widest, size) for size in (low, full, full)),
-        *(between * hidden * size for size in (low, full)),
-    )
-    return sum(-(-rows * part // _PAGE) * _PAGE for part in parts)
-
-
-def _row_bytes(numbers: int, size: int) -> int:
-    """A row, filled up to a cache line; no multiple of 256 numbers, which would share lines."""
-    line = _LINE // size
-    filled = -(-numbers // line) * line
-    return size * (filled + line if filled % 256 == 0 else filled)
