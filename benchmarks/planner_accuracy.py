@@ -21,10 +21,10 @@ the predicted peaks of keeping all and of computing all blocks again. What a str
 row with its message. `--foreign` has, in place of these, models that nobody picked, each with each
 of nine strategies on two ranks (`foreign_models.py`). `--optimizers` has a small net with each
 optimizer of torch, default, foreach and fused, on each engine (`accuracy_optimizers.py`).
-Ranks are forked from one process (`forked.py`), several rows at once. Memory does not depend on what else runs, but for one thing: a
-thread of gloo lets go of a collective's tensors when it gets the processor. So a row of which a
-rank tracked more than torch's bar allows is run again by itself, at most twice, and
-`tracked_in_all` has what each run found; the lowest counts.
+Ranks are forked from one process (`forked.py`), several rows at once. Memory does not depend on
+what else runs, but for one thing: a thread of gloo lets go of a collective's tensors when it gets
+the processor. So a row of which a rank tracked more than torch's bar allows is run again by itself,
+at most twice, and `tracked_in_all` has what each run found; the lowest counts.
 """
 
 from __future__ import annotations
