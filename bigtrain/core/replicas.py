@@ -114,8 +114,8 @@ class LastMicroBatchSync:
     """Average gradients on the last micro-batch of a step only.
 
     In the first two steps all micro-batches fill the buckets, but only the last is exchanged: so
-    the gradients become views of the buckets at once, which are built anew at the start of the
-    second step. Without that, accumulating before the first average would hold every gradient
+    the gradients become views of the buckets at once, which are built anew when the second forward
+    pass begins. Without that, accumulating before the first average would hold every gradient
     twice. The sums are those of later steps to the last bit, and buffers follow the first replica's
     as often, so a run that is resumed goes on as if it had not been stopped.
 
