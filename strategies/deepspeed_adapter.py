@@ -265,14 +265,7 @@ def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
     made = zero.optimizer
     if made is optimizer:
         return
-    if hasattr(zero, "single_partition_of_fp32_groups"):
-        pairs = list(enumerate(zero.single_partition_of_fp32_groups))
-    else:
-        flats = zero.fp32_partitioned_groups_flat
-        pairs = [(zero.sub_group_to_group_id[n], flat) for n, flat in enumerate(flats)]
-    for group, piece in pairs:
-        slots = optimizer.state[piece] = made.state[piece]
-        slots["sum"].fill_(optimizer.param_groups[group]["initial_accumulator_value"])
+    optimizer.state.update(made.state)
     zero.optimizer = optimizer
 
 
