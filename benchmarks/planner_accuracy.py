@@ -3,6 +3,7 @@
     python benchmarks/planner_accuracy.py --output benchmarks/results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --rows 'gpt-fsdp*' --limit 5
     python benchmarks/planner_accuracy.py --output FILE --resume        # goes on where it stopped
+    python benchmarks/planner_accuracy.py --optimizers --output FILE
     /tmp/zoo/bin/python benchmarks/planner_accuracy.py --foreign --output FILE
 
 A row is a model, a strategy, what is kept for the backward pass, a precision and a micro-batch.
@@ -18,11 +19,12 @@ Each strategy has a row with each model and each way of keeping, in both precisi
 of micro-batch; which of these go together rotates from row to row. A budget lies half-way between
 the predicted peaks of keeping all and of computing all blocks again. What a strategy refuses is a
 row with its message. `--foreign` has, in place of these, models that nobody picked, each with each
-of nine strategies on two ranks (`foreign_models.py`). Ranks are forked from one process
-(`forked.py`), several rows at once. Memory does not depend on what else runs, but for one thing: a
-thread of gloo lets go of a collective's tensors when it gets the processor. So a row of which a
-rank tracked more than torch's bar allows is run again by itself, at most twice, and
-`tracked_in_all` has what each run found; the lowest counts.
+of nine strategies on two ranks (`foreign_models.py`). `--optimizers` has a small net with each
+optimizer of torch, default, foreach and fused, on each engine (`accuracy_optimizers.py`).
+Ranks are forked from one process (`forked.py`), several rows at once. Memory does not depend on
+what else runs, but for one thing: a thread of gloo lets go of a collective's tensors when it gets
+the processor. So a row of which a rank tracked more than torch's bar allows is run again by itself,
+at most twice, and `tracked_in_all` has what each run found; the lowest counts.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import accuracy_optimizers
 import foreign_models
 import forked
 import torch
@@ -66,6 +69,7 @@ MODELS: dict[str, list[str]] = {
     "resnet50": ["model.name=resnet50", *IMAGES],
     "vit": ["model.name=planner_accuracy:vit", *IMAGES],
     "deeplabv3": ["model.name=deeplabv3_resnet50", *IMAGES, "data.args.kind=segmentation"],
+    "blocks": accuracy_optimizers.MODEL,
     "residual_mlp": [
         *("model.name=planner_accuracy:ResidualMLP", "data.name=synthetic"),
         *("data.args.input_shape=[64,96]", "data.args.num_classes=10"),
@@ -164,17 +168,25 @@ class Row:
     micro: int
     accumulation: int
     steps: int = STEPS
+    optimizer: str = ""
+    """Of `accuracy_optimizers`; left out, the job's AdamW."""
 
     @property
     def name(self) -> str:
         """As it is selected and stored."""
         parts = (self.model, f"{self.strategy}.{self.places}", self.keep, self.precision)
-        return "-".join((*parts, f"m{self.micro}x{self.accumulation}"))
+        own = [self.optimizer] if self.optimizer else []
+        return "-".join((*parts, f"m{self.micro}x{self.accumulation}", *own))
 
     @property
     def pp(self) -> int:
         """Ranks on the pp axis."""
         return 2 if self.strategy in BOTH else self.places if self.strategy in PIPELINES else 1
+
+    @property
+    def tp(self) -> int:
+        """Ranks on the tp axis."""
+        return self.places if self.strategy == "tensor" else 1
 
     @property
     def processes(self) -> int:
@@ -188,7 +200,7 @@ class Row:
 
     def words(self) -> list[str]:
         """The keys of the job, but for what a block keeps."""
-        size = self.micro * self.accumulation * self.processes // self.pp
+        size = self.micro * self.accumulation * self.processes // self.pp // self.tp
         own = MODELS.get(self.model) or foreign_models.words_of(foreign_models.chosen()[self.model])
         words = [*own, f"train.global_batch_size={size}"]
         words += [f"train.micro_batch_size={self.micro}", f"train.precision={self.precision}"]
@@ -199,6 +211,8 @@ class Row:
         ]
         if self.pp > 1:
             words.append(f"mesh.pp={self.pp}")
+        if self.tp > 1:
+            words.append(f"mesh.tp={self.tp}")
         if self.strategy in DEVICES:
             words.append(f"strategy.cut.devices={self.places}")
         return words
@@ -209,7 +223,7 @@ def rows() -> list[Row]:
     places = [(s, 1) for s in ONE] + [(s, 2) for s in REPLICAS]
     places += [(s, p) for p in (2, 4) for s in (*PIPELINES, *DEVICES)] + [(s, 4) for s in BOTH]
     found = []
-    models = tuple(MODELS)
+    models = tuple(model for model in MODELS if model != "blocks")
     for number, (strategy, ranks) in enumerate(places):
         # Five turns have a model each; the last two repeat two of them with another keep. Four
         # stages have what two have shown, more ranks and no more to say.
@@ -255,6 +269,15 @@ def foreign_rows() -> list[Row]:
     ]
 
 
+def optimizer_rows() -> list[Row]:
+    """Each optimizer with each engine, with one micro-batch and with several."""
+    rows_of_batch, steps = 4, accuracy_optimizers.STEPS
+    return [
+        Row("blocks", strategy, 2, "all", "fp32", rows_of_batch, micro_batches, steps, optimizer)
+        for strategy, optimizer, micro_batches in accuracy_optimizers.combinations()
+    ]
+
+
 def _stages(strategy: str, ranks: int) -> int:
     if strategy in BOTH:
         return 2
@@ -283,7 +306,11 @@ def prepare(row: Row) -> list[str]:
 
 def _opened(row: Row, words: Sequence[str]) -> tuple[Job, RunSetup]:
     job = load_job("default", row.strategy, [*row.words(), *words])
-    return job, open_setup(job, make_plan(job, row.processes, "cpu"))
+    setup = open_setup(job, make_plan(job, row.processes, "cpu"))
+    if row.optimizer:
+        make = accuracy_optimizers.OPTIMIZERS[row.optimizer]
+        setup = replace(setup, workload=replace(setup.workload, make_optimizer=make))
+    return job, setup
 
 
 def _budget(row: Row) -> int:
@@ -346,7 +373,7 @@ def _write(path: Path, found: dict[str, dict[str, Any]], order: Sequence[str]) -
 
 def _run(chosen: Sequence[Row], ranks_at_once: int) -> Iterable[forked.Outcome]:
     tasks = [
-        forked.Task(row.name, prepare, train, (row,), row.processes, row.pp, LIMIT_S)
+        forked.Task(row.name, prepare, train, (row,), row.processes, row.pp, LIMIT_S, tp=row.tp)
         for row in chosen
     ]
     return forked.run_all(tasks, ranks_at_once)
@@ -361,13 +388,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep what the output has already")
     parser.add_argument("--foreign", action="store_true", help="models drawn by a seed")
+    parser.add_argument("--optimizers", action="store_true", help="torch's, on each engine")
     parser.add_argument("--ranks-at-once", type=int, default=4)
     options = parser.parse_args()
     forked.load_everything()
     if options.foreign:
         foreign_models.load()
     patterns = options.rows.split(",") if options.rows else ["*"]
-    every = {row.name: row for row in (foreign_rows() if options.foreign else rows())}
+    own = optimizer_rows if options.optimizers else foreign_rows if options.foreign else rows
+    every = {row.name: row for row in own()}
     chosen = [r for r in every.values() if any(fnmatchcase(r.name, p) for p in patterns)]
     found: dict[str, dict[str, Any]] = {}
     if options.resume and options.output and options.output.exists():

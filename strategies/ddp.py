@@ -127,6 +127,9 @@ class DDP(Strategy):
         states = forecast.states
         if not self.gradient_as_bucket_view:
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
+        if not self.gradient_as_bucket_view or self.find_unused_parameters:
+            # The old buckets go before the new ones come, or stay for good.
+            forecast = replace(forecast, moved_gradients=0)
         if self.compress == "powersgd":  # the error feedback: one more copy of the gradients
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         return replace(forecast, states=states)

@@ -247,7 +247,26 @@ def start_engine(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
+    keep_optimizer(engine.optimizer, optimizer)
     return engine
+
+
+def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Have DeepSpeed step the optimizer that it was given.
+
+    In place of an Adagrad it makes another one from its defaults. So the options of all parameter
+    groups but the defaults would be lost, and the one that was given would keep the fp32 copies of
+    the parameters that it was to update.
+
+    Args:
+        zero: DeepSpeed's own optimizer.
+        optimizer: the user's.
+    """
+    made = zero.optimizer
+    if made is optimizer:
+        return
+    optimizer.state.update(made.state)
+    zero.optimizer = optimizer
 
 
 class Partitioner:

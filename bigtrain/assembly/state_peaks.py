@@ -28,10 +28,11 @@ from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
+from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.prediction.predict import Prediction
-from bigtrain.prediction.record import fake_safe_optimizer, storage_bytes
+from bigtrain.prediction.record import storage_bytes
 from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.shards import Extent, box_extents, whole_extents
 

@@ -129,20 +129,24 @@ def _average_bucket(group: dist.ProcessGroup | None, bucket: Any) -> AnyFuture:
 
 
 def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
-    """As DistributedDataParallel holds gradients: in its buckets, from the first step on."""
+    """As DistributedDataParallel holds gradients: in its buckets, from the first step on.
+
+    It builds these anew, in the order in which gradients come, when the second forward pass begins.
+    Where that is of the first step, the gradients are moved there from the old ones.
+    """
     states = replace(forecast.states, gradients=profile.gradient_bytes)
     passes = {way: forecast.passes[way.replace("first", "later")] for way in forecast.passes}
     if profile.copies_gradients():  # both are there while it is copied into its bucket
         passes["first"] = profile.with_passing_gradients()
-    return replace(forecast, states=states, passes=passes)
+    return replace(forecast, states=states, passes=passes, moved_gradients=profile.gradient_bytes)
 
 
 class LastMicroBatchSync:
     """Average gradients on the last micro-batch of a step only.
 
     In the first two steps all micro-batches fill the buckets, but only the last is exchanged: so
-    the gradients become views of the buckets at once, which are built anew at the start of the
-    second step. Without that, accumulating before the first average would hold every gradient
+    the gradients become views of the buckets at once, which are built anew when the second forward
+    pass begins. Without that, accumulating before the first average would hold every gradient
     twice. The sums are those of later steps to the last bit, and buffers follow the first replica's
     as often, so a run that is resumed goes on as if it had not been stopped.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
+from bigtrain.optim.step_memory import StepMemory
 from bigtrain.slicing.exchange import TensorExchange
 
 Passes = Mapping[str, Timeline]
@@ -86,6 +87,13 @@ class Profile:
     passes: Passes = field(default_factory=_no_passes)
     step: Timeline = Timeline((), ((0, "forward"),))
     """Clipping and the optimizer step: what they need beside the states."""
+    updated: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Of each trained parameter, in the model's order, its shape and the number of its group in the
+    optimizer; empty where it is not known."""
+    step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
+    """What a step needs on other tensors than these parameters."""
+    early_share: float = 0.0
+    """How much of the optimizer's state is there before the first step."""
     blocks: tuple[tuple[BlockTicks, BlockTicks], ...] = ()
     """The blocks of the model in `first` and in `later`, in the order in which they run."""
     outside_blocks: BlockTicks | None = None
@@ -154,6 +162,19 @@ class Forecast:
     """Of a stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
+    step_gradients: int | None = None
+    """Bytes of gradients in the optimizer's step, where they are not those after the backward
+    pass of any micro-batch."""
+    building: Breakdown = Breakdown()
+    """The highest moment while the engine is made, of a model whose tensors get their values one by
+    one; where nothing is said it is below those of a step."""
+    beside_whole: int = 0
+    """The most that is made beside a model that each rank builds whole, before that goes."""
+    early_share: float = 0.0
+    """See `Profile`."""
+    moved_gradients: int = 0
+    """Bytes of gradients that are there twice where the second micro-batch of the first step
+    begins."""
 
     @classmethod
     def of(cls, profile: Profile) -> Forecast:
@@ -165,7 +186,8 @@ class Forecast:
             activations=profile.batch_bytes,
         )
         initial = (states, profile.passes, profile.step, profile.gradient_bytes)
-        return cls(*initial, boundary=profile.boundary, tensors=profile.tensors)
+        found = cls(*initial, boundary=profile.boundary, tensors=profile.tensors)
+        return replace(found, early_share=profile.early_share)
 
     def with_passes(self, **passes: Timeline) -> Forecast:
         """With other timelines for some ways that a micro-batch goes."""
@@ -176,7 +198,20 @@ class Forecast:
         states = self.states
         if states.gradients == 0:
             states = replace(states, gradients=self.gradients)
-        peaks = [self.passes["first"].peak(self.states), self.step.peak(states)]
+        in_step = states
+        if self.step_gradients is not None:
+            in_step = replace(states, gradients=self.step_gradients)
+        peaks = [self.passes["first"].peak(self.states), self.step.peak(in_step)]
         if self.micro_batches > 1:
             peaks.append(self.passes["later"].peak(states))
+            if self.moved_gradients:
+                peaks.append(Peak("forward", self._moving(states)))
         return highest_peak(peaks)
+
+    def _moving(self, states: Breakdown) -> Breakdown:
+        """What is there while gradients are moved: no step has made the optimizer's state yet."""
+        return replace(
+            states,
+            gradients=states.gradients + self.moved_gradients,
+            optimizer=round(states.optimizer * self.early_share),
+        )

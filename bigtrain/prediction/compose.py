@@ -81,6 +81,9 @@ def compose_profile(
         state_scalars=sum(t.state_scalars for t in tensors),
         passes={"first": timelines[0], "later": timelines[1]},
         step=_step(base, trained),
+        updated=tuple((t.shape, 0) for t in trained),
+        step_memory=base.step_memory,
+        early_share=base.early_share,
         blocks=tuple(zip(*visits, strict=True)),
         outside_blocks=_rest(sections, tensors, timelines[0], ends[0]),
         boundary=_wires(sections, after, dealt),
@@ -216,6 +219,7 @@ def merge_steps(profiles: Sequence[Profile]) -> Profile:
         profiles[0],
         **{key: sum(getattr(p, key) for p in profiles) for key in (*totals, "state_scalars")},
         step=Timeline(tuple(spans), ((0, "step"),)),
+        updated=tuple(one for p in profiles for one in p.updated),
         tensors=tuple(tensor for p in profiles for tensor in p.tensors),
     )
 

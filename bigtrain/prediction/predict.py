@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
@@ -16,6 +18,7 @@ from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import profile_stage, split_backward
 from bigtrain.prediction.record import make_profile, untraceable_reason
+from bigtrain.slicing.state import ModelSlices
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ def predict(
     rank, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
     if rank.forecast is None:
         return Prediction(None, rank.note)
-    built = Peak("build", Breakdown(parameters=workload.whole_bytes))
-    peak, note = highest_peak([rank.forecast.peak(), built]), tracing_note(plan.device_type)
+    peak = highest_peak([rank.forecast.peak(), *_built(rank.forecast, resolved, workload)])
+    note = tracing_note(plan.device_type)
     told = [line for line in (note, _not_compiled(rank.profiles)) if line is not None]
     own_plan = replace(plan, dp_rank=dp_rank)
     volume = StepVolume.stated(
@@ -73,10 +76,33 @@ def predict(
         return Prediction(peak, None, told, peak, states, rank.host_bytes, volume)
     profile = rank.profiles[0]
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
-    own_peak = highest_peak([own_forecast.peak(), built])
+    own_peak = highest_peak([own_forecast.peak(), *_built(own_forecast, resolved, workload)])
     told += collect_advice(profile, plan)
     states = own_forecast.states
     return Prediction(peak, None, told, own_peak, states, rank.host_bytes, volume)
+
+
+def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> list[Peak]:
+    """The highest moments before the first step."""
+    peaks = [Peak("build", forecast.building)]
+    if workload.whole_bytes:
+        beside = forecast.beside_whole
+        if resolved.slices is not None:
+            beside = max(beside, _first_slice_bytes(resolved.slices, workload.model))
+        whole = Breakdown(parameters=workload.whole_bytes, temporary=beside)
+        peaks.append(Peak("build", whole))
+    return peaks
+
+
+def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
+    """The most of a rank's slices beside what is left whole, of which each goes with its slice."""
+    there = most = 0
+    for name, parameter in model.named_parameters():
+        if name in slices.by_name:
+            own = parameter.nbytes // slices.size
+            most = max(most, there + own)
+            there += own - parameter.nbytes
+    return most
 
 
 def _not_compiled(profiles: Sequence[Profile]) -> str | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
@@ -32,7 +31,8 @@ from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.compiled import programs_for_every_size
-from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
+from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
+from bigtrain.optim.update import state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
@@ -102,6 +102,10 @@ class FakeRun:
     """The third step, where there is one."""
     not_compiled: str | None = None
     """See `Profile.not_compiled`."""
+    step_memory: StepMemory | None = None
+    """See `Profile.step_memory`."""
+    early_share: float = 0.0
+    """See `Profile.early_share`."""
 
     def window(self, number: int) -> Timeline:
         """The first micro-batch, the next, or the step: 0, 1, 2."""
@@ -228,12 +232,13 @@ def _record(
             loss=workload.loss,
             meter=FakeMeter(tracker, device),
             model=fake,
-            make_optimizer=fake_safe_optimizer(workload.make_optimizer),
+            make_optimizer=fake_safe_optimizer(workload.make_optimizer, plan.device_type),
             module=root,
             materialize=lambda _names: None,
             slices=slices,
         )
         runner = unit.runner(assembly, tracker)
+        early_state = state_bytes(fake, runner.optimizer).optimizer
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
         with ExitStack() as noting:
@@ -247,8 +252,19 @@ def _record(
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
+    options = group_options(runner.optimizer)
+    all_state = state_bytes(fake, runner.optimizer).optimizer
+    early_share = early_state / all_state if all_state else 0.0
+    kind = type(runner.optimizer).__name__
+    step_memory = StepMemory(workload.make_optimizer, device, plan.device_type, options, kind)
     first, *others = (
-        FakeRun(*given, one, ticks, sizes[-1], widths, **vars(born), exchange_log=exchanges.all)
+        FakeRun(
+            *(*given, one, ticks, sizes[-1], widths),
+            **vars(born),
+            exchange_log=exchanges.all,
+            step_memory=step_memory,
+            early_share=early_share,
+        )
         for one, born in zip(marks, births, strict=True)
     )
     if not others:  # a single step
@@ -320,6 +336,9 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         **optimizer_state_figures(run.model, run.runner.optimizer, run.widths),
         passes={"first": run.window(0), "later": run.window(1)},
         step=run.window(2),
+        updated=updated_shapes(run.model, run.runner.optimizer),
+        step_memory=run.step_memory,
+        early_share=run.early_share,
         blocks=tuple(zip(*(one.values() for one in blocks), strict=True)),
         outside_blocks=run.ticks.outside_blocks(*first),
         windows=tuple(
@@ -359,39 +378,6 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Br
     )
 
 
-class _ScalarOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers 1 where an optimizer reads a number from a tensor: fake ones have none."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
-        return func(*args, **(kwargs or {}))
-
-
-def fake_safe_optimizer(make_optimizer: MakeOptimizer) -> MakeOptimizer:
-    """Make the optimizer such that its step runs on fake tensors."""
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = make_optimizer(parameters)
-        plain = optimizer.step
-
-        def step() -> None:
-            with _ScalarOnes():  # type: ignore[no-untyped-call]
-                plain()
-
-        optimizer.step = step  # type: ignore[assignment, method-assign]
-        return optimizer
-
-    return make
-
-
 def optimizer_state_figures(
     model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -416,6 +402,17 @@ def optimizer_state_figures(
                 scalars += value.numel() * value.element_size()
     slots = state_numbers / elements if elements else 0.0
     return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
+
+
+def updated_shapes(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """See `Profile.updated`; empty where the optimizer is not put to the parameters themselves."""
+    groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not all(id(p) in groups for p in trained):
+        return ()
+    return tuple((tuple(p.shape), groups[id(p)]) for p in trained)
 
 
 def storage_bytes(leaves: Iterable[object]) -> int:

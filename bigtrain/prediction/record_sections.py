@@ -8,7 +8,7 @@ follow one another is a single section.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import BlockTicks, Timeline
+from bigtrain.optim.step_memory import StepMemory
 from bigtrain.prediction.block_ticks import SectionHooks
 from bigtrain.prediction.loops import SplitBackward
 from bigtrain.prediction.record import (
@@ -68,6 +69,10 @@ class RecordedSections:
     copies_gradient: bool = False
     """Whether a block's output lies otherwise in memory than the gradient that came back for it:
     between ranks that gradient is sent as the output lies, and may have to be copied."""
+    step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
+    """See `Profile.step_memory`."""
+    early_share: float = 0.0
+    """See `Profile.early_share`."""
 
 
 class UntraceableError(Exception):
@@ -197,6 +202,8 @@ class SectionSplitter:
             slots,
             None if self.order else profile_from_run(run, self._plan),
             self._notes.copies_gradient,
+            step_memory=run.step_memory,
+            early_share=run.early_share,
         )
 
     def _incoming(self, name: str) -> tuple[int, int, int]:

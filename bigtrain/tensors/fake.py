@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bigtrain.tensors.fake_mode import FakeMode
 
 Result = TypeVar("Result")
 
@@ -37,7 +38,7 @@ def run_without_numbers(run: Callable[[torch.device], Result]) -> Result:
     meta = torch.device("meta")
     with suppress(Exception), meta:
         return run(meta)
-    with FakeTensorMode():
+    with FakeMode():
         return run(torch.device("cpu"))
 
 

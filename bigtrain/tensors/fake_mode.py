@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+from bigtrain.tensors.fake_kernels import CORRECTED, RULED, corrected, own_result
+
 _PLAIN = {
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -145,8 +147,16 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.cache_enabled = True
 
     def _asked(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
-        """What torch gives, with the statistics of norms converted."""
+        """What torch gives, with the statistics of norms converted, or what kernels give."""
+        if func in RULED:
+            with self:
+                own = own_result(func, args, kwargs, of_cuda=self._of_cuda)
+            if own is not None:
+                return own
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in CORRECTED:
+            with self:
+                return corrected(func, args, kwargs, result)
         if func not in _NORMS or not isinstance(args[0], FakeTensor):
             return result
         if args[0].fake_device.type != "cpu" or args[0].dtype not in _LOW:

@@ -261,8 +261,9 @@ def _fill_flat(
         flat = torch.zeros(size, dtype=dtype, device=context.device)
         own_range = range(rank * (size // ranks), (rank + 1) * (size // ranks))
         offset = 0
-        for name, parameter in zip(names, parameters, strict=True):
+        for name in names:
             assembly.materialize([name])
+            parameter = assembly.model.get_parameter(name)  # a new one where it got its values
             values = parameter.detach()
             stop = offset + values.numel()
             first, last = max(offset, own_range.start), min(stop, own_range.stop)

@@ -8,6 +8,7 @@ start, when the activations are all there. That is the fullest one; of others a 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
-from bigtrain.memory.timeline import MemoryKind, Span, Timeline, scale_timeline
+from bigtrain.memory.timeline import Breakdown, MemoryKind, Span, Timeline, scale_timeline
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
 
 
@@ -81,8 +82,11 @@ def _flat(
     return replace(
         forecast.with_passes(first=first, later=later),
         states=states,
-        step=_on_shard(profile.step, plan),
+        step=_on_flat(profile, plan, _group_shares(profile, plan)),
         gradients=held,
+        step_gradients=shard,
+        building=Breakdown() if offloads else _flat_building(profile, plan, share),
+        beside_whole=size * profile.trained_elements,
     )
 
 
@@ -108,12 +112,31 @@ def _cut(
     prefetch_bytes = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
     first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)))
     first = backward.with_copies(first, bucket, plan)
-    step = _on_shard(profile.step, plan)
+    step = _on_flat(profile, plan, _sub_groups(zero, profile, plan))
     if accumulator < 4:  # a sub-group's gradients are converted for its update
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
         largest = max(whole, default=0) // size // ranks
         step = _throughout(step, "temporary", 4 * max(group, largest))
-    return replace(forecast.with_passes(first=first), states=states, step=step)
+    building = Breakdown(
+        parameters=states.parameters - persistent_bytes,
+        gradients=states.gradients,
+        optimizer=round(states.optimizer * profile.early_share),
+        buffers=states.buffers,
+        # DeepSpeed's own fp32 copy, and what is left of the last module that was cut.
+        temporary=4 * share + max(whole, default=0),
+    )
+    return replace(forecast.with_passes(first=first), states=states, step=step, building=building)
+
+
+def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
+    """While DeepSpeed makes its optimizer: a copy of a rank's part in fp32, and zeros for it."""
+    kept = 4 * share if plan.bf16_parameters else 0  # the values before they were rounded
+    return Breakdown(
+        parameters=profile.parameter_bytes,
+        optimizer=round(_optimizer_bytes(profile, plan, share) * profile.early_share),
+        buffers=profile.buffer_bytes,
+        temporary=8 * share + kept,
+    )
 
 
 def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
@@ -354,9 +377,38 @@ def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
     return round(4 * share * (profile.state_slots + copies)) + scalars
 
 
-def _on_shard(step: Timeline, plan: Plan) -> Timeline:
-    """The optimizer's own temporaries, on fp32 shards."""
-    return scale_timeline(step, 4 / precision_of(plan) / plan.dp)
+def _on_flat(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) -> Timeline:
+    """The optimizer's own temporaries, on flat fp32 pieces that are updated one after the other.
+
+    Args:
+        profile: of one process.
+        plan: ranks and precision.
+        pieces: of each its elements, and the number of its parameter group.
+    """
+    found = profile.step_memory.highest(pieces) if profile.step_memory is not None else None
+    if found is None:  # no more is known than how it goes with whole parameters
+        return scale_timeline(profile.step, 4 / precision_of(plan) / plan.dp)
+    return found
+
+
+def _group_shares(profile: Profile, plan: Plan) -> list[tuple[int, int]]:
+    """Stages 1 and 2: a rank has one piece of each parameter group."""
+    totals: dict[int, int] = {}
+    for shape, group in profile.updated:
+        totals[group] = totals.get(group, 0) + math.prod(shape)
+    return [(-(-total // (2 * plan.dp)) * 2, group) for group, total in totals.items()]
+
+
+def _sub_groups(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[tuple[int, int]]:
+    """Stage 3: a piece is full with the parameter by which it is as large as a sub-group."""
+    most = int(zero.get("sub_group_size", 1_000_000_000))
+    filled: dict[int, int] = {}
+    pieces = []
+    for shape, group in profile.updated:
+        filled[group] = filled.get(group, 0) + -(-math.prod(shape) // plan.dp)
+        if filled[group] >= most:
+            pieces.append((filled.pop(group), group))
+    return [*pieces, *((elements, group) for group, elements in filled.items())]
 
 
 def _throughout(timeline: Timeline, kind: MemoryKind, nbytes: int) -> Timeline:

@@ -84,6 +84,7 @@ def forecast_fully_shard(
         passes=passes,
         step=scale_timeline(forecast.step, share * sizes.kept / sizes.used),
         gradients=0 if plan.release_gradients else trained,
+        beside_whole=sizes.first_shards(units),
     )
 
 
@@ -113,6 +114,15 @@ class _Sizes:
             )
             self._known[key] = unit, self.kept * numbers
         return self._known[key][1]
+
+    def first_shards(self, units: Sequence[BlockTicks]) -> int:
+        """The most of the shards beside what is left whole, of which units go one by one."""
+        there = most = 0
+        for unit in units:
+            own = self.shard(unit)
+            most = max(most, there + own)
+            there += own - self.kept * sum(math.prod(shape) for shape in unit.shapes)
+        return most
 
     @property
     def on_host(self) -> bool:
@@ -159,7 +169,7 @@ _FINE = 16
 """Moments to a tick of the profile's clock: what hooks do one after the other falls on one tick."""
 # In the order of the hooks: a unit's post-hook runs before the pre-hook of the next one.
 _AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
-_NEXT_GATHERS, _NEXT_HAS, _UNIT_THERE, _BUFFER_FREE, _PREFETCH = range(9, 14)
+_NEXT_GATHERS, _UNIT_THERE, _NEXT_HAS, _BUFFER_FREE, _PREFETCH = range(9, 14)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
+
 from bigtrain.core.replicas import BUCKET_SIZE, average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import SPARSE, Traits
@@ -21,7 +23,8 @@ from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Span, Timeline, scale_timeline
 from bigtrain.models.bf16_parameters import bf16_parameter_names
-from bigtrain.optim.partition import chunk_elements
+from bigtrain.optim.kinds import ELEMENTWISE_OPTIMIZERS
+from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
@@ -76,7 +79,7 @@ class ShardedOptimizer(Zero):
             begin = step.phases[0][0]
             step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
         elif plan.offload_tiers.optimizer == "device":
-            step = scale_timeline(step, 1 / plan.dp)
+            step = _on_pieces(profile, plan) or scale_timeline(step, 1 / plan.dp)
         forecast = replace(forecast, states=states, step=step)
         if plan.dp == 1 or plan.pp > 1:  # no buckets
             return forecast
@@ -117,3 +120,27 @@ class ShardedOptimizer(Zero):
             low_names=[name for name in low if name in trained],
         )
         average_gradients(assembly, self.bucket_size)
+
+
+def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
+    """The optimizer's step on what a rank updates: of the rank whose step needs most.
+
+    Whole gradients are normed before, of which `forecast.step` has the storages of one process.
+    """
+    if profile.step_memory is None or not profile.updated:
+        return None
+    may_split = profile.step_memory.kind in ELEMENTWISE_OPTIMIZERS
+    sizes = {str(n): math.prod(shape) for n, (shape, _) in enumerate(profile.updated)}
+    groups = max(group for _, group in profile.updated) + 1
+    pieces: list[list[list[tuple[int, ...]]]] = [
+        [[] for _ in range(groups)] for _ in range(plan.dp)
+    ]
+    for name, rank, start, stop in partition_evenly(sizes, plan.dp, may_split):
+        shape, group = profile.updated[int(name)]
+        if stop > start:
+            pieces[rank][group].append((stop - start,) if may_split else shape)
+    ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
+    dtype = torch.float64 if plan.precision == "fp64" else torch.float32
+    found = [profile.step_memory.timeline(pieces[rank], dtype) for rank in ranks]
+    known = [one for one in found if one is not None]
+    return max(known, key=lambda one: one.peak().bytes, default=None)
