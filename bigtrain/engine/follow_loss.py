@@ -72,14 +72,14 @@ def agree_on_loss(
         ConfigError: on all ranks; see `follow_loss`. Or the loss divides by other things on some
             ranks than on others.
     """
-    if example is None or not _is_to_follow(loss, parts):
+    followed, refusal = loss, None
+    if example is not None and _is_to_follow(loss, parts):
+        try:
+            followed = follow_loss(loss, model, example, parts)
+        except ConfigError as error:
+            refusal = str(error)
+    elif not isinstance(loss, GlobalMeanLoss):  # followed before the ranks were connected
         return loss
-    followed: Loss = loss
-    refusal = None
-    try:
-        followed = follow_loss(loss, model, example, parts)
-    except ConfigError as error:
-        refusal = str(error)
     layout = followed.layout if isinstance(followed, GlobalMeanLoss) else ""
     found = context.gather_objects((layout, refusal))
     everyone = context.broadcast_object(found) or []
@@ -89,7 +89,7 @@ def agree_on_loss(
     layouts = sorted({there[0] for there in everyone if there is not None})
     if len(layouts) > 1:
         raise ConfigError(
-            f"model.loss: {loss.name} divides by {layouts[0] or 'nothing'} on some ranks and by "
+            f"model.loss divides by {layouts[0] or 'nothing'} on some ranks and by "
             f"{layouts[1]} on others. Let it compute the same means for every batch, or use "
             f"{_PASTE}."
         )

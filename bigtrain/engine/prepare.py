@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bigtrain.assembly.inspection import inspect_model
 from bigtrain.assembly.make_plan import device_type_of, make_plan
-from bigtrain.assembly.optimizer_check import check_kind
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.strategy import Plan
-from bigtrain.data.loader import MicroBatch
+from bigtrain.core.workload import Workload
 from bigtrain.engine.engine import Engine, StepResult
 from bigtrain.engine.example import example_batch
 from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
+from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
@@ -30,7 +30,6 @@ from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
-from bigtrain.tracing.parameter_uses import parameter_uses
 from bigtrain.tracing.unreached import unfreeze
 
 COMPILING_S = 1800.0
@@ -108,22 +107,28 @@ def prepare(
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     blueprint = as_blueprint(model)
-    whole = whole_optimizer(optimizer, blueprint.model)
-    check_kind(whole, plan)
-    seen = None if example is None else MicroBatch(*example, 0, 0)
-    uses = None if seen is None else parameter_uses(blueprint.model, seen)
-    inspect_model(plan, blueprint.model, uses)
-    connection = connect_job(job, plan, placement)
+    workload = _workload(blueprint, as_loss(loss), optimizer, example, job, plan)
+    # What cannot be cut, carried or followed is refused before the ranks connect.
+    resolved = resolve_plan(plan, workload)
+    connection = connect_job(job, resolved.plan, placement)
     context = connection.__enter__()
     try:
-        first_batch = None if example is None else example_batch(example, as_loss(loss), job, plan)
-        engine = Engine(blueprint, loss, whole, job, context, task=task, example=first_batch)
+        engine = Engine(
+            blueprint,
+            workload.loss,
+            workload.make_optimizer,
+            job,
+            context,
+            task=task,
+            example=workload.example,
+            resolved=resolved,
+        )
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
-    for line in engine.notes if context.is_main else ():
+    for line in resolved.notes if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
         thaw = ExitStack()
@@ -131,6 +136,24 @@ def prepare(
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine
+
+
+def _workload(
+    blueprint: Blueprint,
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    example: tuple[Any, Any] | None,
+    job: Job,
+    plan: Plan,
+) -> Workload:
+    """What is trained, its loss followed where there is an example to follow it by."""
+    make_optimizer = whole_optimizer(optimizer, blueprint.model)
+    first_batch = None
+    if example is not None:
+        first_batch = example_batch(example, loss, job, plan)
+        loss = follow_loss(loss, blueprint.model, first_batch, plan.batch.num_parts)
+        first_batch = with_own_totals(loss, first_batch)
+    return Workload(blueprint.model, first_batch, loss, make_optimizer, blueprint.whole_bytes)
 
 
 VERIFY_VARIABLE = "BIGTRAIN_VERIFY"
