@@ -55,7 +55,7 @@ class DeepSpeedRunner(LoopRunner):
         super().begin_step()
         self._seen.clear()
 
-    def average_gradients(self) -> None:
+    def _average_over_replicas(self) -> None:
         """DeepSpeed has done so; what had no gradient here would be updated by zeros."""
         unused = [name for name, p in self._watched if not self._seen.has(p)]
         if unused:
