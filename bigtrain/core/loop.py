@@ -78,8 +78,6 @@ class StepRunner:
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
         make_optimizer = assembly.make_optimizer
-        if not named:  # a stage of frozen layers; torch's optimizers want something
-            make_optimizer = lambda _none: assembly.make_optimizer([_nothing()])  # noqa: E731
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
             given = (named, make_optimizer, assembly.meter)
@@ -402,11 +400,6 @@ def _follows_freezing(assembly: Assembly) -> bool:
     traits = assembly.plan.replicate
     plain = traits.engine == "torch" and traits.sharded_states < 2 and not traits.owns_step
     return plain and (assembly.module is assembly.model or traits.finds_unused)
-
-
-def _nothing() -> nn.Parameter:
-    """What an optimizer without parameters is made of: it has learning rates all the same."""
-    return nn.Parameter(torch.zeros(0))
 
 
 def check_finite(losses: Mapping[int, float]) -> None:
