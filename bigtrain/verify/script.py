@@ -23,10 +23,13 @@ from bigtrain.devices import device_count
 from bigtrain.engine.prepare import VERIFY_VARIABLE
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.arguments import ComparisonOptions
+from bigtrain.job.load import job_from_keys
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.report.folders import results_folder
 
 Row = dict[str, Any]
+_REFUSAL = "bigtrain.errors.ConfigError: "
+"""Begins the line of a refusal that a script lets pass as an exception."""
 
 
 def check_script(options: ComparisonOptions) -> int:
@@ -44,6 +47,8 @@ def check_script(options: ComparisonOptions) -> int:
             "KEY=VALUE out."
         )
     names = named_strategies(options.strategies)
+    for name in names:
+        job_from_keys(name, {})  # one that does not exist is the user's mistake, not a failed run
     ranks = options.num_ranks or max(2, device_count())
     folder = results_folder(options.output, "verify")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -81,7 +86,8 @@ def _run(name: str, words: Sequence[str], folder: Path, options: ComparisonOptio
         reason = ended.reason
         if reason is None:
             reason = f"it ended before {options.steps} steps of an engine of bigtrain.prepare"
-        verdict = "refused" if ended.status == 2 else "failed"
+        verdict = "refused" if ended.status == 2 or _REFUSAL in reason else "failed"
+        reason = reason.removeprefix(_REFUSAL)
         return row | {"verdict": verdict, "reason": reason}
     steps = found["steps"]
     row |= {"loss": _largest(steps, "loss"), "norm": _largest(steps, "norm")}
