@@ -75,10 +75,7 @@ def build_runner(
         mover: `plan.mover(...)`, which the caller closes.
     """
     meter.phase("build")
-    unreached = resolved.unreached
-    if _follows_late(resolved.plan):  # it was forecast without them
-        unfreeze(blueprint.model, unreached)
-        unreached = ()
+    unreached = _left_out(resolved, blueprint.model)
     with meter.window():
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
@@ -89,11 +86,8 @@ def build_runner(
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
-            # Before any value is made: a rank pays for its own stages only. A model that could
-            # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
-            if not blueprint.deferred:
-                materialize(names_of(model))
-            _drop_other_stages(model, plan, layout, context)
+            # Before any value is made: a rank pays for its own stages only.
+            _drop_other_stages(blueprint, plan, layout, context, materialize)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
@@ -134,14 +128,33 @@ def build_runner(
         return _recorded_runner(assembly)
 
 
+def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
+    """The parameters that are left out of training, where the run cannot follow late ones."""
+    if not _follows_late(resolved.plan):
+        return resolved.unreached
+    unfreeze(model, resolved.unreached)  # it was forecast without them
+    return ()
+
+
 def _follows_late(plan: Plan) -> bool:
     """Whether a parameter may get its first gradient in any step: nothing is planned around it."""
     plain = plan.replicate.engine == "torch" and not plan.replicate.sharded_states
     return plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
 
 
-def _drop_other_stages(model: nn.Module, plan: Plan, layout: Layout, context: RunContext) -> None:
+def _drop_other_stages(
+    blueprint: Blueprint,
+    plan: Plan,
+    layout: Layout,
+    context: RunContext,
+    materialize: Materializer,
+) -> None:
     """Let the tensors of other ranks' stages go."""
+    model = blueprint.model
+    # A model that could not be described is whole on every rank anyhow, and comes from rank 0 as a
+    # whole.
+    if not blueprint.deferred:
+        materialize(names_of(model))
     own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
     layout.chosen.cut.strip(model, own_stages, context.device)
 

@@ -33,6 +33,7 @@ from bigtrain.checkpoint.together import (
     random_streams,
 )
 from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.runner import Runner
 from bigtrain.core.state import extra_modules, extra_states
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
@@ -183,17 +184,22 @@ class Engine:
         importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
         self._open_meter()
         try:
-            mover = self.plan.make_offloader(context.device)
-            if mover is not None:
-                self._closing.callback(mover.close)
-            self._closing.callback(remove_policies, self.blueprint.model)
-            with self._explaining():
-                build_arguments = (self.resolved, self.blueprint, workload, context, self.meter)
-                self.runner = build_runner(*build_arguments, mover)
-                _ = self._extra_at_start
+            self.runner = self._build(workload)
+            _ = self._extra_at_start
         except BaseException:
             self._closing.close()
             raise
+
+    def _build(self, workload: Workload) -> Runner:
+        """Make what computes; what it needs at hand goes with the engine."""
+        mover = self.plan.make_offloader(self.context.device)
+        if mover is not None:
+            self._closing.callback(mover.close)
+        self._closing.callback(remove_policies, self.blueprint.model)
+        with self._explaining():
+            return build_runner(
+                self.resolved, self.blueprint, workload, self.context, self.meter, mover
+            )
 
     def _open_meter(self) -> None:
         """Begin to measure and to limit memory; say where it will not do."""
