@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bigtrain.core.participation import Participation
 from bigtrain.core.runner import StepLoss
@@ -30,6 +29,7 @@ from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.recorder.blocks import unmark_blocks
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.sliced_tensor import whole_of
+from bigtrain.tensors.dtensors import is_distributed
 from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
 from bigtrain.tensors.shards import SavedTensor, StateTensor
@@ -70,8 +70,8 @@ class StepRunner:
         self._stepped = False
         self._trained = list(named.values())
         self._by_name, self._gradient_hooks = named, assembly.gradient_hooks
-        shards = [p for p in self._trained if isinstance(p, DTensor)]
-        whole = [p for p in self._trained if not isinstance(p, DTensor)]
+        shards = [p for p in self._trained if is_distributed(p)]
+        whole = [p for p in self._trained if not is_distributed(p)]
         self._clipped_together = [members for members in (shards, whole) if members]
         """torch takes no shards and whole tensors in one call."""
         self._slices = assembly.slices

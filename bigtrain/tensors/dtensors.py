@@ -46,3 +46,8 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is one rank's view of a tensor that several hold."""
+    return isinstance(tensor, DTensor)

@@ -40,6 +40,8 @@ class ParameterUses:
     """Parameters whose gradients will be sparse."""
     called: frozenset[str] = frozenset()
     """Modules whose forward pass ran."""
+    used: frozenset[str] = frozenset()
+    """Parameters that some operation was given."""
 
 
 def parameter_uses(model: nn.Module, example: MicroBatch) -> ParameterUses | None:
@@ -68,7 +70,10 @@ def _seen(model: nn.Module, example: MicroBatch, device: torch.device) -> Parame
     with watch:
         twin.train()(batch.inputs)
     return ParameterUses(
-        tuple(watch.writes), tuple(dict.fromkeys(watch.sparse)), frozenset(watch.called)
+        tuple(watch.writes),
+        tuple(dict.fromkeys(watch.sparse)),
+        frozenset(watch.called),
+        frozenset(watch.used),
     )
 
 
@@ -83,6 +88,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Memory whose contents follow from parameters alone."""
         self._inside: list[str] = []
         self.called: set[str] = set()
+        self.used: set[str] = set()
         self.writes: list[Write] = []
         self.sparse: list[str] = []
 
@@ -97,6 +103,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = tree_tensors((args, kwargs))
+        self.used |= {self._held[_place(t)] for t in given if _place(t) in self._held}
         pure = all(_place(tensor) in self._pure for tensor in given)
         for tensor in _written(func, args, kwargs):
             name = self._held.get(_place(tensor))
