@@ -138,7 +138,7 @@ def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
 
 def _follows_late(plan: Plan) -> bool:
     """Whether a parameter may get its first gradient in any step: nothing is planned around it."""
-    plain = plan.replicate.engine == "torch" and not plan.replicate.sharded_states
+    plain = plan.replicate.on_torch and not plan.replicate.sharded_states
     return plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
 
 

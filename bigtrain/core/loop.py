@@ -398,7 +398,7 @@ def _follows_freezing(assembly: Assembly) -> bool:
     A wrapper, or an engine, has planned with it; shards have a copy that trains on.
     """
     traits = assembly.plan.replicate
-    plain = traits.engine == "torch" and traits.sharded_states < 2 and not traits.owns_step
+    plain = traits.on_torch and traits.sharded_states < 2 and not traits.owns_step
     return plain and (assembly.module is assembly.model or traits.finds_unused)
 
 

@@ -110,6 +110,11 @@ class Traits:
     moves_parameters: bool = False
     """It keeps the parameters where the offload role says."""
 
+    @property
+    def on_torch(self) -> bool:
+        """Whether it runs on torch's own parts, and not in the engine of another library."""
+        return self.engine == "torch"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CutTraits(Traits):
