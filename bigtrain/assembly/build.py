@@ -131,7 +131,9 @@ def build_runner(
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
     """The parameters that are left out of training, where the run cannot follow late ones."""
     if not _follows_late(resolved.plan):
-        return resolved.unreached
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        # Parameters of no elements are frozen too, and their gradients say nothing.
+        return tuple(name for name in resolved.unreached if sizes.get(name))
     unfreeze(model, resolved.unreached)  # it was forecast without them
     return ()
 
