@@ -94,8 +94,13 @@ class DeepSpeed(Zero):
             )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
-        """Refuse them: its buckets meet those of other ranks, and its flat shards have zeros."""
-        del plan
+        """Refuse ways that differ between ranks, or steps that surely go without a parameter.
+
+        Its buckets would meet those of other ranks, and its flat shards have zeros. Where all ranks
+        go the same way, and a step has several micro-batches, each step is looked at in the run.
+        """
+        if not routes.differ and plan.batch.accumulation_steps > 1:
+            return self, None
         raise ConfigError(
             f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
             "DeepSpeed's ranks would reduce gradients of different parameters together, or go on "

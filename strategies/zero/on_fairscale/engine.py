@@ -102,9 +102,10 @@ class FairscaleEngine(Zero):
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
         """See `Strategy.meet_routes`: DDP alone, under stage 1, looks for what has no gradient."""
-        del plan
         if self.stage == 1:
             return self, None
+        if not routes.differ and plan.batch.accumulation_steps > 1:
+            return self, None  # each step is looked at in the run
         raise ConfigError(
             f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
             "fairscale's ranks would reduce gradients of different parameters together. "

@@ -11,7 +11,7 @@ from support.continued import continued
 from support.nets import Gained, Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import text, wide
-from support.ranks import run_ranks
+from support.ranks import RankFailure, run_ranks
 from support.whole import assert_same_tensors, whole_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -205,21 +205,7 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     assert_same_tensors(path, again[0][0])
 
 
-def of_zeros(parameters):
-    """What is without a gradient gets zeros, as in DeepSpeed's flat gradients."""
-
-    def fill(optimizer, *_):
-        for parameter in optimizer.param_groups[0]["params"]:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    optimizer = sgd(parameters)
-    optimizer.register_step_pre_hook(fill)
-    return optimizer
-
-
 MIXED = [
-    (Sometimes, {}, 4, of_zeros),
     (Sometimes, {**CLIP, "train.micro_batch_size": 2}, 4, sgd),
     (Gained, CLIP, 4, sgd),
 ]
@@ -233,12 +219,18 @@ def mixed() -> list[Record]:
 
 
 @pytest.mark.parametrize("strategy", [*STAGES, *OFFLOADED])
-def test_a_step_or_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
+def test_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
     for records in run_ranks(several, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0):
         for one, record in zip(mixed, records, strict=True):
             assert record.losses == pytest.approx(one.losses, abs=2e-6)
             for name, weight in one.weights.items():
                 assert (record.weights[name] - weight).abs().max() < 1e-5, name
+
+
+def test_a_step_may_not_do_without_a_parameter():
+    """DeepSpeed would go on with its momentum and weight decay: it is refused, with a way out."""
+    with pytest.raises(RankFailure, match=r"not every pass uses extra .*Use --strategy fsdp_zero2"):
+        run_ranks(several, 2, "zero2", [(Sometimes, {}, 4, sgd)], timeout_s=120.0)
 
 
 class Overflowing(TinyLM):
