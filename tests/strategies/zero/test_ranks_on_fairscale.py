@@ -315,5 +315,5 @@ def mixed() -> nn.Module:
 
 
 def test_parameters_of_several_types_are_refused():
-    with pytest.raises(AssertionError, match=r"is float64, and other .* float32.*oss cannot hold.*fsdp"):
+    with pytest.raises(AssertionError, match=r"is float64, and .* float32.*oss cannot hold.*fsdp"):
         run_ranks(train, 2, mixed, small_images(), "oss", {})
