@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.engine.engine import Engine, StepResult
@@ -94,10 +95,10 @@ def prepare(
     """
     _check_keys(keys)
     asked = json.loads(os.environ.get(VERIFY_VARIABLE, "null"))
+    blueprint = as_blueprint(model)
     if asked is not None:
         strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
-        model = as_blueprint(model)
-        disable_dropout(model.model)
+        disable_dropout(blueprint.model)
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
@@ -106,23 +107,13 @@ def prepare(
         )
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
-    blueprint = as_blueprint(model)
     workload = _workload(blueprint, as_loss(loss), optimizer, example, job, plan)
     # What cannot be cut, carried or followed is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     connection = connect_job(job, resolved.plan, placement)
     context = connection.__enter__()
     try:
-        engine = Engine(
-            blueprint,
-            workload.loss,
-            workload.make_optimizer,
-            job,
-            context,
-            task=task,
-            example=workload.example,
-            resolved=resolved,
-        )
+        engine = _engine(blueprint, workload, job, context, task, resolved)
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
@@ -136,6 +127,26 @@ def prepare(
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine
+
+
+def _engine(
+    blueprint: Blueprint,
+    workload: Workload,
+    job: Job,
+    context: RunContext,
+    task: Task | None,
+    resolved: ResolvedPlan,
+) -> Engine:
+    return Engine(
+        blueprint,
+        workload.loss,
+        workload.make_optimizer,
+        job,
+        context,
+        task=task,
+        example=workload.example,
+        resolved=resolved,
+    )
 
 
 def _workload(

@@ -59,12 +59,6 @@ def compose_profile(
         visits.append(section_ticks)
         ends.append(stop)
     names = [section.name for section in sections if section.name]
-    named_tensors = [
-        (f"{section.name} {t.name}".strip(), t)
-        for section in sections
-        for t in section.tensors
-        if t.trained
-    ]
     windows = tuple(
         (name, first, again)
         for name, first, again in zip(names, *visits, strict=True)
@@ -93,7 +87,17 @@ def compose_profile(
             *(e for s in sections for way in s.exchanges for e in way),
             *_gathers(sections[0], after, dealt),
         ),
-        tensors=tuple((name, t.nbytes, t.kind) for name, t in named_tensors),
+        tensors=_named_tensors(sections),
+    )
+
+
+def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:
+    """Name, bytes and kind of what is trained."""
+    return tuple(
+        (f"{section.name} {t.name}".strip(), t.nbytes, t.kind)
+        for section in sections
+        for t in section.tensors
+        if t.trained
     )
 
 
