@@ -38,6 +38,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.slicing.exchange import ExchangeLog, TensorExchange
 from bigtrain.slicing.install import slice_modules, slice_tensors
+from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.fake_mode import FakeMode
@@ -189,6 +190,26 @@ def record_steps(
         return replace(run, not_compiled=untraceable_reason(error))
 
 
+def _fake_model(
+    workload: Workload, resolved: ResolvedPlan, device: torch.device, exchanges: ExchangeLog
+) -> tuple[nn.Module, SlicedState | None]:
+    """The model without numbers as the run has it: its types, its memory format, its slices."""
+    plan = resolved.plan
+    fake = fake_model(workload.model, device, double=plan.precision == "fp64")
+    for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
+        parameter = fake.get_parameter(name)
+        parameter.data = parameter.data.to(torch.bfloat16)
+    if plan.lays_weights:
+        set_channels_last(fake)
+    slices = resolved.slices.on(plan.tp_rank, None) if resolved.slices is not None else None
+    if slices is not None:
+        gloo = plan.device_type == "cpu"
+        slices = replace(slices, group=replace(slices.group, exchanges=exchanges, gloo=gloo))
+        slice_tensors(fake, slices.by_name, slices.group)
+        slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)
+    return fake, slices
+
+
 def _record(
     workload: Workload,
     resolved: ResolvedPlan,
@@ -210,18 +231,7 @@ def _record(
     mode = FakeMode(of_cuda=of_cuda)
     watching = tracker if plan.compiles_blocks else tracker.behind(mode)  # programs see modes alone
     with program, mode, watching:
-        fake = fake_model(workload.model, device, double=plan.precision == "fp64")
-        for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
-            parameter = fake.get_parameter(name)
-            parameter.data = parameter.data.to(torch.bfloat16)
-        if plan.lays_weights:
-            set_channels_last(fake)
-        slices = resolved.slices.on(plan.tp_rank, None) if resolved.slices is not None else None
-        if slices is not None:
-            gloo = plan.device_type == "cpu"
-            slices = replace(slices, group=replace(slices.group, exchanges=exchanges, gloo=gloo))
-            slice_tensors(fake, slices.by_name, slices.group)
-            slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)
+        fake, slices = _fake_model(workload, resolved, device, exchanges)
         root = unit.root(fake, workload.loss, plan, device)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
