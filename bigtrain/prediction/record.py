@@ -190,6 +190,13 @@ def record_steps(
         return replace(run, not_compiled=untraceable_reason(error))
 
 
+def _step_memory(
+    workload: Workload, device: torch.device, plan: Plan, optimizer: torch.optim.Optimizer
+) -> StepMemory:
+    options, kind = group_options(optimizer), type(optimizer).__name__
+    return StepMemory(workload.make_optimizer, device, plan.device_type, options, kind)
+
+
 def _fake_model(
     workload: Workload, resolved: ResolvedPlan, device: torch.device, exchanges: ExchangeLog
 ) -> tuple[nn.Module, SlicedState | None]:
@@ -262,11 +269,9 @@ def _record(
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
-    options = group_options(runner.optimizer)
     all_state = state_bytes(fake, runner.optimizer).optimizer
     early_share = early_state / all_state if all_state else 0.0
-    kind = type(runner.optimizer).__name__
-    step_memory = StepMemory(workload.make_optimizer, device, plan.device_type, options, kind)
+    step_memory = _step_memory(workload, device, plan, runner.optimizer)
     first, *others = (
         FakeRun(
             *(*given, one, ticks, sizes[-1], widths),
