@@ -1,0 +1,461 @@
+"""Nets with parameters, hooks and states that are out of the ordinary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 16
+
+
+class Base(nn.Module):
+    """Three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Hook(Base):
+    """A gradient hook that freezes a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.register_hook(lambda g: g * 0)
+
+
+class MaskHook(Base):
+    """A mask of the weight's own shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH).remainder(3).ne(0).float()
+        self.b.weight.register_hook(lambda g: g * mask)
+
+
+class NormHook(Base):
+    """A hook that is not elementwise: it clips the gradient of one parameter by its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight.register_hook(lambda g: g * (0.01 / (g.norm() + 1e-6)))
+
+
+class PostHook(Base):
+    """A hook after the gradient has been added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def halve(p: Tensor) -> None:
+            p.grad.mul_(0.5)
+
+        self.b.bias.register_post_accumulate_grad_hook(halve)
+
+
+class Teacher(Base):
+    """An average of weights that forward updates in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Linear(WIDTH, WIDTH)
+        self.t.requires_grad_(False)
+        self.t.load_state_dict(self.a.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for t, p in zip(self.t.parameters(), self.a.parameters(), strict=True):
+                    t.mul_(0.5).add_(p, alpha=0.5)
+        y = torch.tanh(self.a(x)) - torch.tanh(self.t(x)).detach() * 0.5
+        return self.h(torch.tanh(self.b(y)))
+
+
+class LerpTeacher(Teacher):
+    """The same by copy_ of data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for t, p in zip(self.t.parameters(), self.a.parameters(), strict=True):
+                t.data.copy_(torch.lerp(t.data, p.data, 0.25))
+        y = torch.tanh(self.a(x)) - torch.tanh(self.t(x)).detach() * 0.5
+        return self.h(torch.tanh(self.b(y)))
+
+
+class Clamp(Base):
+    """A trained parameter that forward clamps in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.b.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Codes(Base):
+    """Frozen numbers that fp32 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Parameter(torch.arange(WIDTH) + 2**24 + 1, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (self.c % 2 + 1))
+
+
+class Bytes(Base):
+    """Frozen uint8 codes, in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.arange(WIDTH * WIDTH).remainder(251).view(WIDTH, WIDTH)
+        self.q = nn.Module()
+        self.q.codes = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
+        self.q.scale = nn.Parameter(torch.tensor(0.01), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x @ (self.q.codes.float() * self.q.scale))
+
+
+class Mask(Base):
+    """A frozen bool parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Parameter(torch.arange(WIDTH).remainder(3).ne(0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.m)
+
+
+class Extra(Base):
+    """State that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "of": ["a", 1.5, None]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(WIDTH, WIDTH)
+        self.calls = 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x)
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+class InnerExtra(Base):
+    """The same in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.c(x))
+
+
+class TensorExtra(Base):
+    """Extra state that is no JSON."""
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Empty(Base):
+    """A parameter with no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Linear(WIDTH, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([x, self.e(x)], -1))
+
+
+class EmptyRank(Base):
+    """A LoRA of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(0, WIDTH))
+        self.up = nn.Parameter(torch.empty(WIDTH, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x @ self.down.t() @ self.up.t())
+
+
+class FrozenEmpty(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.e.sum())
+
+
+class Complex(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Parameter(torch.ones(WIDTH // 2 + 1, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.f, n=WIDTH))
+
+
+class Rotation(Base):
+    """Frozen complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(WIDTH // 2) * 0.1
+        self.r = nn.Parameter(torch.polar(torch.ones_like(angles), angles), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.view(-1, WIDTH // 2, 2).contiguous())
+        return super().forward(torch.view_as_real(pairs * self.r).flatten(1))
+
+
+class Scalar(Base):
+    """A parameter of no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.k
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(WIDTH, WIDTH)
+        self.k = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.l(x)) * self.k
+
+
+class ScalarBlocks(nn.Module):
+    """One in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.h(x)
+
+
+class FrozenScalar(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.k
+
+
+class Mixed(Base):
+    """fp32 and fp64 together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * self.s).float())
+
+
+class MixedLayer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.d(x.double()).float())
+
+
+class FrozenHalf(Base):
+    """A frozen half-precision layer beside fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.d(x.bfloat16()).float())
+
+
+class Strided(Base):
+    """A weight that is stored transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+
+class StridedRect(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
+        self.b.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).t())
+        self.a.bias = nn.Parameter(torch.zeros(2 * WIDTH))
+
+
+class Gaps(Base):
+    """A parameter with gaps in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+
+
+class Sparse(Base):
+    """Sparse gradients of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.e((x[:, 0] > 0).long()))
+
+
+class SparseBag(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.EmbeddingBag(10, WIDTH, sparse=True, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.e((x[:, :3] > 0).long()))
+
+
+class SparseF(Base):
+    """By the function, where no module says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Parameter(torch.randn(10, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[:, 0] > 0).long()
+        return super().forward(x + nn.functional.embedding(index, self.e, sparse=True))
+
+
+class Buffer(Base):
+    """A buffer that is not persistent and assigned anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tmp", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.tmp = self.tmp * 1.0
+        return super().forward(x * self.tmp)
+
+
+class Cached(nn.Module):
+    """A cache made in forward, in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.zeros(1, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = torch.linspace(0, 1, WIDTH).expand(1, WIDTH).clone()
+        return self.l(x + self.table)
+
+
+class InnerBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = Cached()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.c(x))
+
+
+class Namespace(nn.Module):
+    """A plain Module that only holds others and is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Module()
+        self.enc.a, self.enc.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.h = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.tanh(self.enc.b(torch.tanh(self.enc.a(x)))))
+
+
+class DeepNamespace(nn.Module):
+    """Namespaces in namespaces, with a parameter of their own, and a sequence taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Module()
+        self.enc.inner = nn.Module()
+        self.enc.inner.a = nn.Linear(WIDTH, WIDTH)
+        self.enc.gain = nn.Parameter(torch.ones(WIDTH))
+        self.seq = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enc.inner.a(x)) * self.enc.gain
+        for layer in self.seq:
+            x = layer(x)
+        return x
+
+
+class Methods(nn.Module):
+    """A module whose methods are called, and never its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Base()
+
+    def forward(self, x: Tensor) -> Tensor:
+        core = self.core
+        return core.h(torch.tanh(core.b(torch.tanh(core.a(x)))))
+
+
+NETS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind
+    for kind in list(globals().values())
+    if isinstance(kind, type)
+    and issubclass(kind, nn.Module)
+    and kind not in (Counter, Cached, Scaled)
+}
