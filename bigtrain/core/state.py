@@ -24,7 +24,7 @@ def module_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The modules with a state that is no tensor (`get_extra_state`), by its name in the state."""
     for root in roots:
-        model = getattr(root, "model", root) if hasattr(root, "cut_through") else root
+        model = getattr(root, "users_module", root) if hasattr(root, "cut_through") else root
         for path, module in model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield f"{path}._extra_state".lstrip("."), module

@@ -84,9 +84,13 @@ class Stage(nn.Module):
         self._whole = _Hidden(model)
 
     @property
-    def model(self) -> nn.Module:
+    def users_module(self) -> nn.Module:
         """The model with this stage's tensors in it, as the user wrote it."""
         return self._whole.module
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """See `nn.Module.get_submodule`: the user's, also where it is called as a field of this."""
+        return self._whole.module.get_submodule(target) if target else self
 
     @property
     def device(self) -> torch.device:

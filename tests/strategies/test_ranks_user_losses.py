@@ -56,10 +56,10 @@ class OwnLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = TinyLM()
+        self.model = TinyLM()  # a name that a stage must not have for itself
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        logits = self.net(batch["ids"])
+        logits = self.model(batch["ids"])
         loss = shifted(logits, batch["labels"]) + 0.1 * logits.square().mean()
         return {"loss": loss, "logits": logits}
 
