@@ -155,7 +155,7 @@ LAUNCHERS = {
     "deepspeed": [
         "--first",
         "--",
-        "deepspeed",
+        str(Path(sys.executable).with_name("deepspeed")),
         "--hostfile",
         "{hostfile}",
         "--master_addr",

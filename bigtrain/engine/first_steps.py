@@ -68,6 +68,10 @@ class FirstSteps:
         self._expected: tuple[float, float] | None = None
         self.compared: list[dict[str, float]] = []
         """Of each step, on rank 0: loss and norm of the run and of the loop."""
+        self.difference: str | None = None
+        """What the first step that differs was found to be, on all ranks."""
+        self.ends_run = True
+        """Whether a difference ends the run; `verify` notes it and goes on, to find where it is."""
         if context.is_main and self.note is None:
             needed = _COPIES * sum(p.nbytes for p in blueprint.model.parameters())
             room = available_bytes(None, torch.device("cpu"), context.local_world_size)
@@ -110,7 +114,8 @@ class FirstSteps:
         """Hold the run's step against the plain loop's. Collective.
 
         Raises:
-            DifferentNumbersError: on all ranks; they differ by more than rounding.
+            DifferentNumbersError: on all ranks; they differ by more than rounding, and that ends
+                the run.
         """
         message: str | None = None
         if self._expected is not None:
@@ -135,7 +140,8 @@ class FirstSteps:
                     break
         self._expected = None
         refusal = self._context.broadcast_object(message)
-        if refusal is not None:
+        self.difference = self.difference or refusal
+        if refusal is not None and self.ends_run:
             raise DifferentNumbersError(refusal)
         if not self.active:
             self._loop = None

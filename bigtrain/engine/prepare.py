@@ -95,16 +95,17 @@ def prepare(
     """
     _check_keys(keys)
     asked = json.loads(os.environ.get(VERIFY_VARIABLE, "null"))
-    blueprint = as_blueprint(model)
     if asked is not None:
         strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
-        disable_dropout(blueprint.model)
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
             "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
             "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
         )
+    blueprint = as_blueprint(model)
+    if asked is not None:
+        disable_dropout(blueprint.model)
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     workload = _workload(blueprint, as_loss(loss), optimizer, example, job, plan)

@@ -19,6 +19,7 @@ import hashlib
 import pickle
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -354,6 +355,7 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
         fresh = torch.Tensor._make_subclass(kind, values, tensor.requires_grad)
     fresh.requires_grad_(tensor.requires_grad)
     fresh.__dict__.update(tensor.__dict__)
+    hooks, later_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     try:
         # The device of a tensor cannot be assigned; what the object refers to can be exchanged.
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
@@ -362,6 +364,14 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
             for name, held in (*module._parameters.items(), *module._buffers.items()):
                 if held is tensor:
                     setattr(module, name, fresh)
+        tensor = fresh
+    # Autograd knows of hooks by what has been exchanged: it is told of them again.
+    if hooks:
+        tensor._backward_hooks = None
+        tensor._backward_hooks = hooks
+    if later_hooks:
+        tensor._post_accumulate_grad_hooks = OrderedDict()
+        tensor._post_accumulate_grad_hooks = later_hooks
 
 
 class _RandomState:

@@ -111,10 +111,13 @@ class Bench:
             return VerifiedStrategy(label, ranks, verdict, precision, ended.reason)
         differences = compare_recordings(reference, folder)
         plain_loop = json.loads((folder / "record.json").read_text("utf-8"))["plain_loop"]
+        reason = _differs_from_plain_loop(folder)
         _forget(folder)
         row = VerifiedStrategy(
-            label, ranks, "pass", precision, None, differences, plain_loop=plain_loop
+            label, ranks, "pass", precision, reason, differences, plain_loop=plain_loop
         )
+        if reason is not None:
+            return replace(row, verdict="differs", moved=self._moved(plan, reference))
         tolerance, losses_only = Tolerance.of(precision), self._options.optimizer == "job"
         if differences.passed(tolerance, losses_only=losses_only):
             return row
@@ -184,8 +187,9 @@ class Bench:
             ended = self._record(folder, "single", 1, words, traced=traced)
             if ended.status == 2:
                 raise ConfigError(str(ended.reason))
-            if ended.reason is not None:
-                raise BigtrainError(f"the reference, one process, failed: {ended.reason}")
+            reason = ended.reason or _differs_from_plain_loop(folder)
+            if reason is not None:
+                raise BigtrainError(f"the reference, one process, failed: {reason}")
             if self._dropout_off is not None or untied_reason(folder, folder) is None:
                 _refuse_chance(folder)
             self._references[made] = folder
@@ -211,6 +215,13 @@ def _forget(folder: Path) -> None:
     for pattern in ("*.safetensors", "trace-*.json"):
         for path in folder.glob(pattern):
             path.unlink()
+
+
+def _differs_from_plain_loop(folder: Path) -> str | None:
+    """How a run was found to differ from a plain torch loop; None where it does not."""
+    recording = json.loads((folder / "record.json").read_text("utf-8"))
+    found: str | None = recording["differs_from_plain_loop"]
+    return found
 
 
 def _refuse_chance(folder: Path) -> None:

@@ -4,7 +4,7 @@ Started by `bigtrain verify`, once for the reference and once for each strategy:
 
     bigtrain record -n N --record FOLDER [--trace] [--no-dropout] [--strategy NAME] [KEY=VALUE ...]
 
-    FOLDER/record.json                losses and norms, batch, ranks
+    FOLDER/record.json                losses and norms; how a plain torch loop differs
            gradients-K.safetensors    of step K, whole, under plain names, before clipping
            weights-before.safetensors, weights-after.safetensors
            trace-RANK.json            with --trace: see bigtrain/verify/execution_trace.py
@@ -81,6 +81,8 @@ def record_run(
     names = {name for name, _ in parts.workload.model.named_parameters(remove_duplicate=False)}
     norms = has_batchnorm(parts.workload.model)
     with parts.engine(context) as engine:
+        if engine.first_steps is not None:
+            engine.first_steps.ends_run = False
         recording: dict[str, Any] = {
             "losses": [],
             "norms": [],
@@ -129,7 +131,9 @@ def record_run(
         write_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
         recording["has_batchnorm"] = norms
-        recording["plain_loop"] = engine.first_steps.note if engine.first_steps else None
+        first_steps = engine.first_steps
+        recording["plain_loop"] = first_steps.note if first_steps else None
+        recording["differs_from_plain_loop"] = first_steps.difference if first_steps else None
         (folder / "record.json").write_text(json.dumps(recording) + "\n", "utf-8")
 
 

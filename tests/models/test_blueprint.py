@@ -384,3 +384,31 @@ def test_statistics_are_those_of_the_formula() -> None:
     assert weight.abs().max() <= bound
     assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
     assert weight.mean().item() == pytest.approx(0.0, abs=6 * bound / math.sqrt(3 * weight.numel()))
+
+
+class Hooked(nn.Module):
+    """Registers hooks on its parameters in its constructor, as users do; an RNN among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(3, 2), nn.GRU(2, 2)
+        self.seen: list[str] = []
+        for name, parameter in self.named_parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: self.seen.append(name)
+            )
+
+    def forward(self, x):
+        return self.rnn(self.linear(x))[0]
+
+
+def test_hooks_of_the_constructor_run_after_values_are_filled_in():
+    filled = describe(Hooked).materialize("cpu", seed=0)
+    plain = Hooked()
+    plain.load_state_dict(filled.state_dict())
+    for model in (filled, plain):
+        model(torch.ones(4, 3)).sum().backward()
+        assert sorted(model.seen) == sorted(name for name, _ in model.named_parameters())
+    for mine, other in zip(filled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)

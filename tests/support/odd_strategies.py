@@ -133,6 +133,55 @@ def break_rule(function, *, second_on_rank):
     sliced_tensor._RULES[function] = wrong
 
 
+class DropsHooks(DDP):
+    """Hooks on the gradients of parameters are not run."""
+
+    name: ClassVar[str] = "drops_hooks"
+    summary: ClassVar[str] = "drops hooks"
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+
+        class Runner(LoopRunner):
+            def run_gradient_hooks(self):
+                pass
+
+        assembly.runner = Runner
+
+
+class ForgetsDecay(DDP):
+    """One group of the optimizer has lost its weight decay."""
+
+    name: ClassVar[str] = "forgets_decay"
+    summary: ClassVar[str] = "forgets decay"
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+
+        class Runner(LoopRunner):
+            def update(self, loss=None):
+                for group in self.optimizer.param_groups:
+                    group["weight_decay"] = 0.0
+                return super().update(loss)
+
+        assembly.runner = Runner
+
+
+class SwapsExperts(DDP):
+    """On rank 1 the second block has the weights of the first and the other way round."""
+
+    name: ClassVar[str] = "swaps_experts"
+    summary: ClassVar[str] = "swaps experts"
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+        if assembly.context.rank == 1:
+            one, other = (assembly.model.get_submodule(f"blocks.{n}.mlp") for n in range(2))
+            kept = {name: value.clone() for name, value in one.state_dict().items()}
+            one.load_state_dict(other.state_dict())
+            other.load_state_dict(kept)
+
+
 class Surrounds(DDP):
     """Would average around each micro-batch, where a pipeline has its own order."""
 
@@ -160,6 +209,15 @@ class Net(nn.Module):
         for share in (self.chance, self.dropout):
             hidden = nn.functional.dropout(hidden, share, self.training)
         return self.head(hidden.T)
+
+
+class Hooked(Net):
+    """The gradient of its head is doubled by a hook."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes)
+        self.body[3].p = 0.0
+        self.head.weight.register_hook(lambda gradient: gradient * 2)
 
 
 class Greedy(nn.Module):

@@ -137,7 +137,8 @@ def test_the_sizes_of_a_model_are_found():
 
 @pytest.mark.full
 def test_a_seeded_fault_is_found_and_made_small(tmp_path):
-    words = ["model.name=support.odd_strategies:Net", "data.name=synthetic", "mesh.pp=1"]
+    words = ["model.name=support.odd_strategies:Net", "data.name=synthetic"]
+    words += ["mesh.pp=1", "mesh.tp=1"]
     words += ["data.args={kind: classification, input_shape: [1, 8, 8]}"]
     words += ["train.global_batch_size=8", "strategy.replicate=support.odd_strategies:Forgets"]
     line = ["verify", "--fuzz", "1", "-n", "2", "--json", "--output", "found", *words]
@@ -147,4 +148,6 @@ def test_a_seeded_fault_is_found_and_made_small(tmp_path):
     assert row["verdict"] == "differs"
     assert "the gradient of the parameter head.bias" in row["first_difference"]
     assert "--steps 1" in row["command"]
-    assert "mesh.dp=2 train.global_batch_size=2 train.micro_batch_size=1" in row["command"]
+    assert (
+        "mesh.dp=2 mesh.tp=1 train.global_batch_size=2 train.micro_batch_size=1" in row["command"]
+    )

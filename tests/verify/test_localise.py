@@ -174,21 +174,37 @@ def test_a_wrong_rule_of_slices_is_named_with_its_block(tmp_path):
     assert "step 1, gelu in blocks.1.mlp.activation (block blocks.1)" in done.stdout
 
 
+GPT = [
+    "model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 16}",
+    *("data.name=synthetic", "data.args={kind: language, ignore_fraction: 0.3}"),
+]
+IMAGES = [
+    *("model.name=support.odd_strategies:Hooked", "data.name=synthetic"),
+    "data.args={kind: classification, input_shape: [1, 8, 8]}",
+]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "model", "message"),
     [
-        ("ShiftsMask", "scaled_dot_product_attention in blocks.1.attention (block blocks.1)"),
-        ("CountsRows", "the loss, which is"),
+        (
+            "ShiftsMask",
+            GPT,
+            "scaled_dot_product_attention in blocks.1.attention (block blocks.1)",
+        ),
+        ("CountsRows", GPT, "the loss, which is"),
+        ("SwapsExperts", GPT, "in blocks.0.mlp"),
+        ("ForgetsDecay", [*GPT, "optim.weight_decay=1.0"], "step 2, embedding in"),
+        ("DropsHooks", IMAGES, "the gradient of the parameter head.weight"),
     ],
 )
-def test_seeded_faults_are_named_by_the_command(tmp_path, name, message):
+def test_seeded_faults_are_named_by_the_command(tmp_path, name, model, message):
     (tmp_path / "wrong.yaml").write_text(
         f"strategy: {{replicate: {{name: 'support.odd_strategies:{name}'}}}}\n"
     )
-    words = ["model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 16}"]
-    words += ["data.name=synthetic", "data.args={kind: language, ignore_fraction: 0.3}"]
-    words += ["train.global_batch_size=8", "train.micro_batch_size=2", "--steps", "1"]
+    words = [*model, "train.global_batch_size=8", "train.micro_batch_size=2", "--steps", "2"]
     done = forked_cli(["verify", "-n", "2", "--strategies", "wrong.yaml", *words], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert message in done.stdout
+    assert "in a plain torch loop on the same global batch" in done.stdout
