@@ -9,7 +9,6 @@ micro-batches contribute, once every divisor is that of the global batch.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from bigtrain.losses.loss_divisors import (
+    BY_TARGET,
+    ValidTargets,
+    bound_arguments,
+    is_labels,
+    number_of_values,
+    reduction_of,
+)
 from bigtrain.losses.loss_trace import Call, Node, Trace, value_of
 
 
@@ -31,6 +38,7 @@ class Dependence(Enum):
     SUM = "what a batch contributes; contributions add up"
     STATISTIC = "follows from sums over the targets, which are known before the forward pass"
     LOCAL = "follows from the targets, and not by sums: a maximum"
+    PLACES = "how many rows went where: no more than an order of rows, as for experts"
     OTHER = "anything else"
 
 
@@ -150,12 +158,21 @@ _ADD = {
 _MUL = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 _DIV = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
 _COUPLED = {
-    *("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "flip"),
-    *("roll", "normalize", "cummax", "cummin", "diff"),
+    *("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "roll"),
+    *("normalize", "cummax", "cummin", "diff"),
 }
 """Functions that mix what lies along a dim and keep its length."""
+_ORDERED = {"sort", "argsort", "msort", "topk"}
+"""Functions that order what lies along a dim, the last one where none is named."""
+_COUNTED = {"histc", "bincount"}
+_BY_PLACES = {
+    *("__getitem__", "index_select", "gather", "take_along_dim", "index_add", "index_add_"),
+    *("index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_"),
+    *("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "repeat_interleave"),
+    *("searchsorted", "bucketize"),
+}
+"""Functions that take some of their arguments for the places of rows."""
 _NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
-_BY_TARGET = (F.cross_entropy, F.nll_loss, F.linear_cross_entropy)
 
 
 def find_formula(first: Trace, second: Trace) -> LossFormula:
@@ -232,6 +249,8 @@ class _Analysis:
         result = self._meaning(self.result)
         if result.kind is Dependence.OTHER:
             raise NoFormulaError(result.reason)
+        if result.kind is Dependence.PLACES:
+            raise NoFormulaError("it counts rows, which has no gradient")
         if result.kind is Dependence.ROWS:
             raise NoFormulaError("it returns a value for each row")
         needed = [node for total in self.totals for node in total.needs]
@@ -264,6 +283,8 @@ class _Analysis:
         for meaning in pair.meanings:
             if meaning.kind is Dependence.OTHER:
                 return meaning
+        if pair.has(Dependence.PLACES):
+            return self._of_places(pair, node, other)
         if pair.has(Dependence.ROWS):
             return self._of_rows(pair, node, other)
         if pair.has(Dependence.SUM):
@@ -275,6 +296,18 @@ class _Analysis:
         if node.value is not None and other.value is not None:
             return self._of_known(node, other)
         return Meaning(Dependence.CONSTANT)
+
+    def _of_places(self, pair: _Pair, node: Node, other: Node) -> Meaning:
+        """The result of a call that was told how many rows go where.
+
+        Rows in another order are still the rows. As a number, as in a loss that balances experts,
+        the count of a micro-batch is not that of the global batch.
+        """
+        if not pair.has(Dependence.ROWS, Dependence.SUM, Dependence.STATISTIC, Dependence.LOCAL):
+            return Meaning(Dependence.PLACES, replayable=False)
+        if pair.name in _BY_PLACES and pair.has(Dependence.ROWS) and node.shape != other.shape:
+            return self._of_rows(pair, node, other)
+        return Meaning(Dependence.OTHER, f"{pair.name} of a count of rows of one micro-batch")
 
     def _of_known(self, node: Node, other: Node) -> Meaning:
         """A tensor that was made from Python numbers: `torch.tensor(len(targets))`."""
@@ -313,7 +346,8 @@ class _Analysis:
             return Meaning(
                 Dependence.OTHER, f"{pair.name} relates each row to a figure of its micro-batch"
             )
-        if pair.name in _COUPLED and _dim_of(pair.one, len(node.shape)) in grown:
+        goes_along = pair.name in _COUPLED or _orders_values(pair.one)
+        if goes_along and _dim_of(pair.one, len(node.shape)) in grown:
             return Meaning(Dependence.OTHER, f"{pair.name} goes along the rows of a batch")
         replayable = all(meaning.replayable for meaning in pair.meanings)
         if pair.has(Dependence.STATISTIC):
@@ -325,7 +359,7 @@ class _Analysis:
     def _reduced(self, pair: _Pair, node: Node, other: Node) -> Meaning:
         """The result of a call that leaves no rows."""
         known = pair.one.known and all(meaning.replayable for meaning in pair.meanings)
-        reduction = _reduction_of(pair.one)
+        reduction = reduction_of(pair.one)
         if reduction is not None:
             return self._loss(pair, reduction)
         if pair.name == "mean":
@@ -343,6 +377,8 @@ class _Analysis:
             return Meaning(Dependence.LOCAL)
         if known:
             return Meaning(Dependence.LOCAL)
+        if pair.name in _COUNTED:
+            return Meaning(Dependence.PLACES, replayable=False)
         return Meaning(Dependence.OTHER, f"{pair.name} over the rows is no average of theirs")
 
     def _mean(self, pair: _Pair, node: Node) -> Meaning:
@@ -381,11 +417,11 @@ class _Analysis:
             return Meaning(Dependence.OTHER, f"{pair.name} returns no value for each row")
         if reduction == "sum":
             return Meaning(Dependence.SUM)
-        arguments = _bound(call)
+        arguments = bound_arguments(call)
         target, weight = arguments.get("target"), arguments.get("weight")
-        labels = target if isinstance(target, Node) and _is_labels(target) else None
+        labels = target if isinstance(target, Node) and is_labels(target) else None
         is_known = labels is not None and labels.value is not None
-        if is_known and func in _BY_TARGET and labels and self._meaning(labels).replayable:
+        if is_known and func in BY_TARGET and labels and self._meaning(labels).replayable:
             ignored = arguments.get("ignore_index")
             classes = weight if isinstance(weight, Node) else None
             needs = (labels,) if classes is None else (labels, classes)
@@ -394,7 +430,7 @@ class _Analysis:
                     Dependence.OTHER, f"{pair.name} has class weights that are not known"
                 )
             words = "valid targets" if classes is None else "class weights of valid targets"
-            count = _ValidTargets(-100 if ignored is None else int(ignored))
+            count = ValidTargets(-100 if ignored is None else int(ignored))
             number = self._total(Total(f"{words} of {pair.name}", 1, None, needs, count))
         elif isinstance(weight, Node) and func in (F.mse_loss, F.l1_loss, F.huber_loss):
             if weight.value is None or not self._meaning(weight).replayable:
@@ -403,7 +439,7 @@ class _Analysis:
                 )
             number = self._total(Total(f"weights of {pair.name}", 1, None, (weight,), _sum))
         else:
-            each = _elements(call, arguments, reduction)
+            each = number_of_values(call, arguments, reduction)
             source = call.nodes[0]
             other = pair.two.nodes[0]
             number = self._counted(pair, each, source.size_of, other.size_of)
@@ -566,20 +602,6 @@ class _Analysis:
         self.changes.setdefault(place, []).append(change)
 
 
-class _ValidTargets:
-    """Counts targets that are not ignored, each with the weight of its class."""
-
-    def __init__(self, ignored: int) -> None:
-        self._ignored = ignored
-
-    def __call__(self, target: Tensor, weights: Tensor | None = None) -> Tensor:
-        valid = target != self._ignored
-        if weights is None:
-            return valid.sum(dtype=torch.float64)
-        each = weights[target.where(valid, torch.zeros_like(target))]
-        return (each * valid).sum(dtype=torch.float64)
-
-
 def _self(value: Tensor) -> Tensor:
     return value
 
@@ -592,67 +614,22 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _is_labels(target: Node) -> bool:
-    return not (target.dtype.is_floating_point or target.dtype.is_complex)
-
-
-def _bound(call: Call) -> dict[str, Any]:
-    """The arguments of a call of a Python function by name, nodes in place of tensors."""
-    args, kwargs = tree_unflatten(call.leaves, call.spec)
-    bound = inspect.signature(call.func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def reduction_of(func: Any, args: Any, kwargs: Any) -> str | None:
-    """The reduction of a call of one of torch's losses; None of any other function."""
-    if getattr(func, "__module__", None) != F.__name__ or not inspect.isfunction(func):
-        return None
-    signature = inspect.signature(func)
-    if "reduction" not in signature.parameters:
-        return None
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    average, reduce = bound.arguments.get("size_average"), bound.arguments.get("reduce")
-    if average is not None or reduce is not None:  # as torch was told before it had `reduction`
-        if reduce is False:
-            return "none"
-        return "sum" if average is False else "mean"
-    return str(bound.arguments["reduction"])
-
-
-def _reduction_of(call: Call) -> str | None:
-    return reduction_of(call.func, *tree_unflatten(call.leaves, call.spec))
-
-
-def _elements(call: Call, arguments: Mapping[str, Any], reduction: str) -> float:
-    """What one of torch's losses divides by, where its shapes alone decide it."""
-    first = call.nodes[0]
-    if call.func is F.ctc_loss:
-        return float(first.shape[1]) if len(first.shape) == 3 else 1.0
-    if reduction == "batchmean":
-        return float(first.shape[0])
-    if call.func in _BY_TARGET:
-        target = arguments["target"]
-        if not _is_labels(target):  # probabilities: one for each class
-            return float(target.size / target.shape[1 if len(target.shape) > 1 else 0])
-        return float(target.size)
-    if call.func in (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss):
-        return float(first.shape[0]) if len(first.shape) > 1 else 1.0
-    if call.func in (F.triplet_margin_loss, F.triplet_margin_with_distance_loss):
-        return first.size / first.shape[-1]
-    if call.func is F.cosine_embedding_loss:
-        return float(first.shape[0]) if len(first.shape) > 1 else 1.0
-    shapes = [node.shape for node in call.nodes]
-    broadcast: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    return float(broadcast.numel())
-
-
 def _dim_of(call: Call, num_dims: int) -> int | None:
     """The dim that a function goes along, counted from the front."""
     args, kwargs = tree_unflatten(call.leaves, call.spec)
-    dim = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), None))
+    numbers = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
+    if call.name == "topk" and "k" not in kwargs:
+        numbers = numbers[1:]
+    dim = kwargs.get("dim", numbers[0] if numbers else None)
+    if dim is None and call.name in _ORDERED:
+        dim = 0 if call.name == "msort" else -1
     return dim % max(1, num_dims) if isinstance(dim, int) else None
+
+
+def _orders_values(call: Call) -> bool:
+    """Whether a call orders rows by what they are; by a whole number, as of an expert, all stay."""
+    is_number = call.nodes[0].dtype.is_floating_point
+    return call.name in _ORDERED and (is_number or call.name == "topk")
 
 
 def _is_alpha(call: Call, position: int) -> bool:

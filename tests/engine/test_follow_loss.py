@@ -197,6 +197,11 @@ def contrasted(output: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
 
+def chosen_by(output: Tensor) -> Tensor:
+    """How many places chose each of the classes."""
+    return torch.histc(output.argmax(-1).float(), bins=13, min=0, max=12)
+
+
 REFUSED: dict[str, tuple[LossFunction, str]] = {
     "a root of a mean": (root, "sqrt of a mean over the batch is no mean itself"),
     "rows compared": (contrasted, "compares the rows of a batch with each other"),
@@ -218,6 +223,19 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
         "softmax goes along the rows of a batch",
     ),
     "one row": (lambda o, _: o[0].mean(), "__getitem__ over the rows is no average"),
+    "the hardest half": (
+        lambda o, t: each(o, t).flatten().topk(t.numel() // 2).values.mean(),
+        "topk goes along the rows of a batch",
+    ),
+    "sorted": (
+        lambda o, t: each(o, t).flatten().sort(descending=True)[0][: t.numel() // 2].mean(),
+        "sort goes along the rows of a batch",
+    ),
+    "experts in balance": (
+        lambda o, _: (o.flatten(0, 1).softmax(-1) * chosen_by(o)).mean(),
+        "mul of a count of rows of one micro-batch",
+    ),
+    "a count of rows": (lambda o, _: chosen_by(o).sum(), "it counts rows"),
     "a value for each row": (lambda o, t: each(o, t).sum(1), "a value for each row"),
     "a bug": (lambda o, t: o.no_such(t), "cannot be followed .*no_such"),
 }
@@ -308,6 +326,24 @@ class MakesItsLoss(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class RoutesAndMakesItsLoss(MakesItsLoss):
+    """Rows are put in the order of their experts, as in grouped products, and back."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        self.experts = nn.Parameter(torch.randn(3, 13, 13) / 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = self.net(batch["ids"]).flatten(0, 1)
+        number, order = torch.sort(rows[:, :3].argmax(-1))
+        ends = torch.histc(number.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
+        place = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32), right=True)
+        made = torch.einsum("rc,rcd->rd", rows[order], self.experts[place])
+        logits = (rows + made[torch.argsort(order)]).unflatten(0, batch["ids"].shape)
+        loss = flat(logits[:, :-1], batch["labels"][:, 1:])
+        return {"loss": loss + self.extra * logits.square().mean()}
+
+
 class Wrapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +353,9 @@ class Wrapped(nn.Module):
         return self.inner(batch)["loss"]
 
 
-@pytest.mark.parametrize("make", [MakesItsLoss, lambda: MakesItsLoss(0.3), Wrapped])
+@pytest.mark.parametrize(
+    "make", [MakesItsLoss, lambda: MakesItsLoss(0.3), Wrapped, RoutesAndMakesItsLoss]
+)
 def test_a_loss_of_the_model_itself(make: Callable[[], nn.Module]) -> None:
     def taken(output: Any, _: Any) -> Tensor:
         return output["loss"] if isinstance(output, dict) else output

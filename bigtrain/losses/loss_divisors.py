@@ -1,0 +1,89 @@
+"""What torch's own losses average over, from the arguments of their calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from bigtrain.losses.loss_trace import Call, Node
+
+BY_TARGET = (F.cross_entropy, F.nll_loss, F.linear_cross_entropy)
+"""Losses that count the targets that are not ignored."""
+
+
+class ValidTargets:
+    """Counts targets that are not ignored, each with the weight of its class."""
+
+    def __init__(self, ignored: int) -> None:
+        self._ignored = ignored
+
+    def __call__(self, target: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The count, of one number in fp64.
+
+        Args:
+            target: labels of any shape.
+            weights: of the classes; None weighs all alike.
+        """
+        valid = target != self._ignored
+        if weights is None:
+            return valid.sum(dtype=torch.float64)
+        each = weights[target.where(valid, torch.zeros_like(target))]
+        return (each * valid).sum(dtype=torch.float64)
+
+
+def is_labels(target: Node) -> bool:
+    """Whether targets are numbers of classes, not probabilities."""
+    return not (target.dtype.is_floating_point or target.dtype.is_complex)
+
+
+def bound_arguments(call: Call) -> dict[str, Any]:
+    """The arguments of a call of a Python function by name, nodes in place of tensors."""
+    args, kwargs = tree_unflatten(call.leaves, call.spec)
+    bound = inspect.signature(call.func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def reduction_of(call: Call) -> str | None:
+    """The reduction of a call of one of torch's losses; None of any other function."""
+    func = call.func
+    if getattr(func, "__module__", None) != F.__name__ or not inspect.isfunction(func):
+        return None
+    if "reduction" not in inspect.signature(func).parameters:
+        return None
+    arguments = bound_arguments(call)
+    average, reduce = arguments.get("size_average"), arguments.get("reduce")
+    if average is not None or reduce is not None:  # as torch was told before it had `reduction`
+        if reduce is False:
+            return "none"
+        return "sum" if average is False else "mean"
+    return str(arguments["reduction"])
+
+
+def number_of_values(call: Call, arguments: Mapping[str, Any], reduction: str) -> float:
+    """What one of torch's losses divides by, where its shapes alone decide it."""
+    first = call.nodes[0]
+    if call.func is F.ctc_loss:
+        return float(first.shape[1]) if len(first.shape) == 3 else 1.0
+    if reduction == "batchmean":
+        return float(first.shape[0])
+    if call.func in BY_TARGET:
+        target = arguments["target"]
+        if not is_labels(target):  # probabilities: one for each class
+            return float(target.size / target.shape[1 if len(target.shape) > 1 else 0])
+        return float(target.size)
+    if call.func in (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss):
+        return float(first.shape[0]) if len(first.shape) > 1 else 1.0
+    if call.func in (F.triplet_margin_loss, F.triplet_margin_with_distance_loss):
+        return first.size / first.shape[-1]
+    if call.func is F.cosine_embedding_loss:
+        return float(first.shape[0]) if len(first.shape) > 1 else 1.0
+    shapes = [node.shape for node in call.nodes]
+    broadcast: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return float(broadcast.numel())
