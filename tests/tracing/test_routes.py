@@ -146,3 +146,25 @@ class _Called(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         logits: Tensor = self.net(**inputs).logits
         return logits
+
+
+class Grouped(nn.Module):
+    """Looks at its mask; its products in groups have no meta kernel in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(2, 8, 8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, batch):
+        if not batch["mask"].all():
+            raise ValueError("padded")
+        ends = torch.tensor([2, 4], dtype=torch.int32)
+        return self.head(nn.functional.grouped_mm(batch["x"], self.experts, offs=ends))
+
+
+def test_a_pass_that_meta_has_no_kernel_for_goes_on_fakes():
+    batch = {"x": torch.zeros(4, 8), "mask": torch.ones(4, dtype=torch.bool)}
+    found = find_routes(Grouped(), MicroBatch(batch, torch.zeros(4), 4, 4))
+    assert (found.modules, found.parameters) == ((), ())
+    assert "head" in found.called
