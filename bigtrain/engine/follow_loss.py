@@ -6,14 +6,19 @@ follows (`losses.loss_formula`) says how the losses of micro-batches make that o
 
 from __future__ import annotations
 
-from contextlib import suppress
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from bigtrain.data.loader import MicroBatch
+from bigtrain.engine.try_loss import try_formula, twice
 from bigtrain.errors import ConfigError
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
 from bigtrain.losses.loss import Loss, MeanLoss, at_least_float32
@@ -139,7 +144,7 @@ class _Finder:
             NoFormulaError: there is none, or the loss cannot be recorded.
         """
         one = micro_batch.to("cpu")
-        batches = one, _doubled(one)
+        batches = one, twice(one)
         with kept_random_state(), torch.no_grad(), pretend_compiling():
             try:
                 outputs = self._outputs(batches)
@@ -186,11 +191,19 @@ class _Finder:
             a.shape != b.shape for a, b in zip(traces[0].outputs, traces[1].outputs, strict=True)
         )
         try:
-            return find_formula(*traces)
+            formula = find_formula(*traces)
         except NoFormulaError as error:
             if not has_rows or "output of the model without rows" in str(error):
                 raise _LossInModelError from None
             raise
+        try_formula(self._loss, self._of_real_outputs, batches, outputs)
+        return formula
+
+    def _of_real_outputs(
+        self, batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
+    ) -> LossFormula:
+        pairs = enumerate(zip(batches, outputs, strict=True))
+        return find_formula(*(self._loss_of(b, o, n, fakes=False) for n, (b, o) in pairs))
 
     def _loss_of(self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True) -> Trace:
         def run(recorder: CallRecorder) -> Any:
@@ -199,8 +212,9 @@ class _Finder:
 
         if not fakes:
             own = output
-            return record_loss(run, fakes=False, step=step)
-        with FakeMode():
+            with kept_modules(self._loss.fn):
+                return record_loss(run, fakes=False, step=step)
+        with kept_modules(self._loss.fn), FakeMode():
             cpu = torch.device("cpu")
             own = map_tensors(output, lambda t: torch.empty(t.shape, dtype=t.dtype, device=cpu))
             return record_loss(run, fakes=True, step=step)
@@ -214,7 +228,7 @@ class _Finder:
             target = recorder.give(batch.targets, known=True)
             return self._loss.fn(map_tensors(output, at_least_float32), target)
 
-        with FakeMode():
+        with kept_modules(self._loss.fn), FakeMode():
             model = fake_model(self._model, torch.device("cpu"), double=False).train()
             return record_loss(run, fakes=True, step=step)
 
@@ -223,10 +237,48 @@ class _LossInModelError(Exception):
     """The loss is made in the model's forward pass."""
 
 
-def _doubled(batch: MicroBatch) -> MicroBatch:
-    """Each row twice."""
-    doubled = batch.map_rows(lambda tensor, dim: torch.cat([tensor, tensor], dim))
-    return replace(doubled, rows=2 * batch.rows)
+@contextmanager
+def kept_modules(fn: Any) -> Iterator[None]:
+    """Give the modules that a loss uses their tensors and attributes back at the end of the block.
+
+    A recording hands them tensors without numbers, which they may keep: running means, say.
+
+    Args:
+        fn: the loss: a module, a function that refers to some, a method, or a partial of one.
+    """
+    modules = {id(m): m for module in _modules_of(fn, set()) for m in module.modules()}
+    places = [d for m in modules.values() for d in (m.__dict__, m._buffers, m._parameters)]
+    before = [dict(place) for place in places]
+    try:
+        yield
+    finally:
+        for place, values in zip(places, before, strict=True):
+            place.clear()
+            place.update(values)
+
+
+def _modules_of(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules that a function refers to, through its closure, its globals and its object."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _modules_of(part, seen)
+    elif isinstance(value, MethodType):
+        yield from _modules_of(value.__func__, seen)
+        yield from _modules_of(value.__self__, seen)
+    elif isinstance(value, FunctionType):
+        variables = inspect.getclosurevars(value)
+        for part in (*variables.nonlocals.values(), *variables.globals.values()):
+            yield from _modules_of(part, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+        for part in list(vars(value).values()):
+            yield from _modules_of(part, seen)
+        if callable(value):
+            yield from _modules_of(type(value).__call__, seen)
 
 
 def _twice(tensor: Tensor, rows: int) -> Tensor:

@@ -34,7 +34,7 @@ from bigtrain.losses.chunked_cross_entropy import (
 )
 from bigtrain.losses.loss import Loss, at_least_float32
 from bigtrain.losses.loss_formula import Change, LossFormula, Place
-from bigtrain.losses.loss_trace import IN_LOSS, function_name
+from bigtrain.losses.loss_trace import IN_LOSS, changes_arguments, function_name
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 MODEL = "model."
@@ -245,7 +245,7 @@ def _given(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
 def _replayed(formula: LossFormula, micro_batch: CountedBatch) -> dict[int, Tensor]:
     """The values of the nodes that the totals and the branches follow from."""
     given = _given(formula, micro_batch)
-    if any(_changes_arguments(call.func) for call in formula.replayed):
+    if any(changes_arguments(call.func) for call in formula.replayed):
         given = [tensor.clone() for tensor in given]  # the loss itself will change them
     values = {node.number: t for node, t in zip(formula.given, given, strict=True)}
     device = given[0].device if given else torch.device("cpu")
@@ -253,11 +253,6 @@ def _replayed(formula: LossFormula, micro_batch: CountedBatch) -> dict[int, Tens
         for call in formula.replayed:
             call.replay(values, device)
     return values
-
-
-def _changes_arguments(func: Any) -> bool:
-    name = function_name(func)
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _guards_hold(formula: LossFormula, micro_batch: CountedBatch) -> bool:

@@ -164,6 +164,11 @@ _COUPLED = {
 """Functions that mix what lies along a dim and keep its length."""
 _ORDERED = {"sort", "argsort", "msort", "topk"}
 """Functions that order what lies along a dim, the last one where none is named."""
+_PLACE_OF_DIM: dict[str, tuple[int, int | None]] = {
+    **{"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "msort": (9, 0)},
+    **{"roll": (2, 0), "normalize": (2, 1), "diff": (2, -1)},
+}
+"""Where the dim is among the arguments of such a function, and what it is where it is left out."""
 _COUNTED = {"histc", "bincount"}
 _BY_PLACES = {
     *("__getitem__", "index_select", "gather", "take_along_dim", "index_add", "index_add_"),
@@ -347,7 +352,7 @@ class _Analysis:
                 Dependence.OTHER, f"{pair.name} relates each row to a figure of its micro-batch"
             )
         goes_along = pair.name in _COUPLED or _orders_values(pair.one)
-        if goes_along and _dim_of(pair.one, len(node.shape)) in grown:
+        if goes_along and not _dims_of(pair.one, len(node.shape)).isdisjoint(grown):
             return Meaning(Dependence.OTHER, f"{pair.name} goes along the rows of a batch")
         replayable = all(meaning.replayable for meaning in pair.meanings)
         if pair.has(Dependence.STATISTIC):
@@ -614,16 +619,16 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _dim_of(call: Call, num_dims: int) -> int | None:
-    """The dim that a function goes along, counted from the front."""
+def _dims_of(call: Call, num_dims: int) -> set[int]:
+    """The dims that a function goes along, counted from the front."""
     args, kwargs = tree_unflatten(call.leaves, call.spec)
-    numbers = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
-    if call.name == "topk" and "k" not in kwargs:
-        numbers = numbers[1:]
-    dim = kwargs.get("dim", numbers[0] if numbers else None)
-    if dim is None and call.name in _ORDERED:
-        dim = 0 if call.name == "msort" else -1
-    return dim % max(1, num_dims) if isinstance(dim, int) else None
+    place, default = _PLACE_OF_DIM.get(call.name, (1, None))
+    given = args[place] if len(args) > place else default
+    given = kwargs.get("dim", kwargs.get("dims", given))
+    if call.name == "flip" and isinstance(given, int):  # x.flip(0, 1)
+        given = args[1:]
+    dims = given if isinstance(given, (tuple, list)) else (given,)
+    return {dim % max(1, num_dims) for dim in dims if isinstance(dim, int)}
 
 
 def _orders_values(call: Call) -> bool:

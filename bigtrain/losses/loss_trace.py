@@ -146,6 +146,13 @@ def function_name(func: Any) -> str:
     return name
 
 
+def changes_arguments(func: Any) -> bool:
+    """Whether a function of torch changes its first argument."""
+    name = function_name(func)
+    in_place = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    return name in in_place or (name.endswith("_") and not name.endswith("__"))
+
+
 class CallRecorder(TorchFunctionMode):
     """Records the calls of torch's functions in a `with` block; see the module.
 
@@ -161,6 +168,7 @@ class CallRecorder(TorchFunctionMode):
         self._fakes = fakes
         self._invented = 0.71 + 0.117 * step
         self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._alive: list[Tensor] = []  # a node belongs to its tensor as long as that lives
         self._count = 0
         self._frames: list[tuple[str, int, dict[Any, int]]] = [(IN_LOSS, 0, {})]
@@ -223,6 +231,8 @@ class CallRecorder(TorchFunctionMode):
         leaves = [self._entered(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         nodes = [self._nodes[leaf] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [node for node in nodes if isinstance(node, Node)]
+        if tensors and tensors[0].constant and changes_arguments(func):
+            self._copy_constant(tensors[0], leaves)
         known = all(node.value is not None for node in tensors) and name not in _RANDOM
         if name in _READS:
             return self._read(func, name, nodes, leaves, spec, known=known)
@@ -239,15 +249,25 @@ class CallRecorder(TorchFunctionMode):
     def _entered(self, tensor: Tensor) -> Tensor:
         """A tensor as it can be called with: what the loss found elsewhere is a constant."""
         if tensor in self._nodes:
-            return tensor
+            entered: Tensor = self._twins[tensor] if tensor in self._twins else tensor
+            return entered
         known = not tensor.is_meta and not isinstance(tensor, FakeTensor)
         twin = self._twin(tensor)
         with unset_fake_temporarily():
             value = tensor.detach() if known else None
         self._node(twin, value, constant=True)
         if twin is not tensor:
-            self._nodes[tensor] = self._nodes[twin]
+            self._nodes[tensor], self._twins[tensor] = self._nodes[twin], twin
         return twin
+
+    def _copy_constant(self, node: Node, leaves: list[Any]) -> None:
+        """Let a call that changes a tensor of the loss's own change a copy: the loss keeps its."""
+        with unset_fake_temporarily():
+            node.value = None if node.value is None else node.value.clone()
+        if not self._fakes:
+            place = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+            leaves[place] = leaves[place].clone()
+            self._nodes[leaves[place]] = node
 
     def _twin(self, tensor: Tensor) -> Tensor:
         if not self._fakes or isinstance(tensor, FakeTensor):

@@ -85,7 +85,7 @@ FULL = {
     "verify/test_command.py::test_dropout_that_is_tied_to_no_samples_is_off_and_named": 1,
     "verify/test_fuzz.py::test_a_seeded_fault_is_found_and_made_small": 1,
     "verify/test_localise.py::test_a_wrong_rule_of_slices_is_named_with_its_block": 1,
-    "verify/test_localise.py::test_seeded_faults_are_named_by_the_command": 2,
+    "verify/test_localise.py::test_seeded_faults_are_named_by_the_command": 5,
 }
 
 

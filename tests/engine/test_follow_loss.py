@@ -235,6 +235,22 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
         lambda o, _: (o.flatten(0, 1).softmax(-1) * chosen_by(o)).mean(),
         "mul of a count of rows of one micro-batch",
     ),
+    "halves of the rows in pairs": (
+        lambda o, _: F.mse_loss(*o.chunk(2)),
+        "of made-up outputs it is .* for 4 rows at once, and .* for two halves",
+    ),
+    "in another order": (
+        lambda o, _: F.mse_loss(o, o.flip(0)),
+        "flip goes along the rows of a batch",
+    ),
+    "neighbours": (
+        lambda o, _: F.mse_loss(o, o.roll(1, 0)),
+        "roll goes along the rows of a batch",
+    ),
+    "two sums multiplied": (
+        lambda o, _: torch.einsum("bti,cti->", o, o),
+        "of made-up outputs",
+    ),
     "a count of rows": (lambda o, _: chosen_by(o).sum(), "it counts rows"),
     "a value for each row": (lambda o, t: each(o, t).sum(1), "a value for each row"),
     "a bug": (lambda o, t: o.no_such(t), "cannot be followed .*no_such"),
@@ -441,3 +457,26 @@ def test_a_validation_weighs_batches_by_what_they_count() -> None:
         output = engine.model.eval()(whole.inputs)
         expected = float(LOSSES["shifted inside"](output, whole.targets).detach())
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_following_changes_nothing_that_a_loss_keeps() -> None:
+    centre = torch.ones(13)
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, output: Tensor, _: Tensor) -> Tensor:
+            self.seen += 1
+            return output.square().mean()
+
+    def keeps(output: Tensor, _: Tensor) -> Tensor:
+        centre.mul_(0.9)
+        return (output - centre).square().mean()
+
+    module = Centred()
+    for fn in (module, keeps):
+        assert isinstance(follow_loss(MeanLoss(fn), TinyLM(), text(), 2), GlobalMeanLoss)
+    assert float(module.seen) == 0
+    assert torch.equal(centre, torch.ones(13))

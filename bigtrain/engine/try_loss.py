@@ -1,0 +1,201 @@
+"""A loss's formula tried on made-up outputs: two micro-batches must add up to both at once.
+
+The formula follows from which functions the loss calls (`losses.loss_formula`). A trial finds what
+that cannot see: a loss that pairs the first half of the rows with the second, or that takes the
+rows whose losses are highest.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.losses.global_mean import GlobalMeanLoss, loss_scope
+from bigtrain.losses.loss import MeanLoss
+from bigtrain.losses.loss_formula import LossFormula, NoFormulaError
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+
+_ROWS = 4
+_MOST_NUMBERS = 2**24
+"""Outputs of more numbers than this, in so many rows, are not made up."""
+_SAME = 1e-4
+"""Relative difference that rounding in fp32 explains."""
+
+_FormulaOf = Callable[[tuple[MicroBatch, MicroBatch], tuple[Any, Any]], LossFormula]
+
+
+def try_formula(
+    loss: MeanLoss,
+    find: _FormulaOf,
+    batches: tuple[MicroBatch, MicroBatch],
+    outputs: tuple[Any, Any],
+) -> None:
+    """Compare the loss of a few rows with what its parts contribute, on made-up outputs.
+
+    Nothing is compared where the loss does not run on them, draws random numbers or changes tensors
+    that it keeps; nor where the outputs do not have one entry a row along some dim.
+
+    Args:
+        loss: the user's; a module is copied, so that it keeps its state.
+        find: gives the formula for a micro-batch and its outputs, which have numbers; the second of
+            each has each row of the first twice.
+        batches: on the CPU; the second has each row of the first twice.
+        outputs: of both, without numbers.
+
+    Raises:
+        NoFormulaError: they differ.
+    """
+    dims = _row_dims(batches, outputs)
+    if dims is None:
+        return
+    batch, output = batches[0], outputs[0]
+    while batch.rows < _ROWS:
+        batch = twice(batch)
+    batch = batch.first_rows(_ROWS, loss.count)
+    if sum(t.numel() for t in tree_tensors(output)) // batches[0].rows * _ROWS > _MOST_NUMBERS:
+        return
+    made_up = _made_up(output, dims)
+    fn = copy.deepcopy(loss.fn) if isinstance(loss.fn, nn.Module) else loss.fn
+    found: tuple[float, float] | None = None
+    with suppress(Exception), torch.no_grad(), _KeepsItsTensors():
+        whole = [_value(fn, made_up, batch, seed) for seed in (1, 2)]
+        if whole[0] == whole[1]:
+            found = whole[0], _added_up(replace(loss, fn=fn), find, batch, made_up, dims)
+    if found is None:
+        return
+    far = abs(found[0] - found[1])
+    if far > _SAME * max(abs(found[0]), abs(found[1]), 1e-6):
+        raise NoFormulaError(
+            f"of made-up outputs it is {found[0]:.6g} for {_ROWS} rows at once, and "
+            f"{found[1]:.6g} for two halves of them"
+        )
+
+
+def _value(fn: Callable[[Any, Any], Tensor], output: Any, batch: MicroBatch, seed: int) -> float:
+    torch.manual_seed(seed)
+    return float(fn(_own(output), _own(batch.targets)))
+
+
+def _added_up(
+    loss: MeanLoss, find: _FormulaOf, batch: MicroBatch, output: Any, dims: list[int | None]
+) -> float:
+    """What two halves of the rows contribute, added up."""
+    half = _ROWS // 2
+    parts = [batch.part(start, start + half) for start in (0, half)]
+    outputs = [_along_rows(output, dims, partial(_narrowed, start, half)) for start in (0, half)]
+    of_part = {id(part.targets): out for part, out in zip(parts, outputs, strict=True)}
+
+    def find_part(part: MicroBatch) -> LossFormula:
+        out = of_part[id(part.targets)]
+        return find((part, twice(part)), (out, _along_rows(out, dims, _both)))
+
+    tried = GlobalMeanLoss(loss.fn, loss.name, find_part(parts[0]), parts[0], find_part)
+    counted = [replace(part, count=tried.count(part.targets)) for part in parts]
+    total = 0.0
+    for part, out in zip(tried.with_totals(counted, list), outputs, strict=True):
+        with loss_scope(tried, part):
+            total += float(tried(_own(out), _own(part.targets), part.count))
+    return total / _ROWS
+
+
+def _row_dims(
+    batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
+) -> list[int | None] | None:
+    """The dim of each output along its rows; None in all where one is not by rows."""
+    dims: list[int | None] = []
+    for one, two in zip(*(tree_tensors(output) for output in outputs), strict=True):
+        grown = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
+        if not grown:
+            dims.append(None)
+        elif len(grown) == 1 and one.shape[grown[0]] == batches[0].rows:
+            dims.append(grown[0])
+        else:
+            return None
+    return dims if any(dim is not None for dim in dims) else None
+
+
+def _made_up(output: Any, dims: list[int | None]) -> Any:
+    generator, places = torch.Generator().manual_seed(0), iter(dims)
+
+    def number(like: Tensor) -> Tensor:
+        shape, dim = list(like.shape), next(places)
+        if dim is not None:
+            shape[dim] = _ROWS
+        if not like.is_floating_point():
+            return torch.zeros(shape, dtype=like.dtype)
+        return torch.rand(shape, generator=generator).to(max(like.dtype, torch.float32, key=_bits))
+
+    return map_tensors(output, number)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+def _along_rows(
+    output: Any, dims: list[int | None], change: Callable[[Tensor, int], Tensor]
+) -> Any:
+    places = iter(dims)
+
+    def changed(tensor: Tensor) -> Tensor:
+        dim = next(places)
+        return tensor if dim is None else change(tensor, dim)
+
+    return map_tensors(output, changed)
+
+
+def _narrowed(start: int, length: int, tensor: Tensor, dim: int) -> Tensor:
+    return tensor.narrow(dim, start, length)
+
+
+def twice(batch: MicroBatch) -> MicroBatch:
+    """A batch with each row twice: all rows, and all of them again."""
+    return replace(batch.map_rows(_both), rows=2 * batch.rows)
+
+
+def _both(tensor: Tensor, dim: int) -> Tensor:
+    return torch.cat([tensor, tensor], dim)
+
+
+def _own(value: Any) -> Any:
+    """A copy: a loss may change what it is given."""
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+class _KeepsItsTensors(TorchDispatchMode):
+    """Ends a trial before it changes a tensor that was not made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: set[int] = set()
+        self._alive: list[Tensor] = []  # an address belongs to its storage as long as that lives
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        del types
+        kwargs = kwargs or {}
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        for name in writes:
+            for tensor in tree_tensors(named.get(name)):
+                if tensor.untyped_storage()._cdata not in self._made:
+                    raise RuntimeError("it changes a tensor that it keeps")
+        result = func(*args, **kwargs)
+        if not writes:
+            given = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}
+            for tensor in tree_tensors(result):
+                if tensor.untyped_storage()._cdata not in given:
+                    self._made.add(tensor.untyped_storage()._cdata)
+                    self._alive.append(tensor)
+        return result
