@@ -43,22 +43,33 @@ class Found:
     """Something else to do about it, before "use --strategy ..."."""
 
 
-def inspect_model(plan: Plan, model: nn.Module, uses: ParameterUses | None) -> None:
+def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found, ...]:
+    """All that is out of the ordinary in a model, and in its forward pass.
+
+    Args:
+        model: whole, as the user wrote it, on any device.
+        uses: what its forward pass does with its parameters, where that is known.
+
+    Raises:
+        ConfigError: it has something that no checkpoint holds.
+    """
+    _check_extra_state(model)
+    _check_saved_types(model)
+    return (*found_in(model), *found_in_pass(model, uses or ParameterUses()))
+
+
+def refuse_found(plan: Plan, found: Sequence[Found]) -> None:
     """Refuse what a model has and the plan's techniques do not hold.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
         plan: what will be run.
-        model: whole, as the user wrote it, on any device.
-        uses: what its forward pass does with its parameters, where that is known.
+        found: in its model.
 
     Raises:
         ConfigError: with the name, what it is, and a strategy that holds it.
     """
-    _check_extra_state(model)
-    _check_saved_types(model)
-    found = [*found_in(model), *found_in_pass(model, uses or ParameterUses())]
     refused = refused_by(plan)
     for one in found:
         if one.oddity in refused:

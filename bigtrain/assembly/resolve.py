@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bigtrain.assembly.inspection import inspect_model
-from bigtrain.assembly.optimizer_check import check_kind
+from bigtrain.assembly.model_checks import ModelChecks
 from bigtrain.assembly.recompute_budget import meet_budget
 from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
 from bigtrain.core.resolved import ResolvedPlan
@@ -19,10 +18,8 @@ from bigtrain.core.strategy import (
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
-from bigtrain.optim.whole import whole_optimizer
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.parameter_uses import ParameterUses
-from bigtrain.tracing.routes import Routes, find_routes
 from bigtrain.tracing.unreached import freeze_empty, freeze_unreached
 
 
@@ -40,9 +37,9 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
             is above the budget.
     """
-    check_kind(whole_optimizer(workload.make_optimizer, workload.model), plan)
-    inspect_model(plan, workload.model, workload.parameter_uses)
-    plan, routes, chosen = _meet_routes(plan, workload)
+    checks = ModelChecks(workload)
+    plan, chosen = checks.meet(plan)
+    routes = checks.routes_of(plan)
     empty = freeze_empty(workload.model)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
@@ -65,24 +62,6 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         *resolved.notes,
     )
     return replace(resolved, unreached=(*unreached, *empty), routes=routes, notes=notes)
-
-
-def _meet_routes(plan: Plan, workload: Workload) -> tuple[Plan, Routes, list[str]]:
-    """See what some passes call and others do not, and let the replicas be ready for it.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    replicate = plan.techniques.get("replicate")
-    if plan.dp == 1 or workload.example is None or replicate is None:
-        return plan, Routes(), []
-    routes = find_routes(workload.model, workload.example)
-    if not routes.vary:
-        return plan, routes, []
-    technique, line = replicate.meet_routes(routes, plan)
-    if technique is not replicate:
-        plan = replace(plan, techniques={**plan.techniques, "replicate": technique})
-    return plan, routes, [line] if line else []
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.host_room import ensure_host_room
-from bigtrain.assembly.inspection import inspect_model
+from bigtrain.assembly.inspection import found_in_model, refuse_found
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
@@ -462,7 +462,7 @@ class Engine:
             workload = replace(self._workload, model=self.runner.module, example=example)
         else:
             workload = self._skeleton = replace(self._skeleton, example=example)
-            inspect_model(self.plan, workload.model, workload.parameter_uses)
+            refuse_found(self.plan, found_in_model(workload.model, workload.parameter_uses))
             check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
         self._predict(workload)
 

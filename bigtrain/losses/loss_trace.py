@@ -249,8 +249,8 @@ class CallRecorder(TorchFunctionMode):
     def _entered(self, tensor: Tensor) -> Tensor:
         """A tensor as it can be called with: what the loss found elsewhere is a constant."""
         if tensor in self._nodes:
-            entered: Tensor = self._twins[tensor] if tensor in self._twins else tensor
-            return entered
+            entered: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
+            return tensor if entered is None else entered
         known = not tensor.is_meta and not isinstance(tensor, FakeTensor)
         twin = self._twin(tensor)
         with unset_fake_temporarily():

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.model_checks import ModelChecks
 from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.choose_loss import choose_loss
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
@@ -35,6 +36,7 @@ from bigtrain.prediction.residuals import (
     step_uncertainty,
 )
 from bigtrain.prediction.section_library import SectionLibrary
+from bigtrain.prediction.shorten import shorten_model
 from bigtrain.timing.block_seconds import BlockTimer
 from bigtrain.timing.step_time import StepTimer
 from bigtrain.units import format_bytes, parse_bytes
@@ -161,8 +163,10 @@ def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEv
     anatomy = SectionLibrary(model, example, *given)
     timer, cut = StepTimer(question.cluster), question.devices > 1
     blocks = _block_timer(question, setup)
+    shortened = shorten_model(model)
+    checks = ModelChecks(setup.workload, shortened[0] if shortened else None)
     given_rates = (question.job, anatomy, timer, question.margins)
-    return setup, anatomy, PlanEvaluator(*given_rates, cut=cut, blocks=blocks)
+    return setup, anatomy, PlanEvaluator(*given_rates, cut=cut, blocks=blocks, checks=checks)
 
 
 def _search(question: Question) -> PlannedAnswer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.model_checks import ModelChecks
 from bigtrain.core.strategy import ModelFacts, Plan
 from bigtrain.core.variants import Variant
 from bigtrain.costs.forecast import Profile
@@ -91,6 +92,7 @@ class PlanEvaluator:
         margins: by engine, the share by which forecasts are enlarged before they are compared.
         cut: whether some candidates are cut into stages.
         blocks: what the model's blocks take on the machine at hand; None to go by rates.
+        checks: of the model against plans; None refuses none.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class PlanEvaluator:
         *,
         cut: bool = False,
         blocks: BlockTimer | None = None,
+        checks: ModelChecks | None = None,
     ) -> None:
+        self._checks = checks
         self._job, self._anatomy, self.clock, self.blocks = job, anatomy, clock, blocks
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
@@ -118,7 +122,7 @@ class PlanEvaluator:
         """For the same model with its first blocks alone."""
         anatomy = self._anatomy.shallower(blocks)
         given = (self._job, anatomy, self.clock, self._margins)
-        evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self.blocks)
+        evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self.blocks, checks=self._checks)
         evaluator._slowdowns = self._slowdowns
         return evaluator
 
@@ -142,9 +146,10 @@ class PlanEvaluator:
         """The plan of a candidate, as a run of it would make it.
 
         Raises:
-            ConfigError: a technique refuses it.
+            ConfigError: a technique, or the model, refuses it.
         """
-        return make_plan(candidate.job(self._job), candidate.devices, self._device_type)
+        plan = make_plan(candidate.job(self._job), candidate.devices, self._device_type)
+        return plan if self._checks is None else self._checks.meet(plan)[0]
 
     def whole_model(self, rows: int) -> ModelSections:
         """The model's sections in one process, everything kept; see `model_sections` on `exact`."""

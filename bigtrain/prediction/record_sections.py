@@ -217,8 +217,11 @@ class SectionSplitter:
         """The blocks in the order of the pass; none where they do not follow one another."""
         begins: dict[str, int] = {}
         for name in self._notes.names:
-            ticks = self._run.ticks.ticks(name, *self._run.marks[:2]).get("forward begins", [])
-            if len(ticks) > 1:  # called twice
+            ticks, later = (
+                self._run.ticks.ticks(name, *self._run.marks[n : n + 2]).get("forward begins", [])
+                for n in (0, 1)
+            )
+            if len(ticks) > 1 or len(later) != len(ticks):  # called twice, or by chance
                 return []
             begins.update((name, tick) for tick in ticks)
         order = sorted(begins, key=lambda name: begins[name])

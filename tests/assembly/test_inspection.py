@@ -10,7 +10,7 @@ from support.odd_parameters import Global, batch, make_net
 from torch import nn
 
 import bigtrain
-from bigtrain.assembly.inspection import inspect_model
+from bigtrain.assembly.inspection import found_in_model, refuse_found
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -36,7 +36,7 @@ MESSAGES = {
 def inspect(net: nn.Module, strategy: str, world_size: int = 2, **keys: object) -> None:
     keys = {"train.global_batch_size": 8, **keys}
     plan = make_plan(job_from_keys(strategy, keys), world_size, "cpu")
-    inspect_model(plan, net, parameter_uses(net, MicroBatch(*batch(0), 8, 8)))
+    refuse_found(plan, found_in_model(net, parameter_uses(net, MicroBatch(*batch(0), 8, 8))))
 
 
 @pytest.mark.parametrize(("net", "strategy"), MESSAGES)

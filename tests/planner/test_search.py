@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from functools import cache
 from pathlib import Path
@@ -407,3 +408,32 @@ def test_candidates_say_what_they_are() -> None:
     assert one.label == "interleaved_1f1b+zero1_torch+offload_cpu"
     assert one.stages == 4
     assert candidate_of(1, 1, "single", 1, 1).label == "single"
+
+
+class LeavesLayersOut(torch.nn.Module):
+    """Takes one of two layers by chance."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.one if random.random() < 0.5 else self.other
+        return self.head(chosen(x.flatten(1)))
+
+
+def test_what_the_model_refuses_is_no_plan() -> None:
+    words = ["model.name=planner.test_search:LeavesLayersOut", "data.name=synthetic"]
+    words += ["data.args={kind: classification, input_shape: [1, 8, 8]}"]
+    job = load_job(None, "single", words)
+    margins = {"torch": 0.0, "deepspeed": 0.0}
+    asked = Question(job, NODE, 2, Limit(2**30, 0), 8, margins=margins)
+    answer = ask(asked)
+    assert answer.result.best
+    engines = {
+        one.candidate.replicate.engine for one in answer.result.best if one.candidate.replicate
+    }
+    assert engines == {"torch"}
+    reasons = [one.reason for one in answer.result.rejected]
+    assert any("not every pass uses one, other" in reason for reason in reasons)
