@@ -120,6 +120,8 @@ class Profile:
     """What the ranks of the tp axis exchange for one micro-batch, in order."""
     not_compiled: str | None = None
     """Why blocks are as they are written, where the run compiles them."""
+    way: str | None = None
+    """What decides the way through the model, where passes may go several: the fullest was run."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

@@ -24,8 +24,6 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import tracing_device
-from bigtrain.losses.chunked_cross_entropy import attach_head
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
@@ -34,6 +32,8 @@ from bigtrain.models.compiled import programs_for_every_size
 from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
 from bigtrain.optim.update import state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
+from bigtrain.prediction.fullest_way import WAYS, OneWay
+from bigtrain.prediction.whole_model import WHOLE_MODEL, WholeModel
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.slicing.exchange import ExchangeLog, TensorExchange
@@ -58,6 +58,8 @@ class FakeMeter(MemoryMeter):
 def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     """Run two optimizer steps on fake tensors, the second one of two micro-batches.
 
+    Of a model that may go several ways the fullest one is run, in every micro-batch.
+
     Args:
         workload: with an example.
         resolved: for the precision, the clipping, the device and what blocks keep.
@@ -65,11 +67,52 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     Returns:
         The profile; with only the states in it, and the reason, where the model cannot run so.
     """
+    device = tracing_device(resolved.plan.device_type)
+    error: Exception | None = None
+    if not resolved.routes.vary:
+        try:
+            return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
+        except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
+            error = raised
     try:
-        device = tracing_device(resolved.plan.device_type)
-        return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
-    except Exception as error:  # noqa: BLE001 - user code of any kind runs here
-        return profile_states_only(workload.model, workload.micro_batch, untraceable_reason(error))
+        return _fullest_profile(workload, resolved, device)
+    except Exception as raised:  # noqa: BLE001 - the same, with answers that are made up
+        reason = untraceable_reason(error or raised)
+        return profile_states_only(workload.model, workload.micro_batch, reason)
+
+
+def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.device) -> Profile:
+    """Of the way through a model that comes by most of it, and of these the one that takes most.
+
+    Raises:
+        Exception: no way is known; of any kind that the model's own code raises.
+    """
+    found: list[tuple[tuple[int, int], Profile]] = []
+    error: Exception | None = None
+    for answer, passes in WAYS:
+        way = OneWay(answer, passes)
+        try:
+            run = record_steps(workload, resolved, device, way, [way.install])
+            profile = profile_from_run(run, resolved.plan)
+        except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
+            error = error or raised
+            continue
+        profile = replace(profile, way=_way_taken(way, resolved))
+        peak = max(one.peak().bytes for one in profile.passes.values())
+        found.append(((-way.left_out, peak), profile))
+        if not way.left_out:
+            break
+    if not found:
+        raise error or RuntimeError("no way through the model is known")
+    return max(found, key=lambda one: one[0])[1]
+
+
+def _way_taken(way: OneWay, resolved: ResolvedPlan) -> str:
+    """What makes a model's way."""
+    if resolved.routes.vary:
+        return f"not every pass uses {resolved.routes.names}"
+    asked = "the model changes its way" if way.question is None else f"{way.question} decides"
+    return f"{asked} what a pass does"
 
 
 @dataclass(frozen=True)
@@ -115,43 +158,6 @@ class FakeRun:
 
 InstallHooks = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
 """Given the fake twin and the clock; entered around all passes."""
-TakeStep = Callable[[LoopRunner, Sequence[MicroBatch]], tuple[int, ...]]
-"""Takes these micro-batches through a loop; returns `FakeRun.marks`."""
-
-
-class WholeModel:
-    """What of a model goes through the loop: here all of it."""
-
-    def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:  # noqa: ARG002
-        """A real micro-batch as the loop takes it, before anything is fake."""
-        return micro_batch
-
-    def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """What the forward pass calls, of a fake twin of the whole model."""
-        del plan, device
-        attach_head(loss, fake)
-        return fake
-
-    def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
-        """The loop."""
-        return LoopRunner(assembly)
-
-    def steps(
-        self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
-    ) -> list[tuple[int, ...]]:
-        """All steps; the optimizer makes its state in the first.
-
-        Args:
-            runner: of this.
-            batches: one, or two of different sizes.
-            step: takes one.
-        """
-        first, last = batches[0], batches[-1]
-        small = [first] if len(batches) == 1 else [first, first]
-        return [step(runner, small), step(runner, [last, last])]
-
-
-WHOLE_MODEL = WholeModel()
 
 
 def record_steps(

@@ -27,10 +27,7 @@ from bigtrain.optim.step_memory import StepMemory
 from bigtrain.prediction.block_ticks import SectionHooks
 from bigtrain.prediction.loops import SplitBackward
 from bigtrain.prediction.record import (
-    WHOLE_MODEL,
     FakeRun,
-    TakeStep,
-    WholeModel,
     optimizer_state_figures,
     profile_from_run,
     record_steps,
@@ -47,6 +44,7 @@ from bigtrain.prediction.sections import (
     mark_gradients,
     section_spans,
 )
+from bigtrain.prediction.whole_model import WHOLE_MODEL, TakeStep, WholeModel
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices
 
