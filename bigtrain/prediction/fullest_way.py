@@ -73,16 +73,20 @@ class _FilledLoop(LoopRunner):
     def __init__(self, assembly: Assembly, way: OneWay) -> None:
         super().__init__(assembly)
         self._way = way
+        self._missing: list[nn.Parameter] = []
 
     def backward(self, loss: Tensor) -> None:
         """See `LoopRunner.backward`."""
         super().backward(loss)
-        missing = [p for p in self._trained if p.grad is None]
         if self._released is not None:  # none of them stays
             return
-        self._way.left_out = max(self._way.left_out, sum(p.nbytes for p in missing))
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
+        missing = [p for p in self._trained if p.grad is None]
+        if missing:
+            self._missing = missing
+            self._way.left_out = max(self._way.left_out, sum(p.nbytes for p in missing))
+        for parameter in self._missing:  # made in every pass, as all other gradients are
+            zeros = torch.zeros_like(parameter)
+            parameter.grad = zeros if parameter.grad is None else parameter.grad
 
 
 @dataclass

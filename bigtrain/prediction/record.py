@@ -132,10 +132,12 @@ class FakeRun:
     """See `state_bytes_by_slot`."""
     gradient_births: tuple[int, ...] = ()
     """See `Profile.gradient_births`."""
-    viewed_births: tuple[int, ...] = ()
+    viewed_births: tuple[tuple[int, int], ...] = ()
     """See `Profile.viewed_births`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """See `Profile.module_births`."""
+    module_begins: tuple[int | None, ...] = ()
+    """See `Profile.module_begins`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """See `Profile.exchanges`."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
@@ -265,7 +267,9 @@ def _record(
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
         with ExitStack() as noting:
-            products = ReplacedProducts(root if plan.replicate.replaces_products else None)
+            products = ReplacedProducts(
+                root if plan.replicate.replaces_products else None, lambda: tracker.clock
+            )
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
@@ -299,8 +303,9 @@ class _Births:
     """The ticks at which gradients are made; see `Profile`."""
 
     gradient_births: tuple[int, ...]
-    viewed_births: tuple[int, ...]
+    viewed_births: tuple[tuple[int, int], ...]
     module_births: tuple[tuple[int, ...], ...]
+    module_begins: tuple[int | None, ...]
     exchanges: tuple[TensorExchange, ...]
 
 
@@ -324,12 +329,21 @@ def _step(
             trained = [p for p in runner.module.parameters() if p.requires_grad]
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
-            groups = (tuple(known[p] for p in own if p in known) for own in products.together())
+            groups, begins = [], list[int | None]()
+            for own, times in products.together():
+                groups.append(tuple(known[p] for p in own if p in known))
+                before = (t for t in times if ticks[0] < t < min(groups[-1], default=0))
+                begins.append(max(before, default=None))
             births.append(
                 _Births(
                     tuple(known.values()) if is_all else (),
-                    tuple(birth for p, birth in known.items() if p in products.viewed),
+                    tuple(
+                        (birth, max((end for end in ends if ticks[0] < end), default=birth))
+                        for p, birth in known.items()
+                        if (ends := products.viewed.get(p)) is not None
+                    ),
                     tuple(groups),
+                    tuple(begins),
                     runner.take_exchanges(),
                 )
             )
@@ -371,6 +385,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         gradient_births=run.gradient_births,
         viewed_births=run.viewed_births,
         module_births=run.module_births,
+        module_begins=run.module_begins,
         exchanges=run.exchanges,
         not_compiled=run.not_compiled,
     )
