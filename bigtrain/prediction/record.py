@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
@@ -28,6 +30,7 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.compiled import programs_for_every_size
 from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
 from bigtrain.optim.update import state_bytes_by_slot
@@ -225,6 +228,22 @@ def _fake_model(
     return fake, slices
 
 
+def _cast_inputs(root: nn.Module) -> None:
+    """Have the model and its blocks called with numbers in bf16, as a technique does it."""
+
+    def low(leaf: object) -> object:
+        is_wide = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(torch.bfloat16) if is_wide and isinstance(leaf, Tensor) else leaf
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        del module
+        return tree_map(low, args), tree_map(low, kwargs)
+
+    for module in (root, *(block for _, block in independent_blocks(root))):
+        if not isinstance(module, _NormBase):  # these stay in fp32
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
 def _record(
     workload: Workload,
     resolved: ResolvedPlan,
@@ -248,6 +267,8 @@ def _record(
     with program, mode, watching:
         fake, slices = _fake_model(workload, resolved, device, exchanges)
         root = unit.root(fake, workload.loss, plan, device)
+        if plan.bf16_parameters and plan.replicate.casts_inputs:
+            _cast_inputs(root)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
         batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
