@@ -119,6 +119,8 @@ class Profile:
     """The same of each module that has parameters itself."""
     module_begins: tuple[int | None, ...] = ()
     """Of each of them the last tick before, at which a gradient of its output was there."""
+    module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """And the ticks at which its forward passes began and ended."""
     exchanges: tuple[TensorExchange, ...] = ()
     """What the ranks of the tp axis exchange for one micro-batch, in order."""
     not_compiled: str | None = None

@@ -141,6 +141,8 @@ class FakeRun:
     """See `Profile.module_births`."""
     module_begins: tuple[int | None, ...] = ()
     """See `Profile.module_begins`."""
+    module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """See `Profile.module_passes`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """See `Profile.exchanges`."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
@@ -327,6 +329,7 @@ class _Births:
     viewed_births: tuple[tuple[int, int], ...]
     module_births: tuple[tuple[int, ...], ...]
     module_begins: tuple[int | None, ...]
+    module_passes: tuple[tuple[tuple[int, int], ...], ...]
     exchanges: tuple[TensorExchange, ...]
 
 
@@ -350,8 +353,10 @@ def _step(
             trained = [p for p in runner.module.parameters() if p.requires_grad]
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
-            groups, begins = [], list[int | None]()
-            for own, times in products.together():
+            groups, passes, begins = [], [], list[int | None]()
+            for own, there, times in products.together():
+                pairs = zip(there[::2], there[1::2], strict=False)
+                passes.append(tuple(pair for pair in pairs if ticks[0] <= pair[0]))
                 groups.append(tuple(known[p] for p in own if p in known))
                 before = (t for t in times if ticks[0] < t < min(groups[-1], default=0))
                 begins.append(max(before, default=None))
@@ -365,6 +370,7 @@ def _step(
                     ),
                     tuple(groups),
                     tuple(begins),
+                    tuple(passes),
                     runner.take_exchanges(),
                 )
             )
@@ -407,6 +413,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         viewed_births=run.viewed_births,
         module_births=run.module_births,
         module_begins=run.module_begins,
+        module_passes=run.module_passes,
         exchanges=run.exchanges,
         not_compiled=run.not_compiled,
     )

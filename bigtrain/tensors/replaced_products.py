@@ -26,6 +26,7 @@ class ReplacedProducts:
         self._called: dict[nn.Module, None] = {}
         self._clock = clock
         self._begins: dict[nn.Module, list[int]] = {}
+        self._forward: dict[nn.Module, list[int]] = {}
         self.viewed: dict[nn.Parameter, list[int]] = {}
         """Those of which a view is saved for the backward pass, and the times at which one goes."""
 
@@ -41,15 +42,16 @@ class ReplacedProducts:
                 module.register_forward_hook(self._after)
             yield
 
-    def together(self) -> Iterator[tuple[list[nn.Parameter], list[int]]]:
-        """The parameters of each module: they are gathered at once, when it is gone back through.
+    def together(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int]]]:
+        """The parameters of each module: they are gathered at once, when it is gone through.
 
-        With them the times at which a gradient of its output was there.
+        With them the times at which its forward passes began and ended, in turn, and those at which
+        a gradient of its output was there.
         """
         for module in self._called:
             parameters = list(self._used_by(module))
             if parameters:
-                yield parameters, self._begins.get(module, [])
+                yield parameters, self._forward.get(module, []), self._begins.get(module, [])
 
     def _used_by(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Its own, and those of modules in it that it does not call, as attention's last one."""
@@ -61,12 +63,14 @@ class ReplacedProducts:
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hand on no tensor twice, as its hooks do: attention goes by that, and cuts its matrix."""
         self._called[module] = None
+        self._forward.setdefault(module, []).append(self._clock())
         tensors = [one for one in inputs if isinstance(one, Tensor)]
         if len({id(one) for one in tensors}) == len(tensors):
             return inputs
         return tuple(one.view_as(one) if isinstance(one, Tensor) else one for one in inputs)
 
     def _after(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._forward.setdefault(module, []).append(self._clock())
         begins = self._begins.setdefault(module, [])
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -175,6 +175,8 @@ class _Backward:
     """Births of the gradients of parameters that one module has."""
     begins: tuple[int | None, ...] = ()
     """Of each such module the tick after which it is gone back through."""
+    passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """And from which to which tick a forward pass goes through it."""
     again: tuple[tuple[int, int], ...] = ()
     """From when to when blocks are computed again and gone back through."""
 
@@ -209,6 +211,10 @@ class _Backward:
                 for births in profile.module_births
             ),
             tuple(moved(tick) for tick in profile.module_begins),
+            tuple(
+                tuple((moved(begin) or ticks[0], moved(end) or ticks[0]) for begin, end in ways)
+                for ways in profile.module_passes
+            ),
             _again(profile, int(not profile.copies_gradients())),
         )
 
@@ -363,6 +369,14 @@ class _Backward:
                 start = self.timeline.phases[0][0]
                 until = self.viewed[gradient.birth]
                 spans.append(Span(gradient.nbytes, "parameters", start, until))
+        for own, ways in zip(self.together, self.passes, strict=False):
+            # What a view keeps is whole from then on anyhow.
+            sizes = [g.nbytes for g in gathered if g.birth in own and g.birth not in self.viewed]
+            spans += [
+                Span(sum(sizes) + ahead, "parameters", begin, end)
+                for begin, end in ways
+                if sizes and end > begin
+            ]
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
 
