@@ -123,7 +123,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
-class _Shares(MadeUpAnswers):
+class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
     """Answers such that rows which are told apart by a number are dealt out, not given to each.
 
     Of the rows of which `choices == number` is asked, the first number gets half, the next half of

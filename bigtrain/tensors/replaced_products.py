@@ -108,4 +108,4 @@ def _lies_as(saved: Tensor, owner: nn.Parameter) -> bool:
     A view of it, as transposed weights are, has hold of what was gathered.
     """
     same = saved.shape == owner.shape and saved.stride() == owner.stride()
-    return same and saved.storage_offset() == owner.storage_offset()
+    return bool(same and saved.storage_offset() == owner.storage_offset())

@@ -104,4 +104,8 @@ def test_the_fullest_way_is_forecast(strategy, keys):
     )
     for net, (predicted, measured, note) in zip(NETS * 2, rows, strict=True):
         assert note is None, net
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01), (net, predicted, measured)
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01), (
+            net,
+            predicted,
+            measured,
+        )
