@@ -230,8 +230,10 @@ def _fake_model(
     return fake, slices
 
 
-def _cast_inputs(root: nn.Module) -> None:
-    """Have the model and its blocks called with numbers in bf16, as a technique does it."""
+def _cast_inputs(root: nn.Module, plan: Plan) -> None:
+    """Have the model and its blocks called with numbers in bf16, where a technique does it."""
+    if not (plan.bf16_parameters and plan.replicate.casts_inputs):
+        return
 
     def low(leaf: object) -> object:
         is_wide = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -269,8 +271,7 @@ def _record(
     with program, mode, watching:
         fake, slices = _fake_model(workload, resolved, device, exchanges)
         root = unit.root(fake, workload.loss, plan, device)
-        if plan.bf16_parameters and plan.replicate.casts_inputs:
-            _cast_inputs(root)
+        _cast_inputs(root, plan)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
         batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
@@ -290,9 +291,8 @@ def _record(
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
         with ExitStack() as noting:
-            products = ReplacedProducts(
-                root if plan.replicate.replaces_products else None, lambda: tracker.clock
-            )
+            replaced = root if plan.replicate.replaces_products else None
+            products = ReplacedProducts(replaced, lambda: tracker.clock)
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
@@ -302,8 +302,7 @@ def _record(
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
-    all_state = state_bytes(fake, runner.optimizer).optimizer
-    early_share = early_state / all_state if all_state else 0.0
+    early_share = early_state / max(1, state_bytes(fake, runner.optimizer).optimizer)
     step_memory = _step_memory(workload, device, plan, runner.optimizer)
     first, *others = (
         FakeRun(

@@ -174,7 +174,7 @@ class _Backward:
     together: tuple[frozenset[int], ...] = ()
     """Births of the gradients of parameters that one module has."""
     begins: tuple[int | None, ...] = ()
-    """Of each such module the tick after which it is gone back through."""
+    """Of each such module the tick from which on it is gone back through."""
     passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """And from which to which tick a forward pass goes through it."""
     again: tuple[tuple[int, int], ...] = ()
@@ -200,6 +200,11 @@ class _Backward:
             place = 0 if tick is None else bisect_right(births, tick)
             return ticks[place - 1] + 1 if place else None
 
+        def following(tick: int | None) -> int | None:
+            """What is reduced then goes before anything is gathered."""
+            place = None if tick is None else bisect_right(births, tick)
+            return ticks[place] if place is not None and place < len(ticks) else None
+
         offsets = _offsets({birth: now.nbytes for birth, now in pairs}, profile.gradient_births)
         return cls(
             timeline,
@@ -210,7 +215,7 @@ class _Backward:
                 frozenset(now.birth for birth, now in pairs if birth in births)
                 for births in profile.module_births
             ),
-            tuple(moved(tick) for tick in profile.module_begins),
+            tuple(following(tick) for tick in profile.module_begins),
             tuple(
                 tuple((moved(begin) or ticks[0], moved(end) or ticks[0]) for begin, end in ways)
                 for ways in profile.module_passes

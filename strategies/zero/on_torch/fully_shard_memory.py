@@ -310,7 +310,7 @@ class _Pass:
         return spans
 
     def _gathered_in_vain(self, back: int) -> tuple[list[Span], list[BlockTicks]]:
-        """Units that are gathered ahead, by the order of the forward pass, and not gone back through.
+        """Units that are gathered ahead, by the forward pass's order, and not gone back through.
 
         Their buffers stay until all is reduced. The second list has those before them, which nobody
         gathers ahead.
