@@ -194,6 +194,8 @@ class _Backward:
             if was.kind == "gradients"
         ]
         views = dict(profile.viewed_births)
+        phases = profile.passes["first"].phases
+        turn = next((t for t, phase in phases if phase == "backward"), phases[-1][0])
         births, ticks = [span.birth for span in first], [span.birth for span in later]
 
         def moved(tick: int | None) -> int | None:
@@ -217,7 +219,11 @@ class _Backward:
             ),
             tuple(following(tick) for tick in profile.module_begins),
             tuple(
-                tuple((moved(begin) or ticks[0], moved(end) or ticks[0]) for begin, end in ways)
+                tuple(
+                    (moved(begin) or ticks[0], moved(end) or ticks[0])
+                    for begin, end in ways
+                    if begin < turn  # those that are computed again are in `again`
+                )
                 for ways in profile.module_passes
             ),
             _again(profile, int(not profile.copies_gradients())),
