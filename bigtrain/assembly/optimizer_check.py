@@ -190,6 +190,11 @@ def check_kind(whole: WholeOptimizer, plan: Plan) -> None:
             f"optimizer: the step of {whole.kind_name} needs whole parameters, and in {who} "
             f"{because}. Use {fix}."
         )
+    if sees == "shards" and whole.kind_name == "Rprop":
+        raise ConfigError(
+            f"optimizer: torch's Rprop writes where signs differ, which torch does not do on the "
+            f"shards (DTensors) of {who}. Use --strategy zero1_torch, or another optimizer."
+        )
     if sees == "elements" and kind.reads_notes and plan.tp == 1:
         raise ConfigError(
             f"optimizer: {whole.kind_name} reads what is noted at single parameters, and in {who} "

@@ -67,6 +67,9 @@ class Traits:
     """It wants a process group even for one rank."""
     materializes: bool = False
     """`apply` gives the model its values itself, a piece at a time."""
+    casts_inputs: bool = False
+    """Whether the model, and each of its blocks, is handed numbers in bf16 where its parameters are
+    in bf16, whatever the numbers were."""
     replaces_products: bool = False
     """Its own code computes linear layers, and changes their products in place."""
     bf16_parameters: bool = False

@@ -111,15 +111,22 @@ class Profile:
     gradient_births: tuple[int, ...] = ()
     """In `first`, the tick at which the gradient of each trained parameter is made, in the order
     in which the model lists these; empty where it is not known."""
-    viewed_births: tuple[int, ...] = ()
-    """Those of them of whose parameters autograd keeps a part for the backward pass: the view
-    keeps the whole. Noted where a technique replaces the products, see `Traits`."""
+    viewed_births: tuple[tuple[int, int], ...] = ()
+    """Those of them of whose parameters autograd keeps a view for the backward pass, which keeps
+    the whole, each with the tick at which the last view goes. Noted where a technique replaces the
+    products, see `Traits`."""
     module_births: tuple[tuple[int, ...], ...] = ()
-    """The same, of modules that have several parameters themselves."""
+    """The same of each module that has parameters itself."""
+    module_begins: tuple[int | None, ...] = ()
+    """Of each of them the last tick before, at which a gradient of its output was there."""
+    module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """And the ticks at which its forward passes began and ended."""
     exchanges: tuple[TensorExchange, ...] = ()
     """What the ranks of the tp axis exchange for one micro-batch, in order."""
     not_compiled: str | None = None
     """Why blocks are as they are written, where the run compiles them."""
+    way: str | None = None
+    """What decides the way through the model, where passes may go several: the fullest was run."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

@@ -46,8 +46,8 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import named_tensors
 from bigtrain.prediction.fake_runs.runs import resize_micro_batch
-from bigtrain.prediction.record import WHOLE_MODEL
 from bigtrain.prediction.shorten import shorten_model
+from bigtrain.prediction.whole_model import WHOLE_MODEL
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded

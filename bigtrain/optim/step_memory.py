@@ -38,7 +38,21 @@ with steps that need less than later ones; and by products that are 1 at first t
 
 
 class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers where an optimizer reads a number from a tensor: fake ones have none."""
+    """Answers where an optimizer reads a number from a tensor: fake ones have none.
+
+    Args:
+        optimizer: whose step it is. What ASGD weighs its average with is known: it has none before
+            its step `t0`, and needs less until then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {
+            id(optimizer.state[p]["mu"]): 1 / max(1.0, _LATE - group["t0"])
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if "t0" in group and "mu" in optimizer.state.get(p, ())
+        }
 
     def __torch_dispatch__(
         self,
@@ -49,7 +63,7 @@ class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _LATE
+            return self._known.get(id(args[0]), _LATE)
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +81,7 @@ def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu")
         plain = optimizer.step
 
         def step() -> None:
-            with _ScalarNumbers(), _default_kernels(device_type):  # type: ignore[no-untyped-call]
+            with _ScalarNumbers(optimizer), _default_kernels(device_type):
                 plain()
 
         optimizer.step = step  # type: ignore[assignment, method-assign]

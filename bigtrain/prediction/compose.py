@@ -189,7 +189,7 @@ def _rest(
     return BlockTicks(
         tuple(t.shape for t in own_parameters),
         tuple(t.trained for t in own_parameters),
-        (0, turn - sections[-1].loss_ticks),
+        (0, turn - sections[-1].passes[0].loss_ticks),
         (0, stop),
     )
 

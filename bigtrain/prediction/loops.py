@@ -30,11 +30,10 @@ from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.prediction.record import (
     FakeRun,
-    TakeStep,
-    WholeModel,
     profile_from_run,
     record_steps,
 )
+from bigtrain.prediction.whole_model import TakeStep, WholeModel
 from bigtrain.schedules.orders import TORCH_SCHEDULES
 from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights

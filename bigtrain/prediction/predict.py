@@ -65,7 +65,8 @@ def predict(
         return Prediction(None, rank.note)
     peak = highest_peak([rank.forecast.peak(), *_built(rank.forecast, resolved, workload)])
     note = tracing_note(plan.device_type)
-    told = [line for line in (note, _not_compiled(rank.profiles)) if line is not None]
+    lines = (note, _not_compiled(rank.profiles), _way(rank.profiles))
+    told = [line for line in lines if line is not None]
     own_plan = replace(plan, dp_rank=dp_rank)
     volume = StepVolume.stated(
         (t for p in rank.profiles for one in plan.in_order for t in one.traffic(p, own_plan)),
@@ -111,6 +112,12 @@ def _not_compiled(profiles: Sequence[Profile]) -> str | None:
     if reason is None:
         return None
     return f"train.compile=blocks: bytes are forecast for blocks as written ({reason})"
+
+
+def _way(profiles: Sequence[Profile]) -> str | None:
+    """What is said of a model whose passes may go several ways."""
+    reason = next((p.way for p in profiles if p.way is not None), None)
+    return None if reason is None else f"{reason}: bytes are forecast for the fullest way"
 
 
 @dataclass(frozen=True)

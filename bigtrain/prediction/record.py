@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
@@ -24,16 +26,17 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import tracing_device
-from bigtrain.losses.chunked_cross_entropy import attach_head
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.compiled import programs_for_every_size
 from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
 from bigtrain.optim.update import state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
+from bigtrain.prediction.fullest_way import WAYS, OneWay
+from bigtrain.prediction.whole_model import WHOLE_MODEL, WholeModel
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.slicing.exchange import ExchangeLog, TensorExchange
@@ -58,6 +61,8 @@ class FakeMeter(MemoryMeter):
 def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     """Run two optimizer steps on fake tensors, the second one of two micro-batches.
 
+    Of a model that may go several ways the fullest one is run, in every micro-batch.
+
     Args:
         workload: with an example.
         resolved: for the precision, the clipping, the device and what blocks keep.
@@ -65,11 +70,52 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     Returns:
         The profile; with only the states in it, and the reason, where the model cannot run so.
     """
+    device = tracing_device(resolved.plan.device_type)
+    error: Exception | None = None
+    if not resolved.routes.vary:
+        try:
+            return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
+        except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
+            error = raised
     try:
-        device = tracing_device(resolved.plan.device_type)
-        return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
-    except Exception as error:  # noqa: BLE001 - user code of any kind runs here
-        return profile_states_only(workload.model, workload.micro_batch, untraceable_reason(error))
+        return _fullest_profile(workload, resolved, device)
+    except Exception as raised:  # noqa: BLE001 - the same, with answers that are made up
+        reason = untraceable_reason(error or raised)
+        return profile_states_only(workload.model, workload.micro_batch, reason)
+
+
+def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.device) -> Profile:
+    """Of the way through a model that comes by most of it, and of these the one that takes most.
+
+    Raises:
+        Exception: no way is known; of any kind that the model's own code raises.
+    """
+    found: list[tuple[tuple[int, int], Profile]] = []
+    error: Exception | None = None
+    for answer, passes in WAYS:
+        way = OneWay(answer, passes)
+        try:
+            run = record_steps(workload, resolved, device, way, [way.install])
+            profile = profile_from_run(run, resolved.plan)
+        except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
+            error = error or raised
+            continue
+        profile = replace(profile, way=_way_taken(way, resolved))
+        peak = max(one.peak().bytes for one in profile.passes.values())
+        found.append(((-way.left_out, peak), profile))
+        if not way.left_out:
+            break
+    if not found:
+        raise error or RuntimeError("no way through the model is known")
+    return max(found, key=lambda one: one[0])[1]
+
+
+def _way_taken(way: OneWay, resolved: ResolvedPlan) -> str:
+    """What makes a model's way."""
+    if resolved.routes.vary:
+        return f"not every pass uses {resolved.routes.names}"
+    asked = "the model changes its way" if way.question is None else f"{way.question} decides"
+    return f"{asked} what a pass does"
 
 
 @dataclass(frozen=True)
@@ -89,10 +135,14 @@ class FakeRun:
     """See `state_bytes_by_slot`."""
     gradient_births: tuple[int, ...] = ()
     """See `Profile.gradient_births`."""
-    viewed_births: tuple[int, ...] = ()
+    viewed_births: tuple[tuple[int, int], ...] = ()
     """See `Profile.viewed_births`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """See `Profile.module_births`."""
+    module_begins: tuple[int | None, ...] = ()
+    """See `Profile.module_begins`."""
+    module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """See `Profile.module_passes`."""
     exchanges: tuple[TensorExchange, ...] = ()
     """See `Profile.exchanges`."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
@@ -115,43 +165,6 @@ class FakeRun:
 
 InstallHooks = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
 """Given the fake twin and the clock; entered around all passes."""
-TakeStep = Callable[[LoopRunner, Sequence[MicroBatch]], tuple[int, ...]]
-"""Takes these micro-batches through a loop; returns `FakeRun.marks`."""
-
-
-class WholeModel:
-    """What of a model goes through the loop: here all of it."""
-
-    def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:  # noqa: ARG002
-        """A real micro-batch as the loop takes it, before anything is fake."""
-        return micro_batch
-
-    def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """What the forward pass calls, of a fake twin of the whole model."""
-        del plan, device
-        attach_head(loss, fake)
-        return fake
-
-    def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
-        """The loop."""
-        return LoopRunner(assembly)
-
-    def steps(
-        self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
-    ) -> list[tuple[int, ...]]:
-        """All steps; the optimizer makes its state in the first.
-
-        Args:
-            runner: of this.
-            batches: one, or two of different sizes.
-            step: takes one.
-        """
-        first, last = batches[0], batches[-1]
-        small = [first] if len(batches) == 1 else [first, first]
-        return [step(runner, small), step(runner, [last, last])]
-
-
-WHOLE_MODEL = WholeModel()
 
 
 def record_steps(
@@ -217,6 +230,24 @@ def _fake_model(
     return fake, slices
 
 
+def _cast_inputs(root: nn.Module, plan: Plan) -> None:
+    """Have the model and its blocks called with numbers in bf16, where a technique does it."""
+    if not (plan.bf16_parameters and plan.replicate.casts_inputs):
+        return
+
+    def low(leaf: object) -> object:
+        is_wide = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(torch.bfloat16) if is_wide and isinstance(leaf, Tensor) else leaf
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        del module
+        return tree_map(low, args), tree_map(low, kwargs)
+
+    for module in (root, *(block for _, block in independent_blocks(root))):
+        if not isinstance(module, _NormBase):  # these stay in fp32
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
 def _record(
     workload: Workload,
     resolved: ResolvedPlan,
@@ -240,6 +271,7 @@ def _record(
     with program, mode, watching:
         fake, slices = _fake_model(workload, resolved, device, exchanges)
         root = unit.root(fake, workload.loss, plan, device)
+        _cast_inputs(root, plan)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
         batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
@@ -259,7 +291,8 @@ def _record(
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
         with ExitStack() as noting:
-            products = ReplacedProducts(root if plan.replicate.replaces_products else None)
+            replaced = root if plan.replicate.replaces_products else None
+            products = ReplacedProducts(replaced, lambda: tracker.clock)
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
@@ -269,8 +302,7 @@ def _record(
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
-    all_state = state_bytes(fake, runner.optimizer).optimizer
-    early_share = early_state / all_state if all_state else 0.0
+    early_share = early_state / max(1, state_bytes(fake, runner.optimizer).optimizer)
     step_memory = _step_memory(workload, device, plan, runner.optimizer)
     first, *others = (
         FakeRun(
@@ -293,8 +325,10 @@ class _Births:
     """The ticks at which gradients are made; see `Profile`."""
 
     gradient_births: tuple[int, ...]
-    viewed_births: tuple[int, ...]
+    viewed_births: tuple[tuple[int, int], ...]
     module_births: tuple[tuple[int, ...], ...]
+    module_begins: tuple[int | None, ...]
+    module_passes: tuple[tuple[tuple[int, int], ...], ...]
     exchanges: tuple[TensorExchange, ...]
 
 
@@ -318,12 +352,24 @@ def _step(
             trained = [p for p in runner.module.parameters() if p.requires_grad]
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
-            groups = (tuple(known[p] for p in own if p in known) for own in products.together())
+            groups, passes, begins = [], [], list[int | None]()
+            for own, there, times in products.together():
+                pairs = zip(there[::2], there[1::2], strict=False)
+                passes.append(tuple(pair for pair in pairs if ticks[0] <= pair[0]))
+                groups.append(tuple(known[p] for p in own if p in known))
+                before = (t for t in times if ticks[0] < t < min(groups[-1], default=0))
+                begins.append(max(before, default=None))
             births.append(
                 _Births(
                     tuple(known.values()) if is_all else (),
-                    tuple(birth for p, birth in known.items() if p in products.viewed),
+                    tuple(
+                        (birth, max((end for end in ends if ticks[0] < end), default=birth))
+                        for p, birth in known.items()
+                        if (ends := products.viewed.get(p)) is not None
+                    ),
                     tuple(groups),
+                    tuple(begins),
+                    tuple(passes),
                     runner.take_exchanges(),
                 )
             )
@@ -365,6 +411,8 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         gradient_births=run.gradient_births,
         viewed_births=run.viewed_births,
         module_births=run.module_births,
+        module_begins=run.module_begins,
+        module_passes=run.module_passes,
         exchanges=run.exchanges,
         not_compiled=run.not_compiled,
     )

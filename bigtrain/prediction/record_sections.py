@@ -27,10 +27,7 @@ from bigtrain.optim.step_memory import StepMemory
 from bigtrain.prediction.block_ticks import SectionHooks
 from bigtrain.prediction.loops import SplitBackward
 from bigtrain.prediction.record import (
-    WHOLE_MODEL,
     FakeRun,
-    TakeStep,
-    WholeModel,
     optimizer_state_figures,
     profile_from_run,
     record_steps,
@@ -47,6 +44,7 @@ from bigtrain.prediction.sections import (
     mark_gradients,
     section_spans,
 )
+from bigtrain.prediction.whole_model import WHOLE_MODEL, TakeStep, WholeModel
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices
 
@@ -188,9 +186,6 @@ class SectionSplitter:
             there, back = (self._exchanges(*window) for window in windows[1][place])
             given = (name, passes, forward, backward, tensors[place], *incoming)
             sections.append(Section(*given, exchanges=(there, back)))
-        if self.order:
-            beyond = run.ticks.loss_ticks(run.marks[0], self._turn(0))
-            sections[-1] = replace(sections[-1], loss_ticks=beyond)
         begin, stop = run.marks[2], run.marks[3]
         slots = optimizer_state_figures(run.model, run.runner.optimizer, run.widths)["state_slots"]
         return RecordedSections(
@@ -245,6 +240,11 @@ class SectionSplitter:
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
+    def _returned(self, which: int) -> int:
+        """When the model's own forward pass ends."""
+        turn = self._turn(which)
+        return turn - self._run.ticks.loss_ticks(self._run.marks[which], turn)
+
     def windows(self, pass_number: int) -> list[Windows]:
         """Of what is before the blocks, of each block, of what is after them."""
         start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
@@ -274,7 +274,9 @@ class SectionSplitter:
         tensors: list[tuple[SectionTensor, ...]],
     ) -> SectionPass:
         (there, back), stop = windows[position], self._run.marks[pass_number + 1]
-        section_pass = section_spans(self._run.window(pass_number).spans, windows, position, stop)
+        returned = self._returned(pass_number) if self.order else None
+        spans = self._run.window(pass_number).spans
+        section_pass = section_spans(spans, windows, position, stop, returned)
         visit = None
         if self.order and 0 < position <= len(self.order):
             moments = self._moments(self.order[position - 1], pass_number)

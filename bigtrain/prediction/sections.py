@@ -10,7 +10,7 @@ a block a hundred times, a stage's blocks alone, blocks that keep less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -45,7 +45,9 @@ class Anchor(IntEnum):
     FIRST = 6
     """The beginning of the first section's backward pass (a tied parameter's gradient)."""
     LAST = 7
-    """The beginning of the last section's forward pass (what autocast has converted)."""
+    """The beginning of the last section's forward pass."""
+    RETURN = 8
+    """The end of the model's own forward pass, before the loss (what autocast has converted)."""
 
 
 class Storage(NamedTuple):
@@ -145,6 +147,8 @@ class SectionPass:
     wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """Which of them the section before hands over, and the gradient that the section after hands
     back: at the ends of a stage they come from other ranks, and stay until the end."""
+    loss_ticks: int = 0
+    """Of the last section's forward window those that come after the model's own pass."""
 
     @cached_property
     def saved(self) -> int:
@@ -198,7 +202,6 @@ class Section:
     stretches: int = 0  # of those in turn that a stage is sent as they lie: see `slicing.wires`
     slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
     exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()  # over the tp axis, both ways
-    loss_ticks: int = 0  # of its forward pass, that come after the model's own
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
@@ -225,7 +228,11 @@ def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
 
 
 def section_spans(
-    spans: Iterable[Span], windows: Sequence[Windows], place: int, stop: int
+    spans: Sequence[Span],
+    windows: Sequence[Windows],
+    place: int,
+    stop: int,
+    returned: int | None = None,
 ) -> SectionPass:
     """What of a timeline belongs to a section.
 
@@ -237,8 +244,15 @@ def section_spans(
         windows: of all sections.
         place: of the section.
         stop: the last tick of the micro-batch; what lives on stays for the optimizer.
+        returned: the tick at which the model's own forward pass ends; None where nobody asks.
     """
-    owner = (_Owner if len(windows[place]) == len(_WHOLE) else _SplitOwner)(windows, place, stop)
+    leaving = None
+    if returned is not None:
+        turn = windows[-1][0].end
+        made = min((s.birth for s in spans if s.birth > returned), default=turn)
+        leaving = returned, min(made, turn)
+    kind = _Owner if len(windows[place]) == len(_WHOLE) else _SplitOwner
+    owner = kind(windows, place, stop, leaving)
     storages: list[Storage] = []
     wires: tuple[list[int], list[int]] = [], []
     for span in spans:
@@ -251,7 +265,10 @@ def section_spans(
     gradients = (n for n, s in enumerate(storages) if s.until == Anchor.OPTIMIZER)
     lengths = tuple(window.length for window in windows[place])
     both = tuple(wires[0]), tuple(wires[1])
-    return SectionPass(lengths, tuple(storages), gradients=tuple(gradients), wires=both)
+    is_last = place + 1 == len(windows) and returned is not None
+    beyond = windows[-1][0].end - returned if is_last and returned is not None else 0
+    given = (lengths, tuple(storages))
+    return SectionPass(*given, gradients=tuple(gradients), wires=both, loss_ticks=beyond)
 
 
 _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
@@ -260,10 +277,25 @@ _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
 class _Owner:
     """A section that takes of a timeline what belongs to it; the backward pass is in one part.
 
-    What lives on beyond its windows for a little is let go of where they end.
+    What lives on beyond its windows for a little is let go of where they end. What autocast has
+    converted goes all at once when the model's forward pass is over: in what order says nothing.
+
+    Args:
+        windows: see `section_spans`.
+        place: of the section.
+        stop: see there.
+        leaving: the end of the model's own forward pass, and the next tick at which something is
+            made; None where these are not known.
     """
 
-    def __init__(self, windows: Sequence[Windows], place: int, stop: int) -> None:
+    def __init__(
+        self,
+        windows: Sequence[Windows],
+        place: int,
+        stop: int,
+        leaving: tuple[int, int] | None = None,
+    ) -> None:
+        self._leaving = leaving
         self._own, self._all, self._place, self._stop = windows[place], windows, place, stop
         self._before = windows[place - 1] if place else None
         self._after = windows[place + 1] if place + 1 < len(windows) else None
@@ -276,6 +308,8 @@ class _Owner:
             first, last = self._all[0][1], self._all[-1][0]
             if self._place > 1 and span.death <= self._stop and first.frees(span):
                 return self._storage(span, born, Anchor.FIRST, span.death - first.begin)
+            if not born and self._after and self._leaves(span):
+                return self._storage(span, born, Anchor.RETURN, 1)
             if not born and self._place + 2 < len(self._all) and last.frees(span):
                 return self._storage(span, born, Anchor.LAST, span.death - last.begin)
             if self._stays(span):
@@ -294,7 +328,7 @@ class _Owner:
 
     def side(self, span: Span) -> int | None:
         """0 of what comes from the section before, 1 of what the section after hands back."""
-        if span.death > self._stop:
+        if span.death > self._stop or self._leaves(span):
             return None
         forward, backward = self._own
         freed = backward.frees(span)
@@ -302,6 +336,13 @@ class _Owner:
             return 0 if freed or forward.frees(span) else None
         behind = self._after[1].begin if self._after else forward.end
         return 1 if freed and behind < span.birth <= backward.begin else None
+
+    def _leaves(self, span: Span) -> bool:
+        """Whether it goes when the model's own forward pass is over, before anything is made."""
+        if self._leaving is None:
+            return False
+        returned, made = self._leaving
+        return span.birth <= returned < span.death <= made
 
     def _stays(self, span: Span) -> bool:
         return span.death > self._stop and span.kind == "gradients"
@@ -417,11 +458,12 @@ def concatenate_sections(
     # The backward pass ends with a tick in which the rest is done, where a block comes first.
     stop += 1 if begins and len(later) == 1 else 0
     far = stop - passes[0].lengths[1], turn if is_sent else turn - passes[-1].lengths[0]
+    returned = turn if is_sent else turn - passes[-1].loss_ticks
     spans: list[Span] = []
     visits: list[BlockTicks] = []
     for place, section_pass in enumerate(passes):
         backward_offset -= section_pass.lengths[1]
-        bases = (forward_offset, backward_offset, again, turn, stop, stop, *far)
+        bases = (forward_offset, backward_offset, again, turn, stop, stop, *far, returned)
         around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
         is_inside = len(around) > 2 * DETAILED_ENDS and all(
             other is section_pass for other in around

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 
 class ReplacedProducts:
@@ -15,13 +18,17 @@ class ReplacedProducts:
 
     Args:
         root: whose forward pass is run; None where the products are torch's.
+        clock: tells the time.
     """
 
-    def __init__(self, root: nn.Module | None) -> None:
+    def __init__(self, root: nn.Module | None, clock: Callable[[], int] = lambda: 0) -> None:
         self._modules = [] if root is None else list(root.modules())
         self._called: dict[nn.Module, None] = {}
-        self.viewed: set[nn.Parameter] = set()
-        """Those of which a part is saved for the backward pass."""
+        self._clock = clock
+        self._begins: dict[nn.Module, list[int]] = {}
+        self._forward: dict[nn.Module, list[int]] = {}
+        self.viewed: dict[nn.Parameter, list[int]] = {}
+        """Those of which a view is saved for the backward pass, and the times at which one goes."""
 
     @contextmanager
     def noted(self, functions: AbstractContextManager[object]) -> Iterator[None]:
@@ -32,14 +39,19 @@ class ReplacedProducts:
                 entered.enter_context(self._noting_views())
             for module in self._modules:
                 module.register_forward_pre_hook(self._before)
+                module.register_forward_hook(self._after)
             yield
 
-    def together(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each module that has several: they are gathered at once."""
+    def together(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int]]]:
+        """The parameters of each module: they are gathered at once, when it is gone through.
+
+        With them the times at which its forward passes began and ended, in turn, and those at which
+        a gradient of its output was there.
+        """
         for module in self._called:
             parameters = list(self._used_by(module))
-            if len(parameters) > 1:
-                yield parameters
+            if parameters:
+                yield parameters, self._forward.get(module, []), self._begins.get(module, [])
 
     def _used_by(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Its own, and those of modules in it that it does not call, as attention's last one."""
@@ -51,25 +63,49 @@ class ReplacedProducts:
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hand on no tensor twice, as its hooks do: attention goes by that, and cuts its matrix."""
         self._called[module] = None
+        self._forward.setdefault(module, []).append(self._clock())
         tensors = [one for one in inputs if isinstance(one, Tensor)]
         if len({id(one) for one in tensors}) == len(tensors):
             return inputs
         return tuple(one.view_as(one) if isinstance(one, Tensor) else one for one in inputs)
 
+    def _after(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._forward.setdefault(module, []).append(self._clock())
+        begins = self._begins.setdefault(module, [])
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: begins.append(self._clock()))  # type: ignore[no-untyped-call]
+
     def _noting_views(self) -> AbstractContextManager[None]:
         parameters = (p for module in self._modules for p in module.parameters(recurse=False))
         by_storage = {p.untyped_storage()._cdata: p for p in parameters}
 
-        def note(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> Tensor | _Kept:
             owner = by_storage.get(tensor.untyped_storage()._cdata)
-            is_view = owner is not None and tensor is not owner
-            # What goes whole into a linear layer is kept by code of the technique's own.
-            if owner is not None and is_view and not _is_whole_matrix(tensor, owner):
-                self.viewed.add(owner)
+            if owner is not None and not _lies_as(tensor, owner):
+                ends, kept = self.viewed.setdefault(owner, []), _Kept(tensor)
+                weakref.finalize(kept, lambda: ends.append(self._clock()))
+                return kept
             return tensor
 
-        return saved_tensors_hooks(note, lambda tensor: tensor)
+        return saved_tensors_hooks(note, _given_back)
 
 
-def _is_whole_matrix(tensor: Tensor, owner: nn.Parameter) -> bool:
-    return owner.dim() <= 2 and tensor.numel() == owner.numel()
+@dataclass(eq=False)
+class _Kept:
+    """A view that is saved for the backward pass; it goes when that has come by."""
+
+    tensor: Tensor
+
+
+def _given_back(saved: Tensor | _Kept) -> Tensor:
+    return saved.tensor if isinstance(saved, _Kept) else saved
+
+
+def _lies_as(saved: Tensor, owner: nn.Parameter) -> bool:
+    """Whether what is saved is the parameter itself, which the technique empties and fills.
+
+    A view of it, as transposed weights are, has hold of what was gathered.
+    """
+    same = saved.shape == owner.shape and saved.stride() == owner.stride()
+    return bool(same and saved.storage_offset() == owner.storage_offset())

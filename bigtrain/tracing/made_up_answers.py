@@ -89,9 +89,12 @@ class MadeUpAnswers(TorchDispatchMode):
         return float(high) if tensor.is_floating_point() else high
 
     def _places(self, tensor: Tensor) -> Tensor:
-        # A mask of rows has at most as many places; of more dims it most often has one in a row.
-        most = tensor.shape[0] if tensor.dim() else 1
-        return tensor.new_empty((self._count(most), tensor.dim()), dtype=torch.int64)
+        return tensor.new_empty((self._rows(tensor), tensor.dim()), dtype=torch.int64)
+
+    def _rows(self, mask: Tensor) -> int:
+        """How many places a mask has."""
+        # One of rows has at most as many; of more dims it most often has one in a row.
+        return self._count(mask.shape[0] if mask.dim() else 1)
 
     def _unique(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -117,7 +120,7 @@ class MadeUpAnswers(TorchDispatchMode):
             if not _is_mask(index):
                 indices.append(index)
                 continue
-            count = self._count(index.shape[0])
+            count = self._rows(index)
             indices += [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
         return (args[0], indices, *args[2:])
 

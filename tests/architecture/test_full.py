@@ -33,6 +33,10 @@ FULL = {
     "prediction/test_section_library.py::test_a_model_put_together_is_forecast_as_a_whole_one": 15,
     "prediction/test_ranks_optimizer_peaks.py::test_every_optimizer_of_torch_on_every_engine": 18,
     "prediction/test_ranks_peaks_of_stages.py::test_every_rank_of_every_schedule": 1,
+    "prediction/test_ranks_peaks_of_uses.py::test_the_peak_of_odd_uses_of_parameters_is"
+    "_predicted": 5,
+    "prediction/test_ranks_peaks_of_ways.py::test_the_fullest_way_is_forecast": 3,
+    "prediction/test_ranks_recurrent_peaks.py::test_the_peak_of_recurrent_layers_is_predicted": 3,
     "prediction/test_ranks_peaks_of_stages.py::test_several_stages_of_a_rank_are_sharded_with"
     "_nothing_left_over": 1,
     "published/test_three_dimensions.py::test_replicas_are_faster_than_more_ranks_of_another"

@@ -17,6 +17,7 @@ LAYERS = {
     "lstm without biases": partial(nn.LSTM, 64, 64, bias=False),
     "lstm, projected": partial(nn.LSTM, 64, 64, proj_size=32),
     "gru": partial(nn.GRU, 64, 64),
+    "rnn, both ways": partial(nn.RNN, 64, 64, num_layers=2, bidirectional=True),
 }
 
 
@@ -45,7 +46,13 @@ def peaks_of_all(context, strategy, names, precision):
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("zero2", "fp32")],
+    [
+        *(("ddp", "fp32"), ("fsdp", "bf16"), ("zero2", "fp32"), ("zero3", "fp32")),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("ddp", "bf16"), ("fsdp", "fp32"), ("zero3", "bf16"))
+        ),
+    ],
 )
 def test_the_peak_of_recurrent_layers_is_predicted(strategy, precision):
     names = list(LAYERS)

@@ -136,15 +136,20 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     exact = make_profile(workload, ResolvedPlan.of(plan, model))
     assert exact.untraceable is None
     choice = WORDS[words].get("strategy.recompute", "keep")
-    body = SectionLibrary(model, example, lambda *_: loss, optimizer, CPU).model_sections(
-        plan, rows, choice
-    )
-    return exact, put_together(body, again=choice != "keep"), plan
+    library = SectionLibrary(model, example, lambda *_: loss, optimizer, CPU)
+    kept = chosen = library.model_sections(plan, rows, "keep")
+    if choice != "keep":
+        chosen = library.model_sections(plan, rows, choice)
+        if len(kept.sections) == 2:  # no blocks: all of it is one section
+            kept = chosen
+    return exact, put_together(kept, chosen, again=choice != "keep"), plan
 
 
-def put_together(body: ModelSections, *, again: bool) -> Profile:
-    names = [section.name for section in body.sections if section.name]
-    return compose_profile(body.base, body.sections, recomputed=names if again else ())
+def put_together(kept: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
+    """As the planner does it: what is before and after the blocks is of the run that keeps all."""
+    sections = (kept.sections[0], *chosen.sections[1:-1], kept.sections[-1])
+    names = [section.name for section in sections if section.name]
+    return compose_profile(kept.base, sections, recomputed=names if again else ())
 
 
 @pytest.mark.parametrize(("name", "words"), in_turn(MODELS, WORDS))
@@ -252,7 +257,7 @@ def test_losses_may_differ_where_micro_batches_wait():
         model, tokens(2), loss, optimizer_factory(job_from_keys("single", {}).optim, 0), CPU
     )
     bodies = [anatomy.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
-    spans = [len(put_together(body, again=False).passes["first"].spans) for body in bodies]
+    spans = [len(put_together(body, body, again=False).passes["first"].spans) for body in bodies]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}
 

@@ -41,7 +41,6 @@ from bigtrain.prediction.fake_runs.slices import (
     slices_within,
     slicing_key,
 )
-from bigtrain.prediction.record import WHOLE_MODEL, WholeModel
 from bigtrain.prediction.record_sections import (
     ONE_STEP,
     RecordedSections,
@@ -51,6 +50,7 @@ from bigtrain.prediction.record_sections import (
 )
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
+from bigtrain.prediction.whole_model import WHOLE_MODEL, WholeModel
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
 

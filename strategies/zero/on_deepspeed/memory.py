@@ -9,9 +9,9 @@ start, when the activations are all there. That is the fullest one; of others a 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.core.strategy import Plan
@@ -168,10 +168,15 @@ class _Backward:
     """By birth; each lives until it is added to what there is."""
     offsets: tuple[int, ...]
     """Of each of them, where it begins among the gradients of all parameters in a row, in bytes."""
-    viewed: frozenset[int] = frozenset()
-    """Births of the gradients of parameters of which a view is saved; see `Profile`."""
+    viewed: Mapping[int, int] = field(default_factory=dict)
+    """Births of the gradients of parameters of which a view is saved, with the tick from which on
+    it is there no more; see `Profile`."""
     together: tuple[frozenset[int], ...] = ()
     """Births of the gradients of parameters that one module has."""
+    begins: tuple[int | None, ...] = ()
+    """Of each such module the tick from which on it is gone back through."""
+    passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """And from which to which tick a forward pass goes through it."""
     again: tuple[tuple[int, int], ...] = ()
     """From when to when blocks are computed again and gone back through."""
 
@@ -188,15 +193,38 @@ class _Backward:
             for was, now in zip(first, later, strict=True)
             if was.kind == "gradients"
         ]
+        views = dict(profile.viewed_births)
+        phases = profile.passes["first"].phases
+        turn = next((t for t, phase in phases if phase == "backward"), phases[-1][0])
+        births, ticks = [span.birth for span in first], [span.birth for span in later]
+
+        def moved(tick: int | None) -> int | None:
+            place = 0 if tick is None else bisect_right(births, tick)
+            return ticks[place - 1] + 1 if place else None
+
+        def following(tick: int | None) -> int | None:
+            """What is reduced then goes before anything is gathered."""
+            place = None if tick is None else bisect_right(births, tick)
+            return ticks[place] if place is not None and place < len(ticks) else None
+
         offsets = _offsets({birth: now.nbytes for birth, now in pairs}, profile.gradient_births)
         return cls(
             timeline,
             tuple(now for _, now in pairs),
             tuple(offsets[birth] for birth, _ in pairs),
-            frozenset(now.birth for birth, now in pairs if birth in profile.viewed_births),
+            {now.birth: moved(views[birth]) or now.birth for birth, now in pairs if birth in views},
             tuple(
                 frozenset(now.birth for birth, now in pairs if birth in births)
                 for births in profile.module_births
+            ),
+            tuple(following(tick) for tick in profile.module_begins),
+            tuple(
+                tuple(
+                    (moved(begin) or ticks[0], moved(end) or ticks[0])
+                    for begin, end in ways
+                    if begin < turn  # those that are computed again are in `again`
+                )
+                for ways in profile.module_passes
             ),
             _again(profile, int(not profile.copies_gradients())),
         )
@@ -335,17 +363,31 @@ class _Backward:
         gathered = [gradient for gradient in self.gradients if gradient.nbytes > persists]
         for gradient in gathered:
             # All of a module are, when the first is wanted, and go with the last.
-            own = next((group for group in self.together if gradient.birth in group), ())
+            places = (n for n, group in enumerate(self.together) if gradient.birth in group)
+            place = next(places, None)
+            own = () if place is None else self.together[place]
             alike = [g for g in gathered if g.birth in own] or [gradient]
             first, end = min(g.birth for g in alike), max(g.death for g in alike)
             # Gathered for the gradient of the module's input, which is made just before.
             begin = births[max(0, bisect_left(births, first) - 1)]
+            # Or as soon as its module is gone back through, if that takes longer.
+            turn = self.begins[place] if place is not None and self.begins else None
+            begin = begin if turn is None else min(begin, turn)
             # A block that is computed again has its parameters whole from then on.
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, end))
             if gradient.birth in self.viewed:  # of the forward pass: the whole, by its view
                 start = self.timeline.phases[0][0]
-                spans.append(Span(gradient.nbytes, "parameters", start, gradient.birth))
+                until = self.viewed[gradient.birth]
+                spans.append(Span(gradient.nbytes, "parameters", start, until))
+        for own, ways in zip(self.together, self.passes, strict=False):
+            # What a view keeps is whole from then on anyhow.
+            sizes = [g.nbytes for g in gathered if g.birth in own and g.birth not in self.viewed]
+            spans += [
+                Span(sum(sizes) + ahead, "parameters", begin, end)
+                for begin, end in ways
+                if sizes and end > begin
+            ]
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
 

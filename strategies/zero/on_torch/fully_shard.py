@@ -59,6 +59,7 @@ class FullySharded(Zero):
             materializes=True,
             needs_group=True,
             bf16_parameters=True,
+            casts_inputs=True,
             optimizer_gets="shards",
             optimizer_sees="shards",
             cannot_hold=SPARSE

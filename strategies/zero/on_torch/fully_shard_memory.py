@@ -295,11 +295,12 @@ class _Pass:
         Args:
             back: when the gradient of the model's output is there, and so the first one gathered.
         """
-        spans = []
+        spans, alone = self._gathered_in_vain(back)
         ahead = (back, _AFTER_LAST)
-        for unit in sorted(self.units, key=lambda unit: unit.backward[0]):
+        back_through = filter(_goes_back, self.units)
+        for unit in sorted(back_through, key=lambda unit: unit.backward[0]):
             at, done = unit.backward
-            ahead = min(ahead, (at, _NEXT_GATHERS))
+            ahead = (at, _NEXT_GATHERS) if unit in alone else min(ahead, (at, _NEXT_GATHERS))
             buffer, whole = self.sizes.padded(unit), self.sizes.whole(unit)
             spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
             copied = self.sizes.copied(unit)
@@ -307,6 +308,22 @@ class _Pass:
             spans.append(_span(whole, "parameters", at, _UNIT_THERE, done, _AFTER_RESHARD))
             ahead = (at, _PREFETCH)
         return spans
+
+    def _gathered_in_vain(self, back: int) -> tuple[list[Span], list[BlockTicks]]:
+        """Units that are gathered ahead, by the forward pass's order, and not gone back through.
+
+        Their buffers stay until all is reduced. The second list has those before them, which nobody
+        gathers ahead.
+        """
+        spans, alone = [], []
+        end = max((unit.backward[1] for unit in self.units), default=back) + 1
+        for unit, after in zip(self.units, [*self.units[1:], None], strict=True):
+            if after is not None and not _goes_back(after):
+                alone.append(unit)
+            elif not _goes_back(unit):
+                ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
+                spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, end, 0))
+        return spans, alone
 
     def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
         """Each unit's gradients in one buffer until the next unit's, and the shard made of it."""
@@ -338,10 +355,15 @@ def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks
     ticks = count(end)
     return [
         replace(unit, backward=(unit.backward[0], next(ticks)))
-        if unit.backward[1] >= end - 1
+        if unit.backward[1] >= end - 1 and _goes_back(unit)
         else unit
         for unit in units
     ]
+
+
+def _goes_back(unit: BlockTicks) -> bool:
+    """Not what is frozen, and hands on nothing that is trained: a teacher."""
+    return any(unit.trained) or unit.backward[0] < unit.backward[1]
 
 
 def _span(nbytes: int, kind: MemoryKind, tick: int, place: int, end: int, end_place: int) -> Span:
