@@ -21,6 +21,14 @@ from support.cut_runs import (
     rehearsed,
     stages_of,
 )
+from support.cutting_configured import (
+    Configured,
+    ConfiguredEarly,
+    ConfiguredFrozen,
+    ConfiguredMapping,
+    ConfiguredNamespace,
+    ConfiguredTaken,
+)
 from support.cutting_nets import CASES, Case, Language, linear, rows, words
 from support.cutting_odd_nets import Cached, Constants, Counting, Recurrent, ValueDependent
 from torch import Tensor, nn
@@ -139,6 +147,11 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
     [
         (Cached, {"writer", "head", "head.1", "head.2"}, "read after it by another module"),
         (Counting, {"last", "last.1"}, r"what changes in 'scaled.calls' is needed"),
+        (ConfiguredEarly, {"head"}, "what changes in 'config.kind' is needed"),
+        (ConfiguredTaken, {"head"}, "what changes in 'config.kind' is needed"),
+        (ConfiguredFrozen, set(), "what changes in 'config.kind' is needed"),
+        (ConfiguredNamespace, {"head"}, "what changes in 'config' is needed"),
+        (ConfiguredMapping, {"writer", "head"}, "what changes in 'reader.seen' is needed"),
     ],
 )
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
@@ -148,6 +161,14 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
     points, refused = common_points(rehearsal, batches[0])
     assert {point.name for point in points} <= offered
     assert any(why in reason for reason in refused.values()), refused
+
+
+def test_a_configuration_of_all_layers_is_cut_where_nobody_needs_what_changes_of_it() -> None:
+    """transformers' classifiers settle `config.problem_type` in the last code of the first pass."""
+    _, rehearsal, batches = rehearsed(Case(Configured, rows))
+    points, refused = common_points(rehearsal, batches[0])
+    assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
+    assert rehearsal.fake_model.get_submodule("").config.kind is None  # left as it was
 
 
 def drawn(model: nn.Module, x: Tensor) -> Tensor:
