@@ -166,10 +166,6 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
             yield Found("writes_gathered", write.name, what, "Write it after the step")
     for name, unit in units.items():
         yield from _of_two_types("mixed_block", unit, name)
-        is_used = any(unit_of.get(parameter) == name for parameter in uses.used)
-        if is_used and name not in uses.called:
-            what = "is never called, but what is in it"
-            yield Found("uncalled_block", name, what, "Call it in the forward pass")
 
 
 def _instead(plan: Plan, oddities: set[Oddity]) -> str:

@@ -19,6 +19,7 @@ from bigtrain.core.strategy import (
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.parameter_uses import ParameterUses
@@ -74,15 +75,26 @@ def _meet_routes(plan: Plan, workload: Workload) -> tuple[Plan, Routes, list[str
         ConfigError: they cannot.
     """
     replicate = plan.techniques.get("replicate")
-    if plan.dp == 1 or workload.example is None or replicate is None:
+    if workload.example is None or replicate is None:
         return plan, Routes(), []
-    routes = find_routes(workload.model, workload.example)
+    uses = workload.parameter_uses or ParameterUses()
+    only_used = tuple(uses.only_used(independent_blocks(workload.model)))
+    routes, lines = Routes(called=uses.called, only_used=only_used), []
+    if only_used and plan.replicate.moves_parameters and plan.replicate.engine == "torch":
+        lines.append(
+            f"{first_names(only_used)}: used, and never called: gathered with the nearest module "
+            "around that is called"
+        )
+    if plan.dp == 1:
+        return plan, routes, lines
+    found = find_routes(workload.model, workload.example)
+    routes = replace(found, called=found.called or uses.called, only_used=only_used)
     if not routes.vary:
-        return plan, routes, []
+        return plan, routes, lines
     technique, line = replicate.meet_routes(routes, plan)
     if technique is not replicate:
         plan = replace(plan, techniques={**plan.techniques, "replicate": technique})
-    return plan, routes, [line] if line else []
+    return plan, routes, [*lines, line] if line else lines
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:

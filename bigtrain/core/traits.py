@@ -28,7 +28,6 @@ Oddity = Literal[
     "not_fp32",
     "mixed",
     "mixed_block",
-    "uncalled_block",
     "writes",
     "writes_trained",
     "writes_from_batch",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +42,18 @@ class ParameterUses:
     """Modules whose forward pass ran."""
     used: frozenset[str] = frozenset()
     """Parameters that some operation was given."""
+
+    def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
+        """Of some modules those that are never called, and of which parameters are used.
+
+        Their methods are called, or modules inside them, or their parameters are taken.
+        """
+        return [
+            name
+            for name, module in named
+            if name not in self.called
+            and any(f"{name}.{inner}" in self.used for inner, _ in module.named_parameters())
+        ]
 
 
 def parameter_uses(model: nn.Module, example: MicroBatch) -> ParameterUses | None:

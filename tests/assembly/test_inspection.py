@@ -28,7 +28,6 @@ MESSAGES = {
     ("Mixed", "oss"): r"float64, which strategy oss cannot hold.*--strategy fsdp",
     ("Empty", "zero3"): r"e\.weight has no elements \(\[0, 16\]\).*--strategy fsdp",
     ("PostHook", "fsdp"): r"b\.bias has a hook .*post_accumulate.*--strategy zero1_torch",
-    ("Methods", "fsdp"): r"core is never called, .*--strategy zero1_torch",
     ("TensorExtra", "ddp"): r"_extra_state: get_extra_state gives a Tensor .*JSON",
 }
 

@@ -15,7 +15,7 @@ STATES = ("Codes", "Bytes", "Mask", "FrozenHalf", "Extra", "InnerExtra", "Buffer
 SHAPES = ("Scalar", "ScalarBlocks", "FrozenScalar", "Strided", "StridedRect", "Gaps")
 SHAPES = (*SHAPES, "Empty", "EmptyRank", "FrozenEmpty")
 KINDS = ("Complex", "Rotation", "Mixed", "MixedLayer", "Sparse", "SparseBag", "SparseF")
-TREES = ("Namespace", "DeepNamespace", "Methods")
+TREES = ("Namespace", "DeepNamespace", "Methods", "InnerMethods", "TakenWeights")
 WRITES = ("Teacher", "LerpTeacher", "Clamp")
 
 SPARSE = {"Sparse", "SparseBag", "SparseF"}
@@ -25,8 +25,8 @@ NOT_FP32 = {"Complex", "Mixed", "MixedLayer"}
 REFUSED = {
     "ddp": {"SparseF"},
     "zero1_torch": SPARSE | WHOLE,
-    "fsdp": SPARSE | WHOLE | {"muon", "PostHook", "DeepNamespace", "Methods"},
-    "fsdp_zero2": SPARSE | WHOLE | {"muon", "PostHook", "DeepNamespace", "Methods"},
+    "fsdp": SPARSE | WHOLE | {"muon", "PostHook"},
+    "fsdp_zero2": SPARSE | WHOLE | {"muon", "PostHook"},
     "zero1": SPARSE | FLAT | NOT_FP32 | {"PostHook"},
     "zero2": SPARSE | FLAT | NOT_FP32 | {"PostHook"},
     "zero3": SPARSE

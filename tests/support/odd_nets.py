@@ -452,6 +452,44 @@ class Methods(nn.Module):
         return core.h(torch.tanh(core.b(torch.tanh(core.a(x)))))
 
 
+class InnerMethods(nn.Module):
+    """Blocks of which methods are called, one of them frozen, inside of a module that is called."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(InnerMethods.Block() for _ in range(3))
+            self.blocks[1].requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block.encode(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.h = InnerMethods.Encoder(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.enc(x))
+
+
+class TakenWeights(Base):
+    """The weights of a layer that is never called are taken out of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(self.a(x), self.b.weight, self.b.bias))
+        return self.h(x)
+
+
 NETS: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in list(globals().values())
