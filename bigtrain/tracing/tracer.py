@@ -144,7 +144,7 @@ def _watch_state(
     first, second = (repeat.signatures() for repeat in recorders)
     for index, call in enumerate(recorder.calls):
         if first.get((call.name, call.number)) != second.get((call.name, call.number)):
-            recorder.sealed[index] = f"{call.name!r} does other things from call to call"
+            recorder.sealed[index] = f"{_named(call)} does other things from call to call"
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
         label = f"{name}.{key}" if name else key
@@ -380,6 +380,10 @@ class _Recorder:
             f"{why}. Take what depends on values out of the forward pass, or use a strategy "
             "without a cut."
         )
+
+
+def _named(call: ModuleCall) -> str:
+    return repr(call.name) if call.name else "the model's own code"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
