@@ -59,6 +59,60 @@ class PostHook(Base):
         self.b.bias.register_post_accumulate_grad_hook(halve)
 
 
+class PostNorm(Base):
+    """A hook after adding up that looks at the whole gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def clip(p: Tensor) -> None:
+            p.grad.mul_(0.01 / (p.grad.norm() + 1e-6))
+
+        self.b.weight.register_post_accumulate_grad_hook(clip)
+
+
+class PostDecay(Base):
+    """Hooks after adding up, one behind the other, that read the values, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def decay(p: Tensor) -> None:
+            p.grad = p.grad + 0.1 * p.detach()
+
+        def halve(p: Tensor) -> None:
+            p.grad.mul_(0.5)
+
+        self.b.weight.register_hook(lambda g: g * 2)
+        self.b.weight.register_post_accumulate_grad_hook(decay)
+        self.b.weight.register_post_accumulate_grad_hook(halve)
+
+
+class PostShrink(Base):
+    """A hook after adding up that changes the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def shrink(p: Tensor) -> None:
+            with torch.no_grad():
+                p.mul_(0.9)
+
+        self.h.bias.register_post_accumulate_grad_hook(shrink)
+
+
+class PostDrop(Base):
+    """A hook after adding up that lets a gradient go: the optimizer leaves the weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def drop(p: Tensor) -> None:
+            p.grad = None
+
+        self.b.weight.register_post_accumulate_grad_hook(drop)
+
+
 class Teacher(Base):
     """An average of weights that forward updates in place."""
 

@@ -61,7 +61,7 @@ class FullySharded(Zero):
             bf16_parameters=True,
             optimizer_gets="shards",
             optimizer_sees="shards",
-            cannot_hold=SPARSE | {"accumulate_hooks", "writes_gathered", "mixed_block"},
+            cannot_hold=SPARSE | {"writes_gathered", "mixed_block"},
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
