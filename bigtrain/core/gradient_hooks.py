@@ -91,7 +91,7 @@ class GradientHooks:
         leave as it is stays untouched there: they may have had the model's own parameter at hand.
         """
         shards: Any = parameter.data
-        whole = nn.Parameter(shards.full_tensor(), requires_grad=parameter.requires_grad)
+        whole: Any = nn.Parameter(shards.full_tensor(), requires_grad=parameter.requires_grad)
         whole.grad = gradient
         held = [(shards.to_local(), shards.to_local().clone())]
         if isinstance(parameter.grad, DTensor):
