@@ -15,16 +15,25 @@ POST_HOOKS = ("PostHook", "PostNorm", "PostDecay", "PostShrink", "PostDrop")
 STATES = ("Codes", "Bytes", "Mask", "FrozenHalf", "Extra", "InnerExtra", "Buffer", "InnerBuffer")
 SHAPES = ("Scalar", "ScalarBlocks", "FrozenScalar", "Strided", "StridedRect", "Gaps")
 SHAPES = (*SHAPES, "Empty", "EmptyRank", "FrozenEmpty")
-KINDS = ("Complex", "Rotation", "Mixed", "MixedLayer", "Sparse", "SparseBag", "SparseF")
+KINDS = (
+    "Complex",
+    "Rotation",
+    "Mixed",
+    "MixedLayer",
+    "Sparse",
+    "SparseBag",
+    "SparseF",
+    "SparseShared",
+)
 TREES = ("Namespace", "DeepNamespace", "Methods", "InnerMethods", "TakenWeights")
 WRITES = ("Teacher", "LerpTeacher", "Clamp")
 
-SPARSE = {"Sparse", "SparseBag", "SparseF"}
+SPARSE = {"Sparse", "SparseBag", "SparseF", "SparseShared", "SparseHead"}
 WHOLE = {"global"}
 FLAT = {"global", "lars", "muon", "some", "noted"}
 NOT_FP32 = {"Complex", "Mixed", "MixedLayer"}
 REFUSED = {
-    "ddp": {"SparseF"},
+    "ddp": {"SparseF", "SparseHead"},
     "zero1_torch": SPARSE | WHOLE,
     "fsdp": SPARSE | WHOLE | {"muon"},
     "fsdp_zero2": SPARSE | WHOLE | {"muon"},
@@ -34,7 +43,7 @@ REFUSED = {
     | FLAT
     | NOT_FP32
     | {*POST_HOOKS, "counting", "Empty", "EmptyRank", "FrozenEmpty", "Rotation", *WRITES},
-    "1f1b": SPARSE | WHOLE | set(WRITES),
+    "1f1b": {"SparseShared"} | WHOLE | set(WRITES),
     "tensor": SPARSE | WHOLE | {"lars", "muon", *HOOKS, *POST_HOOKS},
     "ddp+offload_disk": SPARSE | WHOLE | {"counting"},
     "oss": SPARSE | WHOLE | NOT_FP32,

@@ -428,6 +428,31 @@ class SparseF(Base):
         return super().forward(x + nn.functional.embedding(index, self.e, sparse=True))
 
 
+class SparseShared(Base):
+    """Two embeddings of one weight: with a cut between them, two stages have its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = (nn.Embedding(10, WIDTH, sparse=True) for _ in range(2))
+        self.f.weight = self.e.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[:, 0] > 0).long()
+        return super().forward(x + self.e(index)) + self.f(index)[:, :4]
+
+
+class SparseHead(Base):
+    """The head takes the weight of an embedding, whose own gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x + self.e((x[:, 0] > 0).long()))
+        return y + 0.1 * nn.functional.linear(y.repeat(1, 4), self.e.weight)[:, :4]
+
+
 class Buffer(Base):
     """A buffer that is not persistent and assigned anew."""
 
