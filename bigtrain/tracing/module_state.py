@@ -192,8 +192,8 @@ def traced_attributes(
             try:
                 watching = _watching_class(type(held.value), held.names(), touched)
                 object.__setattr__(held.value, "__class__", watching)  # of frozen ones, too
-            except TypeError:
-                continue  # a class of C, or one that cannot be derived from
+            except Exception:  # noqa: BLE001 - a class of C, or one that cannot be derived from
+                continue
             attributes -= held.holders
         for name in sorted({name for name, _ in attributes}):
             module = modules[name]
@@ -242,7 +242,8 @@ def _watching_class(
             touched(names[key], True)  # noqa: FBT003
         base.__delattr__(self, key)
 
-    own = {"__getattribute__": get, "__setattr__": put, "__delattr__": remove}
+    own: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    own |= {"__getattribute__": get, "__setattr__": put, "__delattr__": remove}
     made: type = type(base)(base.__name__, (base,), own)
     return made
 

@@ -22,12 +22,14 @@ from support.cut_runs import (
     stages_of,
 )
 from support.cutting_configured import (
+    CheckedSettings,
     Configured,
     ConfiguredEarly,
     ConfiguredFrozen,
     ConfiguredMapping,
     ConfiguredNamespace,
     ConfiguredTaken,
+    Settings,
 )
 from support.cutting_nets import CASES, Case, Language, linear, rows, words
 from support.cutting_odd_nets import Cached, Constants, Counting, Recurrent, ValueDependent
@@ -164,9 +166,10 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
     assert any(why in reason for reason in refused.values()), refused
 
 
-def test_a_configuration_of_all_layers_is_cut_where_nobody_needs_what_changes_of_it() -> None:
+@pytest.mark.parametrize("make", [Settings, CheckedSettings])
+def test_a_configuration_is_cut_where_nobody_needs_what_changes_of_it(make: Any) -> None:
     """transformers' classifiers settle `config.problem_type` in the last code of the first pass."""
-    _, rehearsal, batches = rehearsed(Case(Configured, rows))
+    _, rehearsal, batches = rehearsed(Case(lambda: Configured(make), rows))
     points, refused = common_points(rehearsal, batches[0])
     assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
     assert rehearsal.fake_model.get_submodule("").config.kind is None  # left as it was

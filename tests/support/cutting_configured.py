@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import BaseModel
 from support.cutting_odd_nets import linear
 from torch import Tensor, nn
 
@@ -20,6 +21,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class FrozenSettings:
+    scale: float = 2.0
+    kind: str | None = None
+
+
+class CheckedSettings(BaseModel):
+    """One of pydantic's, whose class is made by a class of its own."""
+
     scale: float = 2.0
     kind: str | None = None
 
