@@ -65,7 +65,7 @@ class DDP(Strategy):
         return Traits(
             averaging_bucket=self.bucket_size,
             finds_unused=self.find_unused_parameters,
-            cannot_hold=frozenset({"sparse_calls"}),  # DDP asks the modules
+            cannot_hold=frozenset({"sparse_calls", "sparse_and_dense"}),  # DDP asks the modules
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:

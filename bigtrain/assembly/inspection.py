@@ -6,6 +6,7 @@ an engine would lose or end at is refused by name, with a strategy that holds it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from bigtrain.checkpoint.layout import DTYPE_CODES
 from bigtrain.core.registry import make_technique
 from bigtrain.core.state import NOT_JSON, as_json, extra_modules
 from bigtrain.core.strategy import Plan
-from bigtrain.core.traits import Oddity
+from bigtrain.core.traits import SPARSE, Oddity
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import RoleConfig
 from bigtrain.models.blocks import find_blocks, independent_blocks
@@ -98,6 +99,7 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
         refused |= {"writes_trained"}
     if plan.dp > 1:
         refused |= {"writes_from_batch"}
+        refused |= SPARSE if plan.pp > 1 else frozenset()  # stages are averaged in flat buckets
     return refused
 
 
@@ -108,6 +110,7 @@ def found_in(model: nn.Module) -> Iterator[Found]:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for name, p in model.named_parameters():
         trained, exact = p.requires_grad, p.is_floating_point() or p.is_complex()
         if p._backward_hooks:
@@ -116,8 +119,10 @@ def found_in(model: nn.Module) -> Iterator[Found]:
             what = "has a hook on its gradient (register_post_accumulate_grad_hook)"
             yield Found("accumulate_hooks", name, what)
         if id(p) in sparse and trained:
-            fix = "Set sparse=False"
-            yield Found("sparse", name, "has sparse gradients (sparse=True)", fix)
+            fix, what = "Set sparse=False", "has sparse gradients (sparse=True)"
+            yield Found("sparse", name, what, fix)
+            if owners[id(p)] > 1:
+                yield Found("sparse_shared", name, f"is shared, and {what}", fix)
         if p.is_complex():
             what = f"is {_type(p)}"
             yield Found("complex" if trained else "frozen_complex", name, what)
@@ -153,6 +158,9 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
         if name not in sparse:
             fix = "Set sparse=False"
             yield Found("sparse_calls", name, "has sparse gradients (sparse=True)", fix)
+    for name in uses.sparse_and_dense:
+        what = "has sparse gradients (sparse=True) in one use, and dense ones in another"
+        yield Found("sparse_and_dense", name, what, "Set sparse=False")
     units = {name: unit for name, unit in independent_blocks(model) if name}
     unit_of = {
         f"{name}.{inner}": name
@@ -177,10 +185,6 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
             yield Found("writes_gathered", write.name, what, "Write it after the step")
     for name, unit in units.items():
         yield from _of_two_types("mixed_block", unit, name)
-        is_used = any(unit_of.get(parameter) == name for parameter in uses.used)
-        if is_used and name not in uses.called:
-            what = "is never called, but what is in it"
-            yield Found("uncalled_block", name, what, "Call it in the forward pass")
 
 
 def _instead(plan: Plan, oddities: set[Oddity]) -> str:

@@ -12,10 +12,12 @@ from torch import nn
 
 from bigtrain.assembly.inspection import Found, found_in_model, refuse_found
 from bigtrain.assembly.optimizer_check import check_kind
+from bigtrain.core.state import first_names
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.whole import WholeOptimizer, whole_optimizer
-from bigtrain.tracing.parameter_uses import parameter_uses
+from bigtrain.tracing.parameter_uses import ParameterUses, parameter_uses
 from bigtrain.tracing.routes import Routes, find_routes
 
 
@@ -41,28 +43,52 @@ class ModelChecks:
         check_kind(self._optimizer, plan)
         refuse_found(plan, self._found)
         replicate = plan.techniques.get("replicate")
-        if plan.dp == 1 or replicate is None or not self.routes_of(plan).vary:
+        if self._workload.example is None or replicate is None:
             return plan, ()
-        technique, line = replicate.meet_routes(self._routes, plan)
-        if technique is not replicate:
-            plan = replace(plan, techniques={**plan.techniques, "replicate": technique})
-        return plan, (line,) if line else ()
+        notes = []
+        if self._only_used and plan.replicate.moves_parameters and plan.replicate.engine == "torch":
+            notes.append(
+                f"{first_names(self._only_used)}: used, and never called: gathered with the "
+                "nearest module around that is called"
+            )
+        routes = self.routes_of(plan)
+        if routes.vary:
+            technique, line = replicate.meet_routes(routes, plan)
+            notes += [line] if line else []
+            if technique is not replicate:
+                plan = replace(plan, techniques={**plan.techniques, "replicate": technique})
+        return plan, tuple(notes)
 
     def routes_of(self, plan: Plan) -> Routes:
         """What some passes call and others do not, where that matters to a plan."""
-        return Routes() if plan.dp == 1 or self._workload.example is None else self._routes
+        if self._workload.example is None:
+            return Routes()
+        called, only_used = self._uses.called, self._only_used
+        if plan.dp == 1:
+            return Routes(called=called, only_used=only_used)
+        found = self._routes
+        return replace(found, called=found.called or called, only_used=only_used)
 
     @cached_property
     def _optimizer(self) -> WholeOptimizer:
         return whole_optimizer(self._workload.make_optimizer, self._workload.model)
 
     @cached_property
+    def _uses(self) -> ParameterUses:
+        if self._passes_of is self._workload.model:
+            return self._workload.parameter_uses or ParameterUses()
+        return parameter_uses(self._passes_of, self._workload.micro_batch) or ParameterUses()
+
+    @cached_property
+    def _only_used(self) -> tuple[str, ...]:
+        return tuple(self._uses.only_used(independent_blocks(self._passes_of)))
+
+    @cached_property
     def _found(self) -> tuple[Found, ...]:
-        model, example = self._workload.model, self._workload.example
-        if self._passes_of is model:
-            return found_in_model(model, self._workload.parameter_uses)
-        uses = None if example is None else parameter_uses(self._passes_of, example)
-        return (*found_in_model(model, None), *found_in_model(self._passes_of, uses))
+        model, has_example = self._workload.model, self._workload.example is not None
+        uses = self._uses if has_example else None
+        found = found_in_model(self._passes_of, uses)
+        return found if self._passes_of is model else (*found_in_model(model, None), *found)
 
     @cached_property
     def _routes(self) -> Routes:

@@ -75,12 +75,39 @@ class GradientHooks:
                 # All ranks have the same, so nothing is sent.
                 own = distribute_tensor(changed, mesh, placements, src_data_rank=None)
                 gradient.to_local().copy_(own.to_local())
+                if name in self._after:
+                    self._run_on_whole(name, parameter, changed)
                 continue
             changed = self.changed(name, gradient)
             if changed is not gradient:
                 gradient.copy_(changed)
             for hook in _in_order(self._after.get(name)):
                 hook(parameter)
+
+    def _run_on_whole(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Run what comes after a gradient is added up on a parameter that is put together.
+
+        What the hooks have made of its gradient and its values goes into the shards. What they
+        leave as it is stays untouched there: they may have had the model's own parameter at hand.
+        """
+        shards: Any = parameter.data
+        whole: Any = nn.Parameter(shards.full_tensor(), requires_grad=parameter.requires_grad)
+        whole.grad = gradient
+        held = [(shards.to_local(), shards.to_local().clone())]
+        if isinstance(parameter.grad, DTensor):
+            own = parameter.grad.to_local()
+            held.append((own, own.clone()))
+        for hook in _in_order(self._after[name]):
+            hook(whole)
+        if whole.grad is None:
+            parameter.grad = None
+        for (target, before), tensor in zip(held, (whole.data, whole.grad), strict=False):
+            if tensor is None:
+                continue
+            mesh, placements = shards.device_mesh, shards.placements
+            dealt = distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local()
+            if not torch.equal(dealt, before):
+                target.copy_(dealt)
 
     def changed(self, name: str, gradient: Tensor) -> Tensor:
         """What the hooks of a parameter make of its whole gradient."""

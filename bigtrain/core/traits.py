@@ -19,6 +19,8 @@ Oddity = Literal[
     "accumulate_hooks",
     "sparse",
     "sparse_calls",
+    "sparse_shared",
+    "sparse_and_dense",
     "complex",
     "frozen_complex",
     "scalars",
@@ -28,7 +30,6 @@ Oddity = Literal[
     "not_fp32",
     "mixed",
     "mixed_block",
-    "uncalled_block",
     "writes",
     "writes_trained",
     "writes_from_batch",
@@ -37,8 +38,9 @@ Oddity = Literal[
 ]
 """What a model may have that not every engine holds; see `assembly.inspection`."""
 
-SPARSE: frozenset[Oddity] = frozenset({"sparse", "sparse_calls"})
-"""Sparse gradients: of a module that says so, or of a call that nothing says beforehand."""
+SPARSE: frozenset[Oddity] = frozenset({"sparse", "sparse_calls", "sparse_shared"})
+"""Sparse gradients: of a module that says so, of a call that nothing says beforehand, or of a
+parameter that other modules have, too."""
 
 StageRecompute = Literal["never", "except_last", "always"]
 """Which micro-batches a stage computes again for their backward pass."""

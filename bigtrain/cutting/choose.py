@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,10 +76,13 @@ def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, request: CutRequ
         request: stages, and what they may take.
 
     Raises:
-        ConfigError: it cannot be cut so; with the names, the reasons and the fix.
+        ConfigError: it cannot be cut so, or in fewer stages; with the names, the reasons and the
+            fix.
     """
     trace, _ = rehearsal.trace(micro_batch, training=True)
     points = _common(trace, rehearsal, micro_batch)
+    if not request.at and request.stages > len(points) + 1:
+        raise _too_few(trace, points, request.stages)
     pieces = _pieces(trace, points, request.rates)
     if request.at:
         chosen = _named(trace, points, request)
@@ -122,6 +126,27 @@ def _common(found: ForwardTrace, rehearsal: TracedModel, micro_batch: MicroBatch
     other, _ = rehearsal.trace(micro_batch, training=False)
     there = {(point.name, point.number) for point in legal_points(other)[0]}
     return [point for point in points if (point.name, point.number) in there]
+
+
+def _too_few(trace: ForwardTrace, points: Sequence[CutPoint], stages: int) -> ConfigError:
+    """What there is to be said of a model that has fewer places for a cut than are asked for."""
+    _, refused = legal_points(trace)
+    reasons = Counter(refused.values()).most_common(2)
+    first = {reason: next(n for n in refused if refused[n] == reason) for reason, _ in reasons}
+    why = "".join(
+        f" None can stand before {first[reason]!r}"
+        f"{f' and {number - 1} others' if number > 1 else ''}: {reason}."
+        for reason, number in reasons
+    )
+    fix = (
+        f"Use mesh.pp={len(points) + 1}, or fewer stages on each rank."
+        if points
+        else "Use a strategy without a cut."
+    )
+    return ConfigError(
+        f"strategy.cut: {stages} stages, and the model can be cut at {len(points)} places: at "
+        f"most {len(points) + 1} stages.{why} {fix}"
+    )
 
 
 def _pieces(trace: ForwardTrace, points: Sequence[CutPoint], rates: DeviceRates) -> AtomicUnits:

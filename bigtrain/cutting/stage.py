@@ -9,7 +9,7 @@ and skip connections are those of the user's code.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -183,6 +183,7 @@ class Stage(nn.Module):
         script = self._of(micro_batch)
         inputs = _own(micro_batch.inputs, script.copied)
         stage_pass = _Run(script, self.index, wires, inputs, self._device, self.crossings)
+        stage_pass.functions.named = self.named_parameters
         try:
             with (
                 placeholder_phase(),
@@ -290,20 +291,23 @@ class _Run:
         self._note(event, leaves)
         return output
 
-    def function(self, leaves: list[Tensor]) -> None:
+    def function(self, leaves: list[Tensor], used: Callable[[], str]) -> None:
         """A function of torch has returned tensors to the code of the spine."""
-        event = self._count_event(tuple(tuple(leaf.shape) for leaf in leaves))
+        event = self._count_event(tuple(tuple(leaf.shape) for leaf in leaves), used)
         self._note(event, leaves)
 
-    def _count_event(self, what: tuple[object, ...]) -> int:
-        """Count an event; it must be the one that the rehearsal saw."""
+    def _count_event(self, what: tuple[object, ...], used: Callable[[], str] = str) -> int:
+        """Count an event; it must be the one that the rehearsal saw.
+
+        `used` names the parameters that it is computed with.
+        """
         event, expected = self._event, self._script.expected
         if event >= len(expected) or expected[event] != what:
             expected_event = expected[event] if event < len(expected) else ("the end",)
             raise ConfigError(
                 f"strategy.cut: stage {self._index} takes another way through the model than its "
-                f"rehearsal: at step {event} it comes to {what} instead of {expected_event}. "
-                f"{_SAME_WAY}"
+                f"rehearsal: at step {event} it comes to {what}{used()} instead of "
+                f"{expected_event}. {_SAME_WAY}"
             )
         self._event += 1
         return event
@@ -403,14 +407,21 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._run = run
         self._off = False
+        self.named: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple
+        """Gives the parameters of the stage by name, where there is something to complain of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._off and not is_apart():
             leaves = returned_tensors(result)
             if leaves:
-                self._run.function(leaves)
+                self._run.function(leaves, lambda: self._used(args, kwargs))
         return result
+
+    def _used(self, *given: Any) -> str:
+        ids = {id(tensor) for tensor in tree_tensors(given)}
+        names = [name for name, parameter in self.named() if id(parameter) in ids]
+        return f", computed with {', '.join(names)}," if names else ""
 
     @contextmanager
     def paused(self) -> Iterator[None]:

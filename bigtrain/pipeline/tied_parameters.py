@@ -63,6 +63,8 @@ class TiedGradients:
         for shared in self._shared:
             if shared.parameter.grad is None:
                 shared.parameter.grad = torch.zeros_like(shared.parameter)
+            elif shared.parameter.grad.layout is not torch.strided:  # of other rows on each rank
+                shared.parameter.grad = shared.parameter.grad.to_dense()
             own_gradient = local_tensor(shared.parameter.grad).detach()
             total = self._sum(own_gradient.contiguous(), shared.owners)
             shared.parameter.grad = as_dtensor_like(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -123,7 +123,7 @@ class BlockTickRecorder:
         return dict(sorted(found, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
-        """What is in no block, from the first moment of a pass to the last.
+        """What is in no block that is called, from the first moment of a pass to the last.
 
         Its forward pass ends with the model's, before the loss. Its backward pass begins when the
         gradient of the model's output is there: what the loss does by itself comes before.
@@ -131,7 +131,15 @@ class BlockTickRecorder:
         moments = self.ticks(_ALL, start, stop)
         begins = min(moments.get("backward begins", [start]))
         ends = max(moments.get("forward ends", [stop]))
-        return _block_ticks(self._rest, (start, ends), (begins, stop))
+        rest = [*self._rest, *self._only_used(start, stop)]
+        return _block_ticks(rest, (start, ends), (begins, stop))
+
+    def _only_used(self, start: int, stop: int) -> Iterator[nn.Parameter]:
+        """Parameters of blocks that a pass trains without calling them, by methods for example."""
+        for name in self.names:
+            moments = self.ticks(name, start, stop)
+            if "forward begins" not in moments and "parameter's gradient" in moments:
+                yield from self._modules[name].parameters()
 
     def loss_ticks(self, start: int, turn: int) -> int:
         """How many ticks of a forward pass come after the model's own."""

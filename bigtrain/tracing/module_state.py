@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -18,9 +19,25 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 Attribute = tuple[str, str]
-"""A module's name, and its attribute's."""
+"""A module's name, and its attribute's; `config.kind` for a field of an object that it holds."""
 TABLES = ("_parameters", "_buffers", "_modules")
 UNTRACED = {*TABLES, "_compiled_call_impl", "training"}
+
+
+@dataclass
+class ChangedObject:
+    """An object that modules hold, and what of it changes in a forward pass."""
+
+    value: Any
+    fields: set[str]
+    """Empty for a list or a mapping."""
+    holders: set[Attribute]
+    """All that hold it."""
+
+    def names(self) -> dict[str, Attribute]:
+        """What each field is called, behind the first that holds the object."""
+        owner, key = min(self.holders)
+        return {field: (owner, f"{key}.{field}") for field in self.fields}
 
 
 class ModuleSnapshot:
@@ -46,6 +63,30 @@ class ModuleSnapshot:
                 if not _same(current[key], value) or not _same_all(_contents(value), contents):
                     changed_attributes.add((name, key))
         return changed_attributes
+
+    def changed_objects(self) -> list[ChangedObject]:
+        """The objects, lists and mappings that modules hold, and of which the contents changed.
+
+        A configuration is held by many modules and read by all of them, and a field of it
+        that changes often by one: so fields are told apart. What a module holds no longer is
+        not among them.
+        """
+        found: dict[int, ChangedObject] = {}
+        for name, key in sorted(self.changed()):
+            value, before = self._held[name].get(key, (None, None))
+            contents = _contents(value)
+            if contents is None or dict(_attributes(self._modules[name])).get(key) is not value:
+                continue
+            entry = found.setdefault(id(value), ChangedObject(value, set(), set()))
+            entry.holders.add((name, key))
+            if fields_of(value) is not None:
+                gone = {field for field in before if field not in contents}
+                entry.fields |= gone | {
+                    field
+                    for field in contents
+                    if field not in before or not _same(before[field], contents[field])
+                }
+        return list(found.values())
 
     def restore(self) -> None:
         """Put all back."""
@@ -79,8 +120,18 @@ def _contents(value: Any) -> Any:
         return list(value)
     if isinstance(value, dict):
         return dict(value)
-    fields = getattr(value, "__dict__", None)
-    return dict(fields) if isinstance(fields, dict) and not callable(value) else None
+    return fields_of(value)
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """A copy of the fields of a plain object; None for what has none, and for tensors and types."""
+    if isinstance(value, (Tensor, nn.Module, type, list, set, tuple, dict)) or callable(value):
+        return None
+    try:
+        fields = object.__getattribute__(value, "__dict__")  # unseen by those who watch reads
+    except AttributeError:
+        return None
+    return dict(fields) if isinstance(fields, dict) else None
 
 
 def _refill(value: Any, contents: Any) -> None:
@@ -109,47 +160,91 @@ def _same_all(one: Any, other: Any) -> bool:
 
 @contextmanager
 def traced_attributes(
-    model: nn.Module, attributes: set[Attribute], touched: Callable[[Attribute], None]
+    model: nn.Module,
+    attributes: set[Attribute],
+    objects: Sequence[ChangedObject],
+    touched: Callable[[Attribute, bool], None],
 ) -> Iterator[None]:
     """Say so whenever one of these attributes is read or written, inside of a `with` block.
+
+    Args:
+        model: whose modules hold them.
+        attributes: of modules.
+        objects: of which fields are watched in place of the attributes that hold them. Where
+            an object's class allows no watching, these attributes are watched instead.
+        touched: is called with the attribute, or with a field's name behind its holder's, and
+            with whether it is written.
 
     Raises:
         ConfigError: a module's class allows no watching.
     """
     modules = dict(model.named_modules())
-    classes: list[tuple[nn.Module, type]] = []
+    classes: list[tuple[Any, type]] = []
+    attributes = set(attributes)
+    called: dict[Attribute, Attribute] = {}
+    """What several modules hold bears one name."""
     try:
+        for held in objects:
+            called |= dict.fromkeys(held.holders, min(held.holders))
+            if not held.fields:
+                continue
+            classes.append((held.value, type(held.value)))
+            try:
+                watching = _watching_class(type(held.value), held.names(), touched)
+                object.__setattr__(held.value, "__class__", watching)  # of frozen ones, too
+            except Exception:  # noqa: BLE001 - a class of C, or one that cannot be derived from
+                continue
+            attributes -= held.holders
         for name in sorted({name for name, _ in attributes}):
             module = modules[name]
-            keys = {key for owner, key in attributes if owner == name}
+            own = {
+                key: called.get((name, key), (name, key)) for at, key in attributes if at == name
+            }
             classes.append((module, type(module)))
             try:
-                module.__class__ = _watching_class(type(module), name, keys, touched)
+                module.__class__ = _watching_class(type(module), own, touched)
             except TypeError as error:
                 raise ConfigError(
-                    f"strategy.cut: the forward pass changes {sorted(keys)} of {name!r}, and who "
+                    f"strategy.cut: the forward pass changes {sorted(own)} of {name!r}, and who "
                     f"reads it cannot be watched ({error}). Use a strategy without a cut."
                 ) from error
         yield
     finally:
-        for module, original in classes:
-            module.__class__ = original
+        for value, original in classes:
+            if type(value) is not original:
+                object.__setattr__(value, "__class__", original)
 
 
 def _watching_class(
-    base: Any, name: str, keys: set[str], touched: Callable[[Attribute], None]
+    base: Any, names: Mapping[str, Attribute], touched: Callable[[Attribute, bool], None]
 ) -> type:
+    """A class whose objects tell of each use of some names; of all, where an object is taken apart.
+
+    A module's own `__dict__` is read at every turn by torch, and is not among them.
+    """
+    apart = not issubclass(base, nn.Module)
+
     def get(self: Any, key: str) -> Any:
-        if key in keys:
-            touched((name, key))
+        if key in names:
+            touched(names[key], False)  # noqa: FBT003
+        elif apart and key == "__dict__":
+            for name in names.values():
+                touched(name, True)  # noqa: FBT003
         return base.__getattribute__(self, key)
 
     def put(self: Any, key: str, value: Any) -> None:
-        if key in keys:
-            touched((name, key))
+        if key in names:
+            touched(names[key], True)  # noqa: FBT003
         base.__setattr__(self, key, value)
 
-    made: type = type(base)(base.__name__, (base,), {"__getattribute__": get, "__setattr__": put})
+    def remove(self: Any, key: str) -> None:
+        if key in names:
+            touched(names[key], True)  # noqa: FBT003
+        base.__delattr__(self, key)
+
+    own: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    own |= {"__getattribute__": get, "__setattr__": put, "__delattr__": remove}
+    made: type = type(base)(base.__name__, (base,), own)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,11 +37,25 @@ class ParameterUses:
 
     writes: tuple[Write, ...] = ()
     sparse: tuple[str, ...] = ()
-    """Parameters whose gradients will be sparse."""
+    """Parameters whose gradients will be sparse, in one of their uses at least."""
+    sparse_and_dense: tuple[str, ...] = ()
+    """Of these, those that are used otherwise, too: what comes together is dense."""
     called: frozenset[str] = frozenset()
     """Modules whose forward pass ran."""
     used: frozenset[str] = frozenset()
     """Parameters that some operation was given."""
+
+    def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
+        """Of some modules those that are never called, and of which parameters are used.
+
+        Their methods are called, or modules inside them, or their parameters are taken.
+        """
+        return [
+            name
+            for name, module in named
+            if name not in self.called
+            and any(f"{name}.{inner}" in self.used for inner, _ in module.named_parameters())
+        ]
 
 
 def parameter_uses(model: nn.Module, example: MicroBatch) -> ParameterUses | None:
@@ -69,9 +83,11 @@ def _seen(model: nn.Module, example: MicroBatch, device: torch.device) -> Parame
         module.register_forward_hook(watch.leave, always_call=True)
     with watch:
         twin.train()(batch.inputs)
+    sparse = tuple(dict.fromkeys(watch.sparse))
     return ParameterUses(
         tuple(watch.writes),
-        tuple(dict.fromkeys(watch.sparse)),
+        sparse,
+        tuple(name for name in sparse if name in watch.dense),
         frozenset(watch.called),
         frozenset(watch.used),
     )
@@ -91,6 +107,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.used: set[str] = set()
         self.writes: list[Write] = []
         self.sparse: list[str] = []
+        self.dense: set[str] = set()
+        """Parameters that get another gradient than of an embedding with sparse ones."""
 
     def enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         self._inside.append(name)
@@ -103,7 +121,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = tree_tensors((args, kwargs))
-        self.used |= {self._held[_place(t)] for t in given if _place(t) in self._held}
+        names = {self._held[_place(t)] for t in given if _place(t) in self._held}
+        self.used |= names
         pure = all(_place(tensor) in self._pure for tensor in given)
         for tensor in _written(func, args, kwargs):
             name = self._held.get(_place(tensor))
@@ -114,15 +133,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep += made
             self._pure.update(map(_place, made))
         places = _EMBEDDINGS.get(func._schema.name)
-        if places is not None:
+        if places is None:
+            if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
+                self.dense |= names
+        else:
             values = dict(enumerate(args)) | {
                 number: kwargs[argument.name]
                 for number, argument in enumerate(func._schema.arguments)
                 if argument.name in kwargs
             }
             weight, is_sparse = values[places[0]], values.get(places[1], False)
-            if is_sparse and _place(weight) in self._held:
-                self.sparse.append(self._held[_place(weight)])
+            if _place(weight) in self._held:
+                name = self._held[_place(weight)]
+                self.sparse.append(name) if is_sparse else self.dense.add(name)
         return result
 
 

@@ -42,6 +42,8 @@ class Routes:
     """What makes the ways of two ranks differ; None where all take the same, if not always."""
     called: frozenset[str] = frozenset()
     """Modules that every pass calls, and equally often."""
+    only_used: tuple[str, ...] = ()
+    """Blocks that no pass calls, though it uses their parameters: see `ParameterUses`."""
 
     @property
     def differ(self) -> bool:
@@ -63,6 +65,10 @@ class Routes:
     def has(self, name: str) -> bool:
         """Whether a module of this name is one of those that some passes call, or inside one."""
         return any(f"{name}.".startswith(f"{module}.") for module in self.modules)
+
+    def calls(self, name: str) -> bool:
+        """Whether every pass calls a module, as far as passes show."""
+        return name not in self.only_used and not (self.differ and self.has(name))
 
 
 @dataclass

@@ -7,7 +7,7 @@ functions and operations are watched at three heights.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -32,8 +32,10 @@ from bigtrain.tracing.call_hooks import (
 )
 from bigtrain.tracing.module_state import (
     Attribute,
+    ChangedObject,
     ModuleSnapshot,
     constant_tensors,
+    fields_of,
     refuse_host_randomness,
     traced_attributes,
 )
@@ -74,8 +76,9 @@ def trace_forward(
             output = _record(recorder, model, run, mode, around)
         changed = snapshot.changed()
         if changed:
+            objects = snapshot.changed_objects()
             snapshot.restore()
-            _watch_state(recorder, model, (run, mode, inputs, around), changed)
+            _watch_state(recorder, model, (run, mode, inputs, around), changed, objects)
     finally:
         snapshot.restore()
     for index in recorder.ids_of(output):
@@ -113,7 +116,11 @@ def _record(
 
 
 def _watch_state(
-    recorder: _Recorder, model: nn.Module, setup: tuple[Any, Any, Any, Any], changed: set[Attribute]
+    recorder: _Recorder,
+    model: nn.Module,
+    setup: tuple[Any, Any, Any, Any],
+    changed: set[Attribute],
+    objects: Sequence[ChangedObject],
 ) -> None:
     """Run twice more, the second time with what the first has left, and see who reads it.
 
@@ -122,26 +129,33 @@ def _watch_state(
     """
     run, mode, inputs, around = setup
     touches: dict[Attribute, list[tuple[int, int]]] = {}
+    written: set[Attribute] = set()
     recorders = []
     for _ in range(2):
         repeat = _Recorder(model, inputs)
 
-        def touched(attribute: Attribute, to: _Recorder = repeat) -> None:
+        def touched(attribute: Attribute, writes: bool, to: _Recorder = repeat) -> None:  # noqa: FBT001
             touches.setdefault(attribute, []).append((to.clock, to.frame))
+            written.update({attribute} if writes else ())
 
-        with traced_attributes(model, changed, touched), refuse_host_randomness():
+        with traced_attributes(model, changed, objects, touched), refuse_host_randomness():
             _record(repeat, model, run, mode, around)
         recorders.append(repeat)
     first, second = (repeat.signatures() for repeat in recorders)
     for index, call in enumerate(recorder.calls):
         if first.get((call.name, call.number)) != second.get((call.name, call.number)):
-            recorder.sealed[index] = f"{call.name!r} does other things from call to call"
+            recorder.sealed[index] = f"{_named(call)} does other things from call to call"
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
         label = f"{name}.{key}" if name else key
         if first != second:  # ticks differ: take the calls around, as they were the first time
             ticks = [edge for _, frame in touched_at for edge in _edges(recorder, frame, recorders)]
         recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(repr(label))))
+    for held in objects:
+        for owner, key in held.names().values():
+            if (owner, key) not in written and not held.holders & {*touches}:
+                label = f"{owner}.{key}" if owner else key  # written past its class: nobody saw it
+                recorder.whole.append(UncuttableRange(0, END_OF_PASS, _CHANGES.format(repr(label))))
 
 
 def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple[int, int]:
@@ -368,6 +382,10 @@ class _Recorder:
         )
 
 
+def _named(call: ModuleCall) -> str:
+    return repr(call.name) if call.name else "the model's own code"
+
+
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
@@ -420,8 +438,8 @@ def container_contents(structure: Any) -> list[object]:
             for key, item in value.items():
                 entries.append(str(key))
                 collect(item)
-        elif not isinstance(value, (Tensor, nn.Module, type)) and not callable(value):
-            for key, item in getattr(value, "__dict__", {}).items():
+        else:
+            for key, item in (fields_of(value) or {}).items():
                 entries.extend((key, id(item)))
 
     collect(structure)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import CutTraits
+from bigtrain.core.traits import SPARSE, CutTraits, Oddity
 from bigtrain.costs.rank_replay import RankActions
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.in_flight import in_flight_by_stage
@@ -32,7 +32,10 @@ class TorchPipeline(Pipeline):
     @cached_property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
-        return replace(super().traits, splits_backward=self.schedule in SPLIT_BACKWARD_SCHEDULES)
+        splits = self.schedule in SPLIT_BACKWARD_SCHEDULES
+        # Whole backward passes leave a stage's gradients as autograd makes them.
+        sparse = SPARSE if splits else frozenset[Oddity]({"sparse_shared"})
+        return replace(super().traits, splits_backward=splits, cannot_hold=sparse | {"writes"})
 
     def check(self, plan: Plan) -> None:
         """Refuse no pp axis, micro-batches that do not suit, a torch that gets gradients wrong."""

@@ -22,13 +22,13 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 MESSAGES = {
     ("Sparse", "fsdp"): r"e\.weight has sparse gradients .*strategy fsdp.*--strategy ddp",
     ("SparseF", "ddp"): r"e has sparse gradients .*Set sparse=False, or use --strategy single",
+    ("SparseHead", "ddp"): r"e\.weight has sparse gradients .* in one use, and dense .*Set sparse",
     ("Teacher", "zero3"): r"t\.weight is written in place in the forward pass.*--strategy fsdp",
     ("Complex", "zero2"): r"f is complex64, which strategy zero2 .*--strategy fsdp",
     ("Mixed", "zero2"): r"s is trained in float64, .*--strategy fsdp",
     ("Mixed", "oss"): r"float64, which strategy oss cannot hold.*--strategy fsdp",
     ("Empty", "zero3"): r"e\.weight has no elements \(\[0, 16\]\).*--strategy fsdp",
-    ("PostHook", "fsdp"): r"b\.bias has a hook .*post_accumulate.*--strategy zero1_torch",
-    ("Methods", "fsdp"): r"core is never called, .*--strategy zero1_torch",
+    ("PostHook", "zero2"): r"b\.bias has a hook .*post_accumulate.*--strategy fsdp",
     ("TensorExtra", "ddp"): r"_extra_state: get_extra_state gives a Tensor .*JSON",
 }
 
@@ -81,6 +81,16 @@ def test_a_write_that_follows_from_the_batch_is_refused_on_replicas():
     with pytest.raises(ConfigError, match=r"mean is written .*own part of the batch"):
         inspect(Codebook(), "ddp")
     inspect(Codebook(), "single", 1)
+
+
+def test_sparse_gradients_of_stages_are_held_where_nothing_averages_or_shares_them():
+    inspect(make_net("Sparse"), "1f1b")
+    with pytest.raises(ConfigError, match=r"e\.weight is shared, and has sparse .*1f1b"):
+        inspect(make_net("SparseShared"), "1f1b")
+    with pytest.raises(ConfigError, match=r"e\.weight has sparse gradients .*1f1b\+ddp"):
+        inspect(make_net("Sparse"), "1f1b+ddp", 4, **{"mesh.pp": 2})
+    with pytest.raises(ConfigError, match=r"e\.weight has sparse gradients"):
+        inspect(make_net("Sparse"), "zero_bubble")
 
 
 def test_types_that_no_checkpoint_holds_are_refused():

@@ -21,10 +21,21 @@ from support.cut_runs import (
     rehearsed,
     stages_of,
 )
+from support.cutting_configured import (
+    CheckedSettings,
+    Configured,
+    ConfiguredEarly,
+    ConfiguredFrozen,
+    ConfiguredMapping,
+    ConfiguredNamespace,
+    ConfiguredTaken,
+    Settings,
+)
 from support.cutting_nets import CASES, Case, Language, linear, rows, words
 from support.cutting_odd_nets import Cached, Constants, Counting, Recurrent, ValueDependent
 from torch import Tensor, nn
 
+from bigtrain.cutting.choose import CutRequest, choose_cut
 from bigtrain.cutting.cut import cut_at
 from bigtrain.cutting.cut_points import legal_points
 from bigtrain.cutting.placeholder import PlaceholderTensor, placeholder_like
@@ -139,6 +150,11 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
     [
         (Cached, {"writer", "head", "head.1", "head.2"}, "read after it by another module"),
         (Counting, {"last", "last.1"}, r"what changes in 'scaled.calls' is needed"),
+        (ConfiguredEarly, {"head"}, "what changes in 'config.kind' is needed"),
+        (ConfiguredTaken, {"head"}, "what changes in 'config.kind' is needed"),
+        (ConfiguredFrozen, set(), "what changes in 'config.kind' is needed"),
+        (ConfiguredNamespace, {"head"}, "what changes in 'config' is needed"),
+        (ConfiguredMapping, {"writer", "head"}, "what changes in 'reader.seen' is needed"),
     ],
 )
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
@@ -148,6 +164,15 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
     points, refused = common_points(rehearsal, batches[0])
     assert {point.name for point in points} <= offered
     assert any(why in reason for reason in refused.values()), refused
+
+
+@pytest.mark.parametrize("make", [Settings, CheckedSettings])
+def test_a_configuration_is_cut_where_nobody_needs_what_changes_of_it(make: Any) -> None:
+    """transformers' classifiers settle `config.problem_type` in the last code of the first pass."""
+    _, rehearsal, batches = rehearsed(Case(lambda: Configured(make), rows))
+    points, refused = common_points(rehearsal, batches[0])
+    assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
+    assert rehearsal.fake_model.get_submodule("").config.kind is None  # left as it was
 
 
 def drawn(model: nn.Module, x: Tensor) -> Tensor:
@@ -207,6 +232,56 @@ def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     stage = stages_of(cut, model)[0].train()
     with pytest.raises(ConfigError, match="another way through the model than its rehearsal"):
         stage(micro_batch=batch(rows()), scale=1.0)
+
+
+def gained_later(model: Any, x: Tensor) -> Tensor:
+    Steps.taken += 1
+    return x * model.gain if Steps.taken > 3 else x
+
+
+def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
+    Steps.taken = 0
+    model = Chain(gained_later)
+    model.gain = nn.Parameter(torch.ones(8))
+    model = model.double()
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = rehearsal.trace(batch(rows()), training=True)
+    call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
+    cut = cut_at(found, [call], rehearsal)
+    Steps.taken = 10
+    stage = stages_of(cut, model)[0].train()
+    with pytest.raises(ConfigError, match=r"it comes to .*, computed with gain, instead of \('lay"):
+        stage(micro_batch=batch(rows()), scale=1.0)
+
+
+class Alternates(nn.Module):
+    """Leaves out a layer in every other call, by a count that all of its code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = linear(), linear(), linear()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.first(x)
+        return self.last(self.middle(x) if self.calls % 2 else x)
+
+
+def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
+    _, rehearsal, batches = rehearsed(Case(Alternates, rows))
+    with pytest.raises(ConfigError) as raised:
+        choose_cut(rehearsal, batches[0], CutRequest(2))
+    assert str(raised.value) == (
+        "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. None can "
+        "stand before 'middle' and 1 others: the model's own code does other things from call to "
+        "call. Use a strategy without a cut."
+    )
+    _, rehearsal, batches = rehearsed(Case(Chain, rows))
+    with pytest.raises(
+        ConfigError, match=r"9 stages, .* at 3 places: at most 4 stages\. Use mesh.pp=4, or"
+    ):
+        choose_cut(rehearsal, batches[0], CutRequest(9))
 
 
 class Swallows(nn.Module):

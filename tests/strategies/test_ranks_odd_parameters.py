@@ -10,38 +10,50 @@ from support.ranks import run_ranks
 
 GROUPS = ("by_dim", "by_shape", "by_identity", "by_name", "adagrad", "lars", "some", "noted")
 GROUPS = (*GROUPS, "global", "counting", "muon")
-HOOKS = ("Hook", "MaskHook", "NormHook", "PostHook")
+HOOKS = ("Hook", "MaskHook", "NormHook")
+POST_HOOKS = ("PostHook", "PostNorm", "PostDecay", "PostShrink", "PostDrop")
 STATES = ("Codes", "Bytes", "Mask", "FrozenHalf", "Extra", "InnerExtra", "Buffer", "InnerBuffer")
 SHAPES = ("Scalar", "ScalarBlocks", "FrozenScalar", "Strided", "StridedRect", "Gaps")
 SHAPES = (*SHAPES, "Empty", "EmptyRank", "FrozenEmpty")
-KINDS = ("Complex", "Rotation", "Mixed", "MixedLayer", "Sparse", "SparseBag", "SparseF")
-TREES = ("Namespace", "DeepNamespace", "Methods")
+KINDS = (
+    "Complex",
+    "Rotation",
+    "Mixed",
+    "MixedLayer",
+    "Sparse",
+    "SparseBag",
+    "SparseF",
+    "SparseShared",
+)
+TREES = ("Namespace", "DeepNamespace", "Methods", "InnerMethods", "TakenWeights")
 WRITES = ("Teacher", "LerpTeacher", "Clamp")
 
-SPARSE = {"Sparse", "SparseBag", "SparseF"}
+SPARSE = {"Sparse", "SparseBag", "SparseF", "SparseShared", "SparseHead"}
 WHOLE = {"global"}
 FLAT = {"global", "lars", "muon", "some", "noted"}
 NOT_FP32 = {"Complex", "Mixed", "MixedLayer"}
 REFUSED = {
-    "ddp": {"SparseF"},
+    "ddp": {"SparseF", "SparseHead"},
     "zero1_torch": SPARSE | WHOLE,
-    "fsdp": SPARSE | WHOLE | {"muon", "PostHook", "DeepNamespace", "Methods"},
-    "fsdp_zero2": SPARSE | WHOLE | {"muon", "PostHook", "DeepNamespace", "Methods"},
-    "zero1": SPARSE | FLAT | NOT_FP32 | {"PostHook"},
-    "zero2": SPARSE | FLAT | NOT_FP32 | {"PostHook"},
+    "fsdp": SPARSE | WHOLE | {"muon"},
+    "fsdp_zero2": SPARSE | WHOLE | {"muon"},
+    "zero1": SPARSE | FLAT | NOT_FP32 | {*POST_HOOKS},
+    "zero2": SPARSE | FLAT | NOT_FP32 | {*POST_HOOKS},
     "zero3": SPARSE
     | FLAT
     | NOT_FP32
-    | {"PostHook", "counting", "Empty", "EmptyRank", "FrozenEmpty", "Rotation", *WRITES},
-    "1f1b": SPARSE | WHOLE | set(WRITES),
-    "tensor": SPARSE | WHOLE | {"lars", "muon", *HOOKS},
+    | {*POST_HOOKS, "counting", "Empty", "EmptyRank", "FrozenEmpty", "Rotation", *WRITES},
+    "1f1b": {"SparseShared"} | WHOLE | set(WRITES),
+    "tensor": SPARSE | WHOLE | {"lars", "muon", *HOOKS, *POST_HOOKS},
     "ddp+offload_disk": SPARSE | WHOLE | {"counting"},
     "oss": SPARSE | WHOLE | NOT_FP32,
     "sharded_ddp": SPARSE | WHOLE | NOT_FP32,
 }
 ONE_RUN = {
     "groups": [("Base", name) for name in GROUPS],
-    "parameters": [(name, "sgd") for name in (*HOOKS, *STATES, *SHAPES, *KINDS, *TREES, *WRITES)],
+    "parameters": [
+        (name, "sgd") for name in (*HOOKS, *POST_HOOKS, *STATES, *SHAPES, *KINDS, *TREES, *WRITES)
+    ],
 }
 QUICK = {("zero2", "groups"), ("1f1b", "groups"), ("fsdp", "groups"), ("fsdp", "parameters")}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.cutting_configured import Configured, ConfiguredEarly, ConfiguredTaken
 from support.cutting_odd_nets import (
     WIDTH,
     Appending,
@@ -415,4 +416,7 @@ CASES = {
     "channels last": Case(ChannelsLast, images),
     "convolutions": Case(Convolutions, images),
     "direct use": Case(DirectUse, rows),
+    "configured": Case(Configured, rows),
+    "configured early": Case(ConfiguredEarly, rows),
+    "configured through its dict": Case(ConfiguredTaken, rows),
 }

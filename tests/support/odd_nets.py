@@ -59,6 +59,60 @@ class PostHook(Base):
         self.b.bias.register_post_accumulate_grad_hook(halve)
 
 
+class PostNorm(Base):
+    """A hook after adding up that looks at the whole gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def clip(p: Tensor) -> None:
+            p.grad.mul_(0.01 / (p.grad.norm() + 1e-6))
+
+        self.b.weight.register_post_accumulate_grad_hook(clip)
+
+
+class PostDecay(Base):
+    """Hooks after adding up, one behind the other, that read the values, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def decay(p: Tensor) -> None:
+            p.grad = p.grad + 0.1 * p.detach()
+
+        def halve(p: Tensor) -> None:
+            p.grad.mul_(0.5)
+
+        self.b.weight.register_hook(lambda g: g * 2)
+        self.b.weight.register_post_accumulate_grad_hook(decay)
+        self.b.weight.register_post_accumulate_grad_hook(halve)
+
+
+class PostShrink(Base):
+    """A hook after adding up that changes the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def shrink(p: Tensor) -> None:
+            with torch.no_grad():
+                p.mul_(0.9)
+
+        self.h.bias.register_post_accumulate_grad_hook(shrink)
+
+
+class PostDrop(Base):
+    """A hook after adding up that lets a gradient go: the optimizer leaves the weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def drop(p: Tensor) -> None:
+            p.grad = None
+
+        self.b.weight.register_post_accumulate_grad_hook(drop)
+
+
 class Teacher(Base):
     """An average of weights that forward updates in place."""
 
@@ -374,6 +428,31 @@ class SparseF(Base):
         return super().forward(x + nn.functional.embedding(index, self.e, sparse=True))
 
 
+class SparseShared(Base):
+    """Two embeddings of one weight: with a cut between them, two stages have its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f = (nn.Embedding(10, WIDTH, sparse=True) for _ in range(2))
+        self.f.weight = self.e.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x[:, 0] > 0).long()
+        return super().forward(x + self.e(index)) + self.f(index)[:, :4]
+
+
+class SparseHead(Base):
+    """The head takes the weight of an embedding, whose own gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x + self.e((x[:, 0] > 0).long()))
+        return y + 0.1 * nn.functional.linear(y.repeat(1, 4), self.e.weight)[:, :4]
+
+
 class Buffer(Base):
     """A buffer that is not persistent and assigned anew."""
 
@@ -450,6 +529,44 @@ class Methods(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         core = self.core
         return core.h(torch.tanh(core.b(torch.tanh(core.a(x)))))
+
+
+class InnerMethods(nn.Module):
+    """Blocks of which methods are called, one of them frozen, inside of a module that is called."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(InnerMethods.Block() for _ in range(3))
+            self.blocks[1].requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block.encode(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.h = InnerMethods.Encoder(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.enc(x))
+
+
+class TakenWeights(Base):
+    """The weights of a layer that is never called are taken out of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(self.a(x), self.b.weight, self.b.bias))
+        return self.h(x)
 
 
 NETS: dict[str, type[nn.Module]] = {

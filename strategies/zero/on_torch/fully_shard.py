@@ -62,8 +62,7 @@ class FullySharded(Zero):
             casts_inputs=True,
             optimizer_gets="shards",
             optimizer_sees="shards",
-            cannot_hold=SPARSE
-            | {"accumulate_hooks", "writes_gathered", "mixed_block", "uncalled_block"},
+            cannot_hold=SPARSE | {"writes_gathered", "mixed_block"},
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,

@@ -1,8 +1,9 @@
 """Units of fully_shard where not every rank calls the same modules, or uses the same parameters.
 
 A unit is gathered by all ranks together, so it has to be what all of them call: where only some
-call a module, the nearest one around it that all of them call is the unit. Its gradients are
-reduced by all ranks together, too: one that a rank does not have is zeros there.
+call a module, the nearest one around it that all of them call is the unit; and so where nobody
+calls a block, whose methods or inner modules are used instead. A unit's gradients are reduced by
+all ranks together, too: one that a rank does not have is zeros there.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from bigtrain.tracing.routes import Routes
 def units_of(root: nn.Module, routes: Routes) -> list[tuple[str, nn.Module]]:
     """The modules that are sharded by themselves, what lies inside others first; not the root."""
     blocks = independent_blocks(root)
-    if not routes.differ:
-        return blocks
-    kept = {name: block for name, block in blocks if not routes.has(name)}
+    kept = {name: block for name, block in blocks if routes.calls(name)}
     around: dict[str, nn.Module] = {}
     for name, _ in blocks:
-        if routes.has(name):
+        if name not in kept:
             around.update(_nearest_called(root, name, routes))
     inner_first = sorted(around.items(), key=lambda pair: -pair[0].count("."))
     return [*kept.items(), *((n, m) for n, m in inner_first if n not in kept)]
@@ -36,7 +35,7 @@ def _nearest_called(root: nn.Module, name: str, routes: Routes) -> Iterator[tupl
     while "." in name:
         name = name.rpartition(".")[0]
         module = root.get_submodule(name)
-        if name in routes.called and not routes.has(name) and _is_independent(root, module):
+        if name in routes.called and routes.calls(name) and _is_independent(root, module):
             yield name, module
             return
 

@@ -45,6 +45,19 @@ class Deep(nn.Module):
         return self.head(x) / x.shape[-1]
 
 
+class DeepApart(Deep):
+    """The blocks are never called: their layers are, one by one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            y = x
+            for layer in block:
+                y = layer(y)
+            x = x + y
+        return self.head(x) / x.shape[-1]
+
+
 def recomputed() -> nn.Module:
     return Deep(recompute=True)
 
@@ -141,6 +154,17 @@ def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
     for strategy, (predicted, peak, note) in found.items():
         assert note is None
         assert predicted.bytes == pytest.approx(peak.bytes, rel=0.07), strategy
+
+
+def peaks_apart(context, strategies):
+    return [peaks(context, DeepApart, text(), strategy, {}, adamw) for strategy in strategies]
+
+
+def test_the_peak_is_predicted_where_blocks_are_never_called():
+    """They are gathered with the whole model, and not one by one."""
+    for predicted, peak, note in run_ranks(peaks_apart, 2, ["fsdp", "fsdp_zero2"])[0]:
+        assert note is None
+        assert predicted.bytes == pytest.approx(peak.bytes, rel=0.02)
 
 
 def build_peak(context, strategy):
