@@ -39,7 +39,8 @@ class ReplacedProducts:
                 entered.enter_context(self._noting_views())
             for module in self._modules:
                 module.register_forward_pre_hook(self._before)
-                module.register_forward_hook(self._after)
+                # A block that is computed again stops in its last module.
+                module.register_forward_hook(self._after, always_call=True)
             yield
 
     def together(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int]]]:

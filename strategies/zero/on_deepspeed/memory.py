@@ -110,7 +110,7 @@ def _cut(
         buffers=forecast.states.buffers + bucket,
     )
     prefetch_bytes = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
-    first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)))
+    first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)), size)
     first = backward.with_copies(first, bucket, plan)
     step = _on_flat(profile, plan, _sub_groups(zero, profile, plan))
     if accumulator < 4:  # a sub-group's gradients are converted for its update
@@ -177,6 +177,9 @@ class _Backward:
     """Of each such module the tick from which on it is gone back through."""
     passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """And from which to which tick a forward pass goes through it."""
+    largest: tuple[tuple[int, int, int], ...] = ()
+    """Where modules are not known, as of sections put together: of each block, and of what comes
+    after them, the numbers of its largest parameter, and from when to when it goes forward."""
     again: tuple[tuple[int, int], ...] = ()
     """From when to when blocks are computed again and gone back through."""
 
@@ -193,6 +196,7 @@ class _Backward:
             for was, now in zip(first, later, strict=True)
             if was.kind == "gradients"
         ]
+        pass_number = int(not profile.copies_gradients())
         views = dict(profile.viewed_births)
         phases = profile.passes["first"].phases
         turn = next((t for t, phase in phases if phase == "backward"), phases[-1][0])
@@ -226,7 +230,8 @@ class _Backward:
                 )
                 for ways in profile.module_passes
             ),
-            _again(profile, int(not profile.copies_gradients())),
+            () if profile.module_passes else tuple(_largest(profile, timeline, pass_number)),
+            _again(profile, pass_number),
         )
 
     def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, waits: bool) -> Timeline:
@@ -351,12 +356,13 @@ class _Backward:
             spans.append(Span(copies * padded, "temporary", tick, tick + 1))
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
-    def with_gathered(self, persists: int, ahead: int) -> Timeline:
+    def with_gathered(self, persists: int, ahead: int, width: int) -> Timeline:
         """With the parameter in use whole: that whose gradient is made next.
 
         Args:
             persists: parameters up to so many bytes are whole all the time.
             ahead: bytes that are gathered before their turn.
+            width: bytes of a number of a parameter.
         """
         spans = []
         births = sorted(span.birth for span in self.timeline.spans)
@@ -370,13 +376,13 @@ class _Backward:
             first, end = min(g.birth for g in alike), max(g.death for g in alike)
             # Gathered for the gradient of the module's input, which is made just before.
             begin = births[max(0, bisect_left(births, first) - 1)]
+            # A block that is computed again has its parameters whole from then on.
+            again = [a for a, b in self.again if a <= gradient.birth <= b]
             # Or as soon as its module is gone back through, if that takes longer.
             turn = self.begins[place] if place is not None and self.begins else None
-            begin = begin if turn is None else min(begin, turn)
-            # A block that is computed again has its parameters whole from then on.
-            begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
+            begin = min([begin, *(again or ([] if turn is None else [turn]))])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, end))
-            if gradient.birth in self.viewed:  # of the forward pass: the whole, by its view
+            if gradient.birth in self.viewed and not again:  # the whole, by its view
                 start = self.timeline.phases[0][0]
                 until = self.viewed[gradient.birth]
                 spans.append(Span(gradient.nbytes, "parameters", start, until))
@@ -388,6 +394,11 @@ class _Backward:
                 for begin, end in ways
                 if sizes and end > begin
             ]
+        spans += [
+            Span(numbers * width + ahead, "parameters", begin, end)
+            for numbers, begin, end in self.largest
+            if numbers * width > persists
+        ]
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
 
@@ -405,6 +416,26 @@ def _offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[int, int]:
         offsets[birth] = filled
         filled += sizes[birth]
     return offsets
+
+
+def _largest(
+    profile: Profile, timeline: Timeline, pass_number: int
+) -> Iterator[tuple[int, int, int]]:
+    """See `_Backward.largest`."""
+    last = timeline.phases[0][0]
+    for visits in profile.blocks:
+        ticks = visits[pass_number]
+        yield max(map(math.prod, ticks.shapes), default=0), *ticks.forward
+        last = max(last, ticks.forward[1])
+    rest = profile.outside_blocks
+    if rest is not None and rest.shapes:
+        first_turn, turn = (
+            next((tick for tick, phase in one.phases if phase == "backward"), one.phases[-1][0])
+            for one in (profile.passes["first"], timeline)
+        )
+        end = turn - max(0, first_turn - rest.forward[1])
+        if end > last:
+            yield max(map(math.prod, rest.shapes)), last, end
 
 
 def _again(profile: Profile, pass_number: int) -> tuple[tuple[int, int], ...]:
