@@ -42,7 +42,7 @@ SMALL = [
 ]
 
 
-PLAIN = {"tensor"}
+PLAIN = {"tensor", "every"}
 """Names that sentences have as words, too: by itself such a word is the name."""
 
 

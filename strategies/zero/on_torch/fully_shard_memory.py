@@ -317,7 +317,8 @@ class _Pass:
         """
         spans, alone = [], []
         end = max((unit.backward[1] for unit in self.units), default=back) + 1
-        for unit, after in zip(self.units, [*self.units[1:], None], strict=True):
+        following = [*self.units[1:], *([None] if self.units else [])]
+        for unit, after in zip(self.units, following, strict=True):
             if after is not None and not _goes_back(after):
                 alone.append(unit)
             elif not _goes_back(unit):
