@@ -49,7 +49,7 @@ SEED = 20261125
 NUMBER, OF_TRANSFORMERS = 100, 0.6
 STRATEGIES = ("ddp", "fsdp", "zero2", "zero3", "1f1b", "tensor")
 ROWS, LENGTH, STEPS = 8, 24, 3
-MOST_PARAMETERS, MOST_FLOPS = 4_000_000, 2_000_000_000
+MOST_PARAMETERS, MOST_FLOPS = 12_000_000, 4_000_000_000
 SAME = 2e-5
 """Relative difference of a loss that rounding in fp32 makes in three steps of such models."""
 LIMIT_S, TRIAL_S = 240.0, 60.0
