@@ -6,7 +6,6 @@ follows (`losses.loss_formula`) says how the losses of micro-batches make that o
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -246,7 +245,7 @@ def kept_modules(fn: Any) -> Iterator[None]:
     Args:
         fn: the loss: a module, a function that refers to some, a method, or a partial of one.
     """
-    modules = {id(m): m for module in _modules_of(fn, set()) for m in module.modules()}
+    modules = {id(m): m for module in _modules_of(fn) for m in module.modules()}
     places = [d for m in modules.values() for d in (m.__dict__, m._buffers, m._parameters)]
     before = [dict(place) for place in places]
     try:
@@ -257,28 +256,46 @@ def kept_modules(fn: Any) -> Iterator[None]:
             place.update(values)
 
 
-def _modules_of(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+def _modules_of(fn: Any) -> Iterator[nn.Module]:
     """The modules that a function refers to, through its closure, its globals and its object."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, partial):
-        for part in (value.func, *value.args, *value.keywords.values()):
-            yield from _modules_of(part, seen)
-    elif isinstance(value, MethodType):
-        yield from _modules_of(value.__func__, seen)
-        yield from _modules_of(value.__self__, seen)
-    elif isinstance(value, FunctionType):
-        variables = inspect.getclosurevars(value)
-        for part in (*variables.nonlocals.values(), *variables.globals.values()):
-            yield from _modules_of(part, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
-        for part in list(vars(value).values()):
-            yield from _modules_of(part, seen)
-        if callable(value):
-            yield from _modules_of(type(value).__call__, seen)
+    found, seen = [fn], set[int]()
+    for _ in range(_MOST_STEPS):
+        following: list[Any] = []
+        for value in found:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                yield value
+            else:
+                following += _referred(value)
+        found = following
+
+
+_MOST_STEPS = 4
+"""From a loss to a module that it uses: a lambda, a function, its closure, the module."""
+
+
+def _referred(value: Any) -> list[Any]:
+    """What a function, a method, a partial of one, or an object that is called, refers to."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType):
+        if (value.__module__ or "").partition(".")[0] == "torch":
+            return []
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty yet
+                named.append(cell.cell_contents)
+        return named
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return []
+    held = list(vars(value).values())
+    if callable(value):
+        return [type(value).__call__, *held]
+    return [one for one in held if isinstance(one, nn.Module)]
 
 
 def _twice(tensor: Tensor, rows: int) -> Tensor:

@@ -475,8 +475,15 @@ def test_following_changes_nothing_that_a_loss_keeps() -> None:
         centre.mul_(0.9)
         return (output - centre).square().mean()
 
+    class Trainer:
+        def __init__(self) -> None:
+            self.criterion = module
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return self.criterion(output, target)
+
     module = Centred()
-    for fn in (module, keeps):
+    for fn in (module, keeps, Trainer().loss, lambda o, t: module(o, t)):
         assert isinstance(follow_loss(MeanLoss(fn), TinyLM(), text(), 2), GlobalMeanLoss)
     assert float(module.seen) == 0
     assert torch.equal(centre, torch.ones(13))
