@@ -73,7 +73,9 @@ def test_each_group_is_updated_with_its_own_options():
 @pytest.mark.parametrize("foreach", [False, True])
 def test_every_optimizer_runs_without_numbers(name, foreach):
     make = partial(getattr(torch.optim, name), lr=0.1, foreach=foreach)
-    assert copies(make, [[(SIZE,)]]) >= 0.9
+    found = copies(make, [[(SIZE,)]])
+    # One by one, ASGD copies nothing before its step `t0`, from which on it averages.
+    assert found < 0.02 if (name, foreach) == ("ASGD", False) else found >= 0.9
 
 
 def test_one_that_does_not_run_on_flat_pieces_is_not_guessed_at():
