@@ -50,8 +50,12 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     loss: Loss | None = None,
 ) -> Record:
-    """Train and keep losses, norms, gradients before each step, and the final weights."""
-    job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
+    """Train and keep losses, norms, gradients before each step, and the final weights.
+
+    Losses and norms are held against a plain torch loop, too, which has nothing of bigtrain.
+    """
+    checked = {"train.global_batch_size": 8, "train.check_first_steps": steps}
+    job = job_from_keys(strategy, {**checked, **UNSEEN, **keys})
     loss = loss or CrossEntropy()
     example = None
     # A model is cut by the shapes of a micro-batch, a budget is met by a forecast of one, and by
