@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.nets import Sometimes, TinyLM, Unreached, tokens
-from support.parity import Record, adamw, largest_difference, train
+from support.parity import Record, adamw, largest_difference
+from support.parity import train_beside_plain_loop as train
 from support.ranks import run_ranks
 
 from bigtrain.assembly.make_plan import make_plan

@@ -50,12 +50,8 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     loss: Loss | None = None,
 ) -> Record:
-    """Train and keep losses, norms, gradients before each step, and the final weights.
-
-    Losses and norms are held against a plain torch loop, too, which has nothing of bigtrain.
-    """
-    checked = {"train.global_batch_size": 8, "train.check_first_steps": steps}
-    job = job_from_keys(strategy, {**checked, **UNSEEN, **keys})
+    """Train and keep losses, norms, gradients before each step, and the final weights."""
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     loss = loss or CrossEntropy()
     example = None
     # A model is cut by the shapes of a micro-batch, a budget is met by a forecast of one, and by
@@ -84,6 +80,20 @@ def train(
         prefix = "model."
         record.weights = {n[len(prefix) :]: t for n, t in whole.items() if n.startswith(prefix)}
         return record
+
+
+def train_beside_plain_loop(
+    context: RunContext,
+    model: Callable[[], nn.Module],
+    samples: Samples,
+    strategy: str,
+    keys: dict[str, Any],
+    steps: int = 6,
+    *more: Any,
+) -> Record:
+    """As `train`; all losses and norms are those of a plain torch loop, or it fails."""
+    checked = {"train.check_first_steps": steps, **keys}
+    return train(context, model, samples, strategy, checked, steps, *more)
 
 
 def shuffled_steps(engine: Engine, samples: Samples, loss: Loss, steps: int) -> Iterator[Step]:
