@@ -39,7 +39,7 @@ GROUPS = {
 MOST_LINES = {
     "README.md": 150,
     "architecture.md": 150,
-    "measured.md": 150,
+    "measured.md": 160,
     "CONTRIBUTING.md": 200,
     "numbers.md": 150,
     "prediction.md": 150,
