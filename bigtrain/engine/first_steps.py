@@ -171,8 +171,8 @@ def _difference(
     return (
         f"step {step}: the {what} under {plan.strategy.name} is {found:.9g}, and {expected:.9g} in "
         "a plain torch loop on the same global batch, which differs by more than rounding "
-        f"(relative {tolerance:.0e}). Find the first tensor that differs with bigtrain verify, or "
-        "leave train.check_first_steps out."
+        f"(relative {tolerance:.0e}). bigtrain verify finds the first tensor that differs; without "
+        "train.check_first_steps nothing is compared."
     )
 
 

@@ -165,7 +165,7 @@ _COUPLED = {
 _ORDERED = {"sort", "argsort", "msort", "topk"}
 """Functions that order what lies along a dim, the last one where none is named."""
 _PLACE_OF_DIM: dict[str, tuple[int, int | None]] = {
-    **{"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "msort": (9, 0)},
+    **{"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0)},
     **{"roll": (2, 0), "normalize": (2, 1), "diff": (2, -1)},
 }
 """Where the dim is among the arguments of such a function, and what it is where it is left out."""
