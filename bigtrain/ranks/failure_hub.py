@@ -39,9 +39,9 @@ PRINT_GRACE_S = 3.0
 EXIT_GRACE_S = 10.0
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
-# Without the hub: within these times the ranks that are left notice, by their own watches or by
-# their connections to it.
-_SILENT_S, _LOST_S = 1.5, 0.25
+# Without the hub, within this time the ranks that are left notice, by their own watches or by their
+# connections to it, and leave their records: long enough for a machine that is busy.
+_MOMENT_S = 1.5
 # Only of a failure the ranks are asked where they were, not of a stop, a restart or wrong input.
 _FAILED = 1
 # Bytes that a stranger may send without the end of a line.
@@ -320,7 +320,7 @@ class FailureListener:
             if status == _FAILED and not reply:  # the hub is silent, or it has just ended
                 if self.ending is not None:
                     return self.ending
-                self.records = records_by_files(self.recorder, _SILENT_S)
+                self.records = records_by_files(self.recorder, _MOMENT_S)
                 speaker = min(self.records)
                 return None if speaker == self.rank else RunEnd(speaker, "", status)
             return None
@@ -417,7 +417,7 @@ class FailureListener:
             self._replies.put(message)
 
     def _show_without_hub(self) -> None:
-        records = records_by_files(self.recorder, _LOST_S)
+        records = records_by_files(self.recorder, _MOMENT_S)
         if min(records) == self.rank:
             show_page(self.recorder, records, Cause("lost", 0))
 

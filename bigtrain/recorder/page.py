@@ -103,11 +103,11 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
 def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Record]:
     """The records of the ranks that are left where rank 0, which collects them, is silent.
 
-    Each leaves its own in the run's folder and, a moment later, reads those of the others.
+    Each leaves its own in the run's folder, and reads those of the others as they come.
 
     Args:
         recorder: of this rank.
-        moment_s: seconds in which the ranks that are left hear of the same end.
+        moment_s: seconds to wait at most for the records of all ranks but rank 0.
     """
     own = recorder.record()
     if recorder.folder is None:
@@ -118,11 +118,13 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
     with contextlib.suppress(OSError, ValueError):
         path.with_suffix(".part").write_text(json.dumps(own), encoding="utf-8")
         path.with_suffix(".part").replace(path)
-        time.sleep(moment_s)
-        for other in recorder.folder.glob(".flight_recorder-*.json"):
-            if other.stat().st_mtime > began - 5:
-                record = json.loads(other.read_text(encoding="utf-8"))
-                found[int(record["rank"])] = record
+        until = time.monotonic() + moment_s
+        while len(found) < recorder.world_size - 1 and time.monotonic() < until:
+            time.sleep(0.05)
+            for other in recorder.folder.glob(".flight_recorder-*.json"):
+                if other.stat().st_mtime > began - 5:
+                    record = json.loads(other.read_text(encoding="utf-8"))
+                    found[int(record["rank"])] = record
     return found
 
 

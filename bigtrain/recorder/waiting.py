@@ -78,12 +78,16 @@ def known_waits(records: Mapping[int, dict[str, Any] | None]) -> dict[int, Wait]
     return {rank: wait for rank, wait in found.items() if wait is not None}
 
 
+def _in_exchange(record: dict[str, Any]) -> bool:
+    return any("/torch/distributed/distributed_c10d.py:" in line for line in record["stack"][-1:])
+
+
 def own_wait(record: dict[str, Any]) -> Wait | None:
     """What a rank waits for, by its record."""
     exchanges = [e for e in record["exchanges"] if "kind" in e]
     active = [e for e in exchanges if not e["done"] and e["kind"] != "send"]
-    if not active and record["error"] == "RuntimeError" and exchanges:
-        # The backend broke it off, and counts it as ended.
+    if not active and exchanges and (record["error"] == "RuntimeError" or _in_exchange(record)):
+        # The backend broke it off, and counts it as ended: the error is on its way, or has come.
         last = exchanges[-1]
         active = [last] if last["age_s"] <= record["idle_s"] + 1 else []
     if not active:

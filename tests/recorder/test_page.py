@@ -62,6 +62,14 @@ def test_a_chain_is_followed_to_its_end():
     assert "never came" not in headline(WAITED, first, middle, last)
 
 
+def test_a_broken_exchange_is_still_waited_for_until_its_error_has_come():
+    stack = ["/v/lib/python3/site-packages/torch/distributed/distributed_c10d.py:9 all_reduce"]
+    broken = record(1, stack=stack, exchanges=[exchange(5, done=True)])
+    assert headline(Cause("lost", 0), None, broken).startswith("rank 1 waits for ")
+    elsewhere = record(1, exchanges=[exchange(5, done=True)])
+    assert "no rank waited for it" in headline(Cause("lost", 0), None, elsewhere)
+
+
 def test_ranks_in_other_exchanges_are_told_apart_from_a_dead_network():
     same = [record(rank, exchanges=[exchange(5)]) for rank in range(3)]
     assert headline(WAITED, *same).endswith(
