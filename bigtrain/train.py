@@ -63,12 +63,14 @@ def main(arguments: list[str]) -> int:
     if hint is not None:
         console.print(hint, highlight=False, soft_wrap=True)
 
-    with connect_job(job, plan, placement) as context:
+    facts = parts.facts(one_node=placement.one_node) if parts else {}
+    with connect_job(job, plan, placement, facts) as context:
         if parts is None:
             if context.is_main:
                 prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
             parts = open_setup(job, plan)
+            context.agreement.require(parts.facts(one_node=placement.one_node))
         folder = context.recorder.folder = run_folder(job, context)
         if context.is_main:
             run_note(job, parts.plan, folder, restart, planned=bool(reasons)).leave(os.environ)

@@ -49,6 +49,7 @@ from bigtrain.engine.out_of_memory import (
 )
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
+from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
@@ -160,6 +161,10 @@ class Engine:
             self.blueprint.whole_bytes,
         )
         self.resolved = resolved or resolve_plan(plan, workload)
+        if resolved is None:  # who has resolved it has compared it, too
+            one_node = context.world_size == context.local_world_size
+            facts = start_facts(job, workload, self.resolved, one_node=one_node)
+            context.agreement.require(facts)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
         self.notes = () if resolved else self.resolved.notes
         """What there is to say of the choices made."""

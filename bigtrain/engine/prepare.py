@@ -21,6 +21,7 @@ from bigtrain.engine.engine import Engine, StepResult
 from bigtrain.engine.example import example_batch
 from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
@@ -28,6 +29,7 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
@@ -37,10 +39,18 @@ COMPILING_S = 1800.0
 """Seconds an exchange may take, at least, where blocks are compiled (`train.compile`)."""
 
 
-def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextManager[RunContext]:
+def connect_job(
+    job: Job, plan: Plan, placement: RankInfo, facts: Facts
+) -> AbstractContextManager[RunContext]:
     """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
 
     What the techniques warn of is said before, by rank 0 on standard error.
+
+    Args:
+        job: of this rank.
+        plan: made from it.
+        placement: where this process stands.
+        facts: what has to be the same on all ranks; see `start_facts`.
 
     Raises:
         ConfigError: before any process group exists; see `bigtrain.ranks.connect.connect`.
@@ -59,6 +69,7 @@ def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextMan
         timeout=max(job.mesh.timeout, COMPILING_S if plan.compiles_blocks else 0.0),
         seed=job.train.seed,
         force_group=any(t.traits.needs_group for t in plan.techniques.values()),
+        facts=facts,
     )
 
 
@@ -111,7 +122,8 @@ def prepare(
     workload = _workload(blueprint, as_loss(loss), optimizer, example, job, plan)
     # What cannot be cut, carried or followed is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
-    connection = connect_job(job, resolved.plan, placement)
+    facts = start_facts(job, workload, resolved, one_node=placement.one_node)
+    connection = connect_job(job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
         engine = _engine(blueprint, workload, job, context, task, resolved)

@@ -24,6 +24,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
@@ -32,6 +33,7 @@ from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.optim.factory import learning_rate, optimizer_factory
+from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 
 MAX_WORKERS = 4
@@ -70,6 +72,12 @@ class RunSetup:
             example=self.workload.example,
             learning_rate=self.learning_rate,
             resolved=self.resolved,
+        )
+
+    def facts(self, *, one_node: bool) -> Facts:
+        """What has to be the same on all ranks; see `start_facts`."""
+        return start_facts(
+            self.job, self.workload, self.resolved, one_node=one_node, data=self.data
         )
 
     def learning_rate(self, step: int) -> float:

@@ -78,6 +78,11 @@ class WholeOptimizer:
         """The names of the parameters of each group."""
         return self._made.groups
 
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The options of each group, such as `lr`, by their names."""
+        return self._made.settings
+
     def same_on_shards(self, mesh: DeviceMesh) -> bool:
         """Whether it does to DTensors what it does to whole parameters. Collective.
 
@@ -140,6 +145,10 @@ class _Made:
         self.kind_name = type(optimizer).__name__
         found = [_names(group["params"], name_of) for group in optimizer.param_groups]
         self.groups = [[name for name in names if name] for names in found]
+        self.settings = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
         self._dims = [sorted({len(self._shapes[name]) for name in names}) for names in self.groups]
         self.begins_with_state = bool(optimizer.state)
         optimizer.state.clear()

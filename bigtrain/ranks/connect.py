@@ -13,12 +13,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import bigtrain
 from bigtrain.devices import (
     KINDS,
     Kind,
@@ -28,6 +30,7 @@ from bigtrain.devices import (
     set_current,
 )
 from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.ranks.agreement import Agreement, Facts
 from bigtrain.ranks.context import AXES, RunContext, resolve_mesh
 from bigtrain.ranks.cpu_threads import share_cores
 from bigtrain.ranks.exit_status import is_peer_failure
@@ -59,6 +62,7 @@ def connect(
     seed: int = 0,
     force_group: bool = False,
     store_path: Path | None = None,
+    facts: Facts = MappingProxyType({}),
 ) -> Iterator[RunContext]:
     """Join the other ranks for the length of a `with` block.
 
@@ -78,9 +82,11 @@ def connect(
         seed: the seed of the run, passed on in the context.
         force_group: make a process group for one process, too.
         store_path: a file for the ranks of one node to meet in, instead of the launcher's address.
+        facts: what else has to be the same on all ranks, such as the keys of a job.
 
     Raises:
-        ConfigError: sizes, device or backend do not fit; before any process group exists.
+        ConfigError: sizes, device or backend do not fit, or a rank was started with others, or
+            with other facts, than rank 0; before any process group exists.
         LaunchError: the ranks did not find each other.
     """
     sizes = resolve_mesh(pp, dp, tp, placement.world_size)
@@ -94,28 +100,42 @@ def connect(
     rank_device = pick_device(device, placement, os.environ)
     backend_name = pick_backend(backend, rank_device)
     recorder = FlightRecorder(placement.rank, placement.world_size)
-    rank_numbers = {name: getattr(placement, name) for name in _SHARED_FIELDS}
+    known: dict[str, Any] = {name: getattr(placement, name) for name in _SHARED_FIELDS}
+    known |= {"device": rank_device, "seed": seed, "recorder": recorder}
     if placement.world_size == 1 and not force_group:
         with guard_alone(recorder):
-            yield RunContext(
-                **rank_numbers, device=rank_device, mesh=None, seed=seed, recorder=recorder
-            )
+            yield RunContext(**known, mesh=None)
         return
     meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
     guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
-    with _only_group(), guard, share_cores(placement, meeting):
+    agreement = Agreement(meeting.store, placement.rank, placement.world_size)
+    with _only_group(), guard, share_cores(placement, meeting), contextlib.closing(agreement):
+        own_facts = _own_facts(sizes, rank_device, backend_name, seed)
+        agreement.require({**own_facts, **facts})
         mesh = _open_mesh(
             placement, meeting, rank_device, backend_name, sizes, setup_timeout, timeout
         )
         recorder.exchanges = read_exchanges
         if mesh.size(AXES.index("pp")) > 1:
             watch_messages(mesh.get_group("pp"), recorder)
-        yield RunContext(
-            **rank_numbers, device=rank_device, mesh=mesh, seed=seed, recorder=recorder
-        )
+        yield RunContext(**known, mesh=mesh, agreement=agreement)
 
 
 _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launcher")
+
+
+def _own_facts(
+    sizes: tuple[int, int, int], device: torch.device, backend: str, seed: int
+) -> dict[str, str]:
+    """What has to be the same on all ranks before they can join."""
+    return {
+        **{"mesh.pp": str(sizes[0]), "mesh.dp": str(sizes[1]), "mesh.tp": str(sizes[2])},
+        "device": device.type,
+        "mesh.backend": backend,
+        "train.seed": str(seed),
+        "version of torch": torch.__version__,
+        "version of bigtrain": bigtrain.__version__,
+    }
 
 
 def pick_device(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
+from bigtrain.ranks.agreement import Agreement
 from bigtrain.ranks.launcher_env import Launcher
 from bigtrain.ranks.restart import note_spare_ranks
 from bigtrain.recorder.losses import Losses
@@ -51,6 +52,8 @@ class RunContext:
     """Of all ranks, for exchanges beside those of the run; see `beside`."""
     recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
     """What this rank did last, for the page of a run that hangs or dies."""
+    agreement: Agreement = field(default_factory=Agreement, compare=False, repr=False)
+    """Compares what the ranks were started with."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:

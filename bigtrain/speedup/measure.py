@@ -95,7 +95,8 @@ def main(arguments: list[str]) -> int:
     grow_segments(os.environ)
     set_current(pick_device(job.device, placement, os.environ))
     parts = open_setup(job, plan)
-    with connect_job(job, plan, placement) as context:
+    facts = parts.facts(one_node=placement.one_node)
+    with connect_job(job, plan, placement, facts) as context:
         pace = measure_pace(job, parts, context, request)
         if context.is_main:
             (folder / "pace.json").write_text(json.dumps(asdict(pace)) + "\n", "utf-8")

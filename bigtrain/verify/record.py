@@ -62,7 +62,8 @@ def main(arguments: list[str]) -> int:
     if options.no_dropout:
         disable_dropout(parts.workload.model)
     folder = Path(options.record)
-    with connect_job(job, plan, placement) as context:
+    facts = parts.facts(one_node=placement.one_node)
+    with connect_job(job, plan, placement, facts) as context:
         record_run(job, parts, context, folder, job.train.steps or 1, traced=options.trace)
     return 0
 

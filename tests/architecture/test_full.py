@@ -43,6 +43,7 @@ FULL = {
     "_axis": 6,
     "published/test_three_dimensions.py::test_slices_of_a_node_and_pipelines_between_nodes_are"
     "_fastest": 2,
+    "ranks/test_ranks_agreement.py::test_the_command_is_refused_in_one_line_and_leaves_nothing": 2,
     "ranks/test_ranks_launchers.py::test_a_connection_that_is_held_open_to_the_end": 1,
     "ranks/test_ranks_launchers.py::test_a_killed_rank_ends_all": 6,
     "ranks/test_ranks_launchers.py::test_a_stop_ends_all_quietly": 2,

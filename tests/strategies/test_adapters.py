@@ -122,11 +122,11 @@ def test_rank_0_tells_before_the_ranks_connect_and_a_dry_run_does(capsys, monkey
     monkeypatch.setattr(libraries, "installed_version", lambda _name: "9.9")
     job = load_job("default", "oss", ["device=cpu", "train.global_batch_size=4"])
     plan = make_plan(job, 1, "cpu")
-    connection = connect_job(job, plan, SINGLE_RANK)
+    connection = connect_job(job, plan, SINGLE_RANK, {})
     assert capsys.readouterr().err == f"bigtrain: {plan.warnings[0]}\n"  # and not connected yet
     with connection as context:
         assert context.is_main
-    connect_job(job, plan, replace(SINGLE_RANK, rank=1, world_size=2, launcher="env"))
+    connect_job(job, plan, replace(SINGLE_RANK, rank=1, world_size=2, launcher="env"), {})
     assert capsys.readouterr().err == ""
     assert next(dry_run_lines(job, plan, open_setup(job, plan))) == plan.warnings[0]
 
