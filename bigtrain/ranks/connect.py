@@ -37,7 +37,7 @@ from bigtrain.ranks.exit_status import is_peer_failure
 from bigtrain.ranks.failure_guard import guard_alone, guard_ranks
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 from bigtrain.ranks.launcher_env import SINGLE_RANK, RankInfo
-from bigtrain.ranks.rendezvous import Rendezvous, hostname_resolves, open_rendezvous
+from bigtrain.ranks.rendezvous import Rendezvous, open_rendezvous
 from bigtrain.recorder.exchanges import read_exchanges, start_recording, watch_messages
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import set_timeouts
@@ -109,7 +109,13 @@ def connect(
     meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
     guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
     agreement = Agreement(meeting.store, placement.rank, placement.world_size)
-    with _only_group(), guard, share_cores(placement, meeting), contextlib.closing(agreement):
+    with (
+        _only_group(),
+        guard,
+        share_cores(placement, meeting),
+        contextlib.closing(agreement),
+        _local_gloo(placement),
+    ):
         own_facts = _own_facts(sizes, rank_device, backend_name, seed)
         agreement.require({**own_facts, **facts})
         mesh = _open_mesh(
@@ -246,10 +252,9 @@ def _open_mesh(
         joining["device_id"] = device
     start_recording()
     try:
-        with _local_gloo(placement):
-            dist.init_process_group(_with_host(backend, device), **joining)
-            shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        dist.init_process_group(_with_host(backend, device), **joining)
+        shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
     except (RuntimeError, OSError) as error:
         if not is_peer_failure(error):
@@ -289,9 +294,12 @@ def _destroy() -> None:
 
 @contextlib.contextmanager
 def _local_gloo(placement: RankInfo) -> Iterator[None]:
-    """Let gloo use the loopback where this host's own name leads nowhere (containers, laptops)."""
+    """Let gloo use the loopback on one node, where by itself it takes what the host's name says.
+
+    That may lead nowhere (containers, laptops), or where others can connect.
+    """
     name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or not placement.one_node or hostname_resolves():
+    if name in os.environ or not placement.one_node:
         yield
         return
     os.environ[name] = "lo" if sys.platform == "linux" else "lo0"

@@ -146,9 +146,14 @@ def _connect_listener(
 ) -> FailureListener | None:
     """Connect to the hub; None where a firewall is between, then only the collectives tell."""
     if placement.rank == 0:
-        hub = FailureHub(one_node=placement.one_node)
-        meeting.store.set("hub", f"{hub.port} {hub.token}")
-    port, token = meeting.store.get("hub").decode().split()
+        hub = FailureHub(
+            one_node=placement.one_node, token=meeting.secret, world_size=placement.world_size
+        )
+        # Everybody who reaches the store can read it: with a secret the token is not in it.
+        told = "" if meeting.secret else hub.token
+        meeting.store.set("hub", f"{hub.port} {told}")
+    port, _, told = meeting.store.get("hub").decode().partition(" ")
+    token = meeting.secret or told
     host = "127.0.0.1" if placement.one_node or placement.rank == 0 else meeting.host
     try:
         return FailureListener(host, int(port), token, placement.rank, recorder)

@@ -13,6 +13,7 @@ without one.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import queue
 import secrets
@@ -46,6 +47,8 @@ _MOMENT_S = 1.5
 _FAILED = 1
 # Bytes that a stranger may send without the end of a line.
 _LONGEST_HELLO = 4096
+# Connections, beyond those of the ranks, that have not said yet who they are.
+_MOST_STRANGERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,13 @@ def _watchdog() -> str:
 class FailureHub:
     """The hub beside rank 0: one daemon thread, one connection for each rank."""
 
-    def __init__(self, *, one_node: bool) -> None:
+    def __init__(self, *, one_node: bool, token: str = "", world_size: int = 1) -> None:
         """Listen on a free port.
 
         Args:
             one_node: listen on the loopback only.
+            token: what a rank has to say; left out, one is made.
+            world_size: ranks that will come.
         """
         if one_node:
             self._server = socket.create_server(("127.0.0.1", 0))
@@ -101,7 +106,8 @@ class FailureHub:
             self._server = socket.create_server(("", 0))
         self.port: int = self._server.getsockname()[1]
         # A stranger on the network who finds the port can say nothing without it.
-        self.token = secrets.token_hex(16)
+        self.token = token or secrets.token_hex(16)
+        self._most_strangers = world_size + _MOST_STRANGERS
         self._ending: RunEnd | None = None
         self._ranks: dict[socket.socket, int] = {}
         self._buffers: dict[socket.socket, bytes] = {}
@@ -120,14 +126,20 @@ class FailureHub:
             for key, _ in self._selector.select(self._inquiries.patience_s()):
                 if key.fileobj is self._server:
                     with contextlib.suppress(OSError):  # whoever knocked has gone already
-                        connection, _ = self._server.accept()
-                        self._buffers[connection] = b""
-                        self._selector.register(connection, selectors.EVENT_READ)
+                        self._accept(self._server.accept()[0])
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
             self._inquiries.finish_due()
         self._selector.close()
         self._server.close()
+
+    def _accept(self, connection: socket.socket) -> None:
+        """Hear whoever knocks, but only so many at a time who do not say who they are."""
+        strangers = [other for other in self._buffers if other not in self._ranks]
+        if len(strangers) >= self._most_strangers:
+            self._drop(strangers[0])
+        self._buffers[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _inquire(
         self, finish: Callable[[dict[int, Record]], None], known: dict[int, Record]
@@ -194,7 +206,8 @@ class FailureHub:
 
     def _introduce(self, connection: socket.socket, message: dict[str, Any]) -> None:
         rank = message.get("rank")
-        known = message.get("kind") == "hello" and message.get("token") == self.token
+        token = str(message.get("token")).encode(errors="replace")
+        known = message.get("kind") == "hello" and hmac.compare_digest(token, self.token.encode())
         if not (known and isinstance(rank, int)):
             self._drop(connection)
             return

@@ -1,20 +1,33 @@
 """The store through which the ranks of one launch find each other.
 
 torchrun and deepspeed give an address. srun and mpiexec give none: on one node the ranks meet by
-a file that no other launch knows, over several nodes at the first host.
+a file that no other launch knows, over several nodes at the first host, or where rank 0 says
+through Hydra that it is.
+
+On one node everything listens on the loopback. Over several nodes the network between them has to
+be trusted: torch's store and gloo ask nobody who he is. What bigtrain adds to them, the hub through
+which a rank ends the others, takes orders only from who knows BIGTRAIN_SECRET, where that is set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hmac
 import os
+import secrets
 import socket
+import struct
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined]
     HashStore,
@@ -26,8 +39,17 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.launcher_env import RankInfo, first_host, launch_key
+from bigtrain.ranks.pmi import hand_on, shared_by_hydra
 
 _DEFAULT_PORT = 29500
+
+
+SECRET_VARIABLE = "BIGTRAIN_SECRET"
+"""Words that all ranks of a run, and nobody else, have in their environment; may be left out."""
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+_KNOCK_S = 2.0
+_ANSWER_S = 5.0
+"""Beyond its own timeout: a store that is connected to something else does not keep to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +58,8 @@ class Rendezvous:
 
     store: Store
     host: str
+    secret: str = ""
+    """Known to the ranks of this launch alone, and not in the store; empty where there is none."""
 
 
 def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str, int] | None:
@@ -101,27 +125,47 @@ def open_rendezvous(
     timeout = timedelta(seconds=timeout_s)
     if placement.world_size == 1:
         return Rendezvous(HashStore(), "127.0.0.1")
-    address = master_address(placement, environ) if path is None else None
-    if address is not None:
-        return _rendezvous_by_address(address, placement, timeout)
-    if path is None:
-        path = Path(tempfile.gettempdir()) / f"bigtrain-{launch_key(environ)}"
-    return Rendezvous(_rendezvous_by_file(path, placement, timeout), "127.0.0.1")
+    given = environ.get(SECRET_VARIABLE, "")
+    by_hydra = path is None and _asks_hydra(placement, environ)
+    address = None if by_hydra or path is not None else master_address(placement, environ)
+    if by_hydra:
+        found = _rendezvous_by_hydra(placement, timeout, environ)
+    elif address is not None:
+        found = _rendezvous_by_address(address, placement, timeout, environ)
+    else:
+        if path is None:
+            path = Path(tempfile.gettempdir()) / f"bigtrain-{launch_key(environ)}"
+        store, secret = _rendezvous_by_file(path, placement, timeout)
+        found = Rendezvous(store, "127.0.0.1", secret)
+    _compare_secrets(found.store, placement.rank, given)
+    return replace(found, secret=given or found.secret)
 
 
-def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> Store:
-    """Let rank 0 write in a file at which free port it listens.
+def _local_store(port: int, size: int, timeout: timedelta, *, wait: bool = True) -> TCPStore:
+    """A store that listens on the loopback alone: torch's own choice is all interfaces."""
+    options: dict[str, Any] = {"wait_for_workers": wait, "multi_tenant": True}
+    try:
+        server = socket.create_server(("127.0.0.1", port))
+    except OSError:  # this process listens there already, for a connection that is just ending
+        return TCPStore("127.0.0.1", port, size, True, timeout, **options)
+    taken = server.getsockname()[1]
+    options["master_listen_fd"] = server.detach()
+    return TCPStore("127.0.0.1", taken, size, True, timeout, **options)
+
+
+def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> tuple[Store, str]:
+    """Let rank 0 write in a file at which free port it listens, and a secret.
 
     The file lives only until everyone has come: nothing is left behind, however the run ends, and
     the same launch can meet again.
     """
     rank, size, host = placement.rank, placement.world_size, "127.0.0.1"
     if rank == 0:
-        store = TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        store, secret = _local_store(0, size, timeout, wait=False), secrets.token_hex(16)
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         # Nobody else may have put a file or a link there, and nobody reads half a line.
         with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(str(store.port))
+            file.write(f"{store.port} {secret}")
         draft.replace(path)
         try:
             store.wait([f"here/{other}" for other in range(1, size)])
@@ -133,7 +177,7 @@ def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> 
         finally:
             path.unlink(missing_ok=True)
         store.set("everyone", "here")
-        return store
+        return store, secret
     end = time.monotonic() + timeout.total_seconds()
     while not path.exists():
         if time.monotonic() > end:
@@ -145,12 +189,13 @@ def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> 
             "Run: export TMPDIR=FOLDER, the same for all ranks"
         )
     try:
-        store = TCPStore(host, int(path.read_text()), size, False, timeout)
+        port, secret = path.read_text().split()
+        store = TCPStore(host, int(port), size, False, timeout)
         store.set(f"here/{rank}", "")
         store.wait(["everyone"])
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise LaunchError(_not_met(placement, timeout, _first_line(error))) from error
-    return store
+    return store, secret
 
 
 def _not_met(placement: RankInfo, timeout: timedelta, reason: str) -> str:
@@ -165,35 +210,139 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
+def _asks_hydra(placement: RankInfo, environ: Mapping[str, str]) -> bool:
+    """Whether nobody but MPICH's process manager knows where rank 0 is."""
+    several = placement.launcher == "mpich" and not placement.one_node
+    return several and "MASTER_ADDR" not in environ and shared_by_hydra(environ)
+
+
+_BY_HYDRA: list[Rendezvous] = []
+"""The one of this process, once it was opened."""
+
+
+def _rendezvous_by_hydra(
+    placement: RankInfo, timeout: timedelta, environ: Mapping[str, str]
+) -> Rendezvous:
+    """Let rank 0 listen at a free port, and Hydra tell the others where that is.
+
+    Hydra answers once in the life of a process: the store stays for those that connect again.
+    """
+    rank, size = placement.rank, placement.world_size
+    try:
+        if rank and not _BY_HYDRA:
+            addresses, _, port_words = hand_on(None, environ).rpartition(":")
+            host = _reachable(addresses.split(","), int(port_words), timeout)
+            client = TCPStore(host, int(port_words), size, False, timeout)
+            _BY_HYDRA.append(Rendezvous(client, host))
+        elif not _BY_HYDRA:
+            server = socket.create_server(("", 0))
+            port = server.getsockname()[1]
+            hand_on(f"{','.join(_own_addresses())}:{port}", environ)
+            kept = TCPStore(
+                "127.0.0.1", port, size, True, timeout, master_listen_fd=server.detach()
+            )
+            _BY_HYDRA.append(Rendezvous(kept, "127.0.0.1"))
+        store, host = _BY_HYDRA[0].store, _BY_HYDRA[0].host
+        store.set_timeout(timeout)
+        return Rendezvous(PrefixStore(f"bigtrain{store.add(f'bigtrain/{rank}', 1)}", store), host)
+    except (RuntimeError, OSError) as error:
+        raise LaunchError(_not_met(placement, timeout, _first_line(error))) from error
+
+
+def _own_addresses() -> list[str]:
+    """The IPv4 addresses of this host, the loopback last."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def _reachable(addresses: Sequence[str], port: int, timeout: timedelta) -> str:
+    """The first of rank 0's addresses at which it answers.
+
+    Raises:
+        OSError: none does.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until:
+        for address in addresses:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((address, port), timeout=_KNOCK_S),
+            ):
+                return address
+        time.sleep(0.1)
+    raise OSError(f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}")
+
+
 def _rendezvous_by_address(
-    address: tuple[str, int], placement: RankInfo, timeout: timedelta
+    address: tuple[str, int],
+    placement: RankInfo,
+    timeout: timedelta,
+    environ: Mapping[str, str],
 ) -> Rendezvous:
     rank, size = placement.rank, placement.world_size
     host = "127.0.0.1" if placement.one_node else address[0]
-    try:
+
+    def meet() -> Store:
         store: Store
-        if placement.launcher in ("torchrun", "deepspeed", "env"):
-            # torch knows whether an agent keeps the store already.
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps it
             store, _, _ = next(torch_rendezvous("env://", rank, size, timeout=timeout))
+        elif placement.one_node and rank == 0:
+            store = _local_store(address[1], size, timeout)
         else:
-            store = TCPStore(address[0], address[1], size, rank == 0, timeout)
+            store = TCPStore(host, address[1], size, rank == 0, timeout)
         store.set_timeout(timeout)
         # An agent's store outlives a connection: the second one must not read the first one's keys.
         turn = store.add(f"bigtrain/{rank}", 1)
-    except (RuntimeError, OSError) as error:
-        where = f"at {address[0]}:{address[1]}: {_first_line(error)}"
-        raise LaunchError(_not_met(placement, timeout, where)) from error
-    return Rendezvous(PrefixStore(f"bigtrain{turn}", store), host)
+        return PrefixStore(f"bigtrain{turn}", store)
 
-
-def hostname_resolves() -> bool:
-    """Whether this host's name leads to an address of this host, which gloo takes for granted."""
     try:
-        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, protocol, _, address in addresses:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            return True
-    return False
+        store = _within(timeout.total_seconds() + _ANSWER_S, meet)
+    except (RuntimeError, OSError) as error:
+        where = f"at {host}:{address[1]}: {_first_line(error)}"
+        raise LaunchError(_not_met(placement, timeout, where)) from error
+    return Rendezvous(store, host)
+
+
+def _within(seconds: float, meet: Callable[[], Store]) -> Store:
+    """The store; an error where whatever listens there accepts and never answers."""
+    done: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(meet())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # No pool: at its end a program waits for a pool's threads, and this one may never end.
+    threading.Thread(target=run, name="bigtrain-meet", daemon=True).start()
+    try:
+        return done.result(seconds)
+    except FutureTimeout:
+        raise OSError("something listens there and does not answer") from None
+
+
+def _compare_secrets(store: Store, rank: int, secret: str) -> None:
+    """Refuse ranks that would not believe each other.
+
+    Raises:
+        LaunchError: this rank has another secret than rank 0, or only one of them has any.
+    """
+    mark = hmac.digest(secret.encode(), b"bigtrain", "sha256").hex()[:8] if secret else "none"
+    if rank == 0:
+        store.set("secret", mark)
+        return
+    theirs = store.get("secret").decode()
+    if theirs != mark:
+        which = "another one than on rank 0"
+        which = "not set, and rank 0 has one" if mark == "none" else which
+        which = "set, and rank 0 has none" if theirs == "none" else which
+        raise LaunchError(
+            f"{SECRET_VARIABLE} is {which} (said by rank {rank}). Export the same value on all "
+            "nodes, or on none"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,12 @@ from bigtrain.ranks.connect import connect, pick_backend, pick_device
 from bigtrain.ranks.context import RunContext, resolve_mesh
 from bigtrain.ranks.cpu_threads import thread_share
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
-from bigtrain.ranks.rendezvous import hostname_resolves, master_address, open_rendezvous
+from bigtrain.ranks.rendezvous import (
+    SECRET_VARIABLE,
+    Rendezvous,
+    master_address,
+    open_rendezvous,
+)
 
 
 def placed(rank: int, world: int, local: int, launcher: Launcher = "env") -> RankInfo:
@@ -185,16 +192,7 @@ def test_thread_share(users: list[int], threads: int) -> None:
     assert thread_share(users) == threads
 
 
-def test_the_name_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert hostname_resolves()
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert not hostname_resolves()
-
-
-def test_gloo_takes_the_loopback_where_the_name_leads_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
     init = dist.init_process_group
 
@@ -203,12 +201,90 @@ def test_gloo_takes_the_loopback_where_the_name_leads_nowhere(
         init(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dist, "init_process_group", note)
-    for name in ("localhost", "no-such-host.invalid"):
-        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
-            context.barrier()
-    assert seen == [None, "lo"]
+    with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
+        context.barrier()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # for groups that are made later, too
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    name = next(name for _, name in socket.if_nameindex())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
+        context.barrier()
+    assert seen == ["lo", name]
+
+
+def both(
+    environ: dict[str, str], *own: dict[str, str], path: Path | None = None
+) -> list[Rendezvous]:
+    """Two ranks of one node that meet, in threads."""
+    with ThreadPoolExecutor() as pool:
+        meetings = [
+            pool.submit(
+                open_rendezvous,
+                placed(rank, 2, 2),
+                {**environ, **(own[rank] if own else {})},
+                timeout_s=5,
+                path=path,
+            )
+            for rank in range(2)
+        ]
+        return [meeting.result() for meeting in meetings]
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def listening() -> set[tuple[str, str]]:
+    """Sockets on which this process listens, each with its address in the kernel's table."""
+    own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.add((fields[9], fields[1].partition(":")[0]))
+    return found
+
+
+def test_on_one_node_everything_listens_on_the_loopback(tmp_path: Path) -> None:
+    before = listening()
+    address = {"MASTER_ADDR": "some-host", "MASTER_PORT": free_port()}
+    for meet in (lambda: both({}, path=tmp_path / "meet"), lambda: both(address)):
+        kept = meet()
+        assert [place for _, place in listening() - before] == ["0100007F"]
+        assert {meeting.host for meeting in kept} == {"127.0.0.1"}
+        del kept
+
+
+def test_the_secret_of_a_file_or_of_the_environment_is_not_in_the_store(tmp_path: Path) -> None:
+    one, two = both({}, path=tmp_path / "meet")
+    assert one.secret == two.secret
+    assert len(one.secret) == 32
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    one, two = both({**address, SECRET_VARIABLE: "long words"})
+    assert one.secret == two.secret == "long words"
+    assert b"long words" not in one.store.get("secret")
+
+
+def test_ranks_with_other_secrets_are_refused() -> None:
+    for own, words in (
+        (({SECRET_VARIABLE: "a"}, {}), "is not set, and rank 0 has one"),
+        (({}, {SECRET_VARIABLE: "a"}), "is set, and rank 0 has none"),
+        (({SECRET_VARIABLE: "a"}, {SECRET_VARIABLE: "b"}), "is another one than on rank 0"),
+    ):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        with pytest.raises(LaunchError, match=f"BIGTRAIN_SECRET {words} .*Export the same"):
+            both(address, *own)
+
+
+def test_a_silent_listener_at_the_address_does_not_hold_a_rank_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        began = time.monotonic()
+        with pytest.raises(LaunchError, match="did not all meet within 1 s"):
+            open_rendezvous(placed(1, 2, 2), environ, timeout_s=0.6)
+        assert time.monotonic() - began < 20
 
 
 def test_alone_works_without_any_group() -> None:

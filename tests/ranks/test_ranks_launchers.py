@@ -198,6 +198,15 @@ def test_several_connections_in_one_launch(request: pytest.FixtureRequest) -> No
         assert finished.output.count('[{"rank": 0') == 3
 
 
+def test_hydra_says_where_rank_0_is_over_several_hosts() -> None:
+    """Two names of this machine, each with a proxy of its own, are two hosts to mpiexec."""
+    hosts = ["-launcher", "fork", "-hosts", "localhost,127.0.0.1", "-ppn", "1", "-n", "2"]
+    finished = run([find("mpiexec.hydra"), *hosts, sys.executable, HELLO, "--times", "2"])
+    assert finished.status == 0, finished.output
+    assert finished.output.count('[{"rank": 0') == 2
+    assert finished.output.count('"local_world_size": 1, "launcher": "mpich", "total": 3') == 4
+
+
 def test_two_launches_at_once_do_not_meet() -> None:
     command = [find("mpiexec.hydra"), "-n", "2", sys.executable, HELLO]
     processes = [start(command) for _ in range(2)]
