@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class CpuUse:
     elapsed: float
     """Seconds."""
     own: float
-    """Seconds of the process on all cores together."""
+    """Seconds of the process, and of those it started and has waited for, on all cores together."""
     machine: float | None
     """The same of everything on the machine; None where it does not tell."""
 
@@ -61,8 +62,21 @@ def is_busy(uses: Sequence[CpuUse]) -> bool:
     return (others_cores(uses) or 0.0) > BUSY_SHARE * usable_cores()
 
 
+def others_in_words(cores: float | None) -> str:
+    """What others took while something was measured; empty where that was next to nothing.
+
+    Args:
+        cores: see `others_cores`.
+    """
+    if (cores or 0.0) <= BUSY_SHARE * usable_cores():
+        return ""
+    return f"while other programs used {cores:.1f} of the {usable_cores()} cores"
+
+
 def _now() -> tuple[float, float, float | None]:
-    return time.perf_counter(), time.process_time(), _machine_seconds()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = time.process_time() + children.ru_utime + children.ru_stime
+    return time.perf_counter(), own, _machine_seconds()
 
 
 def _machine_seconds() -> float | None:

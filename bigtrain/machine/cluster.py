@@ -192,6 +192,8 @@ class Cluster(ConfigSection):
     name: str
     source: str
     """Where the figures come from."""
+    caveat: str = ""
+    """Why they may be wrong; said wherever seconds are told by them."""
     device: DeviceSpec
     node: NodeSpec
     inside: Link

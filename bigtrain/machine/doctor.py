@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigtrain.devices import accelerator, device_count, device_name, free_bytes
+from bigtrain.machine.busy import others_in_words
 from bigtrain.machine.rate_cache import (
     cache_file,
     cached_rates,
@@ -379,6 +380,9 @@ def _rate_lines(rates: Mapping[str, Any]) -> Lines:
         ranks = f"{kind.replace('_', '-')}, {rates['link_ranks']} ranks"
         lines.append((ranks, f"{small}; {_speed(figures['bytes'])}, large"))
     lines += [(f"problem: {part}", text) for part, text in rates["problems"].items()]
+    busy = others_in_words(rates["others_cores"])
+    if busy:
+        lines.append(("too low", f"measured {busy}: taken again the next time they are needed"))
     if rates["cache"] is None:
         return [*lines, ("not kept", f"in {cache_file()}: measured anew the next time")]
     since = "measured before" if rates["from_cache"] else "measured now"

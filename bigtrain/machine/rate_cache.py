@@ -12,13 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigtrain.devices import device_names
+from bigtrain.machine.busy import CpuClock, others_cores, others_in_words
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
     MeasuredRates,
@@ -43,18 +44,22 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRat
         ranks: between which the links are measured; left out, see `link_ranks`.
     """
     cached = None if again else cached_rates(ranks)
-    if cached is not None:
+    if cached is not None and not others_in_words(cached.others_cores):
         return cached
-    load, cores = os.getloadavg()[0], usable_cores()
-    if load > cores:
+    clock = CpuClock()
+    rates = measure_rates(link_ranks(ranks))
+    rates = replace(rates, others_cores=others_cores([clock.read()]))
+    if cached is not None and (cached.others_cores or 0.0) < (rates.others_cores or 0.0):
+        rates = cached  # it was quieter then
+    elif not rates.problems:  # what was in the way may be gone next time
+        _keep(rates)
+    busy = others_in_words(rates.others_cores)
+    if busy:
         sys.stderr.write(
-            f"the load average is {load:.1f} on {_cores(cores)}: the rates measured now will be "
-            "too low, and so will what is planned by them. Measure again on an idle machine: "
+            f"the rates of this machine were measured {busy}: they are too low, and so is what is "
+            "planned by them. They are measured again the next time, or on an idle machine with "
             "bigtrain doctor --again\n"
         )
-    rates = measure_rates(link_ranks(ranks))
-    if not rates.problems:  # what was in the way may be gone next time
-        _keep(rates)
     return rates
 
 
@@ -71,10 +76,6 @@ def faster_precision(flops: Mapping[str, float]) -> list[str]:
         f"bf16 products run at {format_flops(fast)}, those of fp32 at {format_flops(slow)} "
         f"({fast / slow:.1f} times): train.precision=bf16 uses them"
     ]
-
-
-def _cores(number: int) -> str:
-    return "1 core" if number == 1 else f"{number} cores"
 
 
 def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
@@ -139,9 +140,12 @@ def _rates_of(values: object) -> MeasuredRates | None:
     if not isinstance(kinds, dict) or not all(_is_link(found) for found in kinds.values()):
         return None
     optional = {"to_device_bytes"} if values["device"] == "cpu" else set()
-    scalar_names = names - {"device", "flops", "problems", "link_kinds"}
+    scalar_names = names - {"device", "flops", "problems", "link_kinds", "others_cores"}
     numbers = [values[n] for n in scalar_names if not (n in optional and values[n] is None)]
     if not all(_is_positive(number) for number in (*numbers, *flops.values())):
+        return None
+    others = values["others_cores"]
+    if others is not None and others != 0 and not _is_positive(others):
         return None
     return MeasuredRates(**values)
 

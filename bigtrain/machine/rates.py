@@ -70,6 +70,8 @@ class MeasuredRates:
     rank sends in a large one, as `collective_cost.sent_bytes` counts them, `curve`, pairs of the
     bytes of a whole exchange and its seconds, `after_work`, the same of ranks that have computed
     since the last one, and `issue`; see `cluster.LinkSpec`."""
+    others_cores: float | None = None
+    """Cores that other programs took meanwhile; None where nobody knows."""
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, by part (compute, memory, disk, device, link), and why."""
 

@@ -103,7 +103,7 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]
     ranks = placement.local_world_size
     known = cached_local_cluster(ranks, device_type) if placement.one_node else None
     if known is not None:
-        return known, "measured by bigtrain doctor", True
+        return known, f"measured by bigtrain doctor {known.caveat}".rstrip(), True
     cluster = load_cluster(_likely(device_type))
     if device_type == "cpu":
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -18,6 +18,7 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rate_cache import faster_precision
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
 from bigtrain.planner.show import (
+    figure_caveats,
     no_fit_lines,
     plan_document,
     plan_text,
@@ -133,6 +134,7 @@ def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions)
     if options.cluster is None and planned.question.job.train.precision == "fp32":
         lines += faster_precision(planned.question.cluster.device.flops.model_dump())
     lines.append(planned.seconds_line)
+    lines += figure_caveats(planned)
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
     # What was said of the strategy is for the search: the plan's own word is what was found.

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bigtrain.planner.ask import PlannedAnswer
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
-from bigtrain.units import MIB, format_bytes, format_count, format_seconds
+from bigtrain.units import MIB, format_bytes, format_count, format_flops, format_seconds
 
 _SHORT = {
     "parameters": "par",
@@ -53,7 +53,7 @@ def plans_table(planned: PlannedAnswer) -> Table:
             _parts(evaluated),
             format_seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
-            f"{100 * figures['mfu']:.0f} %",
+            "-" if figures["mfu"] is None else f"{100 * figures['mfu']:.0f} %",
             *([_told(apart[place - 1])] if any(apart) else []),
         )
     return table
@@ -133,6 +133,7 @@ def recompute_summary(evaluated: EvaluatedPlan) -> str:
 def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
     """What is expected of a plan: bytes per rank, seconds, shares."""
     seconds = evaluated.seconds.total
+    mfu = planned.step_flops / seconds / planned.peak_flops
     return {
         "peak_bytes": evaluated.peak.bytes,
         "phase": evaluated.peak.phase,
@@ -141,8 +142,25 @@ def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, 
         "step_seconds": seconds,
         "seconds": {key: round(value, 9) for key, value in vars(evaluated.seconds).items()},
         "targets_per_second": planned.tokens / seconds,
-        "mfu": planned.step_flops / seconds / planned.peak_flops,
+        "mfu": mfu if mfu <= 1 else None,
     }
+
+
+def figure_caveats(planned: PlannedAnswer) -> list[str]:
+    """What is wrong with the figures by which plans were compared, a line for each."""
+    caveat, lines = planned.question.cluster.caveat, []
+    if caveat:
+        lines.append(
+            f"the rates of this machine were measured {caveat}: seconds are too many. They are "
+            "measured again the next time, or on an idle machine with bigtrain doctor --again"
+        )
+    if any(plan_figures(planned, one)["mfu"] is None for one in planned.result.best):
+        lines.append(
+            "no MFU is shown where it would be above 100 %: the model's blocks compute faster than "
+            f"the {format_flops(planned.peak_flops)} of all devices together, so those were "
+            "measured too low. Run bigtrain doctor --again on an idle machine"
+        )
+    return lines
 
 
 def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:

@@ -27,6 +27,7 @@ from bigtrain.assembly.make_plan import device_type_of
 from bigtrain.data.loader import MicroBatch
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
+from bigtrain.machine.busy import CpuClock, others_cores, others_in_words
 from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import measured_by_ranks, usable_cores
 from bigtrain.models.blocks import independent_blocks
@@ -34,6 +35,7 @@ from bigtrain.prediction.residuals import StepBasis, hardware_key
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section
 from bigtrain.prediction.shorten import shorten_model
+from bigtrain.ranks.launcher_env import launch_key
 from bigtrain.timing.step_time import StepTimer, TimedParts
 
 MAX_SIZES = 6
@@ -209,13 +211,15 @@ class BlockTimer:
         )
         key = self._key(request)
         path = cache_file().with_name("blocks.json")
-        kept, sizes_asked = _read(path, key)
-        if self.script is not None and not set(request.rows) <= sizes_asked:
+        kept = _read(path, key)
+        if self.script is not None and not kept.answers(request.rows):
             kept = self._timed_alone(self.script, path, key, request)
-        if kept:
-            self.basis, sizes = "blocks", ", ".join(str(one.rows) for one in kept)
+        if kept.timed:
+            self.basis, sizes = "blocks", ", ".join(str(one.rows) for one in kept.timed)
             self.source = f"blocks timed on this machine, {sizes} rows, {self._copies} at once"
-        return kept
+            busy = others_in_words(kept.others_cores)
+            self.source += f", {busy}: they are timed again the next time" if busy else ""
+        return kept.timed
 
     @property
     def crowd(self) -> float:
@@ -226,23 +230,29 @@ class BlockTimer:
     def _copies(self) -> int:
         return min(self.ranks, 2 * usable_cores())
 
-    def _timed_alone(
-        self, script: Path, path: Path, key: str, request: BlockRequest
-    ) -> list[BlockSeconds]:
+    def _timed_alone(self, script: Path, path: Path, key: str, request: BlockRequest) -> _Kept:
         """One rank of a node times, and the others wait for what it finds."""
         arguments = [json.dumps(asdict(request))]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with lock_file(path.with_suffix(".lock"), TIMEOUT_S):
-                kept, sizes_asked = _read(path, key)
-                if not set(request.rows) <= sizes_asked:
+                kept = _read(path, key)
+                if not kept.answers(request.rows):
+                    before = _Kept() if kept.doubtful else kept
+                    clock = CpuClock()
                     found = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
-                    by_rows = {one.rows: one for one in (*kept, *map(_from_json, found))}
-                    kept = [by_rows[rows] for rows in sorted(by_rows)]
-                    _write(path, key, kept, sizes_asked | set(request.rows))
+                    others = others_cores([clock.read()]) or 0.0
+                    by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, found))}
+                    kept = _Kept(
+                        [by_rows[rows] for rows in sorted(by_rows)],
+                        before.sizes | set(request.rows),
+                        max(others, before.others_cores),
+                        launch_key(os.environ),
+                    )
+                    _write(path, key, kept)
         except (OSError, RuntimeError) as error:
             self.source = f"blocks could not be timed: {error}"
-            return []
+            return _Kept()
         return kept
 
     def _key(self, request: BlockRequest) -> str:
@@ -348,16 +358,39 @@ def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
     return BlockSeconds(values["rows"], pairs, values["update"], values["trained"], shares)
 
 
-def _read(path: Path, key: str) -> tuple[list[BlockSeconds], set[int]]:
-    """What is kept, and the sizes that were asked for: of large ones there may be no time."""
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of one model on one number of ranks."""
+
+    timed: list[BlockSeconds] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)
+    """Sizes that were asked for: of large ones there may be no time."""
+    others_cores: float = 0.0
+    """Cores that other programs took meanwhile."""
+    launch: str = ""
+    """Of the ranks that timed: they plan by what one of them found, however busy it was."""
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it was timed on a busy machine, and not for this launch."""
+        return bool(others_in_words(self.others_cores)) and self.launch != launch_key(os.environ)
+
+    def answers(self, rows: Sequence[int]) -> bool:
+        """Whether nothing has to be timed for these sizes."""
+        return set(rows) <= self.sizes and not self.doubtful
+
+
+def _read(path: Path, key: str) -> _Kept:
     try:
         entry = json.loads(path.read_text("utf-8"))[key]
-        return [_from_json(one) for one in entry["timed"]], set(map(int, entry["sizes"]))
+        timed = [_from_json(one) for one in entry["timed"]]
+        sizes = set(map(int, entry["sizes"]))
+        return _Kept(timed, sizes, float(entry["others_cores"]), str(entry["launch"]))
     except (OSError, ValueError, KeyError, TypeError):  # there is nothing, or it is damaged
-        return [], set()
+        return _Kept()
 
 
-def _write(path: Path, key: str, timed: Sequence[BlockSeconds], sizes: set[int]) -> None:
+def _write(path: Path, key: str, kept: _Kept) -> None:
     """Keep it beside others; to be called with the lock. A full disk costs the next one seconds."""
     entries: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -365,7 +398,7 @@ def _write(path: Path, key: str, timed: Sequence[BlockSeconds], sizes: set[int])
         entries = known if isinstance(known, dict) else {}
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     entries.pop(key, None)  # so that it is the newest
-    entries[key] = {"timed": [asdict(t) for t in timed], "sizes": sorted(sizes), "when": when}
+    entries[key] = {**asdict(kept), "sizes": sorted(kept.sizes), "when": when}
     newest = dict(list(entries.items())[-MAX_KEPT_MODELS:])
     with (
         contextlib.suppress(OSError),

@@ -29,6 +29,7 @@ from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
 from bigtrain.prediction.record_sections import RecordedSections
+from bigtrain.prediction.residuals import StepBasis
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
@@ -165,7 +166,11 @@ class RunClock:
             ConfigError: the model does not run without its numbers, or this is not known of it.
         """
         seconds = self.seconds_of(self._plan, self._timer)
-        return _told(seconds, self._blocks.basis == "blocks", self._blocks.source)
+        if self._blocks.basis == "blocks":
+            return _told(seconds, "blocks", self._blocks.source)
+        rates = f"by the rates of this machine, measured {self._timer.cluster.caveat}"
+        rates = rates if self._timer.cluster.caveat else "by the rates of this machine"
+        return _told(seconds, "rates", f"{rates}; `bigtrain plan` times the model's blocks, too")
 
     def seconds_of(self, plan: Plan, timer: StepTimer) -> StepSeconds:
         """The same by part, also with more replicas than the run has, and of another link's rates.
@@ -290,9 +295,6 @@ class RunClock:
         return PassSeconds.sum(paces)
 
 
-def _told(seconds: StepSeconds, by_blocks: bool, source: str) -> StepForecast:  # noqa: FBT001
+def _told(seconds: StepSeconds, basis: StepBasis, source: str) -> StepForecast:
     parts = {name: part for name, part in vars(seconds).items() if part}
-    if by_blocks:
-        return StepForecast(seconds.total, parts, "blocks", source)
-    source = "by the rates of this machine; `bigtrain plan` times the model's blocks, too"
-    return StepForecast(seconds.total, parts, "rates", source)
+    return StepForecast(seconds.total, parts, basis, source)

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,9 @@ from support.zygote import forked_cli
 
 from bigtrain.job.strategy_words import whole_strategies
 from bigtrain.machine import doctor, rate_cache, rates
+from bigtrain.machine.busy import CpuClock
 from bigtrain.machine.cluster import CommOp
+from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.machine.rate_cache import (
     cache_file,
     cached_rates,
@@ -270,15 +273,38 @@ def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("load", "says"), [(9.0, True), (0.0, False)])
-def test_a_busy_machine_is_measured_with_a_word(home, monkeypatch, capsys, load, says):
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(rate_cache, "usable_cores", lambda: 2)
+def others_take(monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
+    """Let every measurement find other programs at work."""
     monkeypatch.setattr(rate_cache, "measure_rates", lambda _ranks: GIVEN)
-    assert measured_rates(again=True) == GIVEN
+    monkeypatch.setattr(rate_cache, "others_cores", lambda _uses: cores)
+
+
+def test_rates_of_a_busy_machine_are_marked_and_taken_again(home, monkeypatch, capsys):
+    monkeypatch.setattr("bigtrain.machine.busy.usable_cores", lambda: 2)
+    others_take(monkeypatch, 1.4)
+    assert measured_rates(again=True) == replace(GIVEN, others_cores=1.4)
     said = capsys.readouterr().err
-    assert ("the load average is 9.0 on 2 cores" in said) == says
-    assert ("bigtrain doctor --again" in said) == says
+    assert "were measured while other programs used 1.4 of the 2 cores: they are too low" in said
+    assert "bigtrain doctor --again" in said
+    cluster = cached_local_cluster(2, "cpu")
+    assert cluster.caveat == "while other programs used 1.4 of the 2 cores"
+
+    others_take(monkeypatch, 1.9)  # busier than before: what was kept is the better
+    assert measured_rates().others_cores == 1.4
+    others_take(monkeypatch, 0.0)
+    capsys.readouterr()
+    assert measured_rates() == replace(GIVEN, others_cores=0.0)
+    assert capsys.readouterr().err == ""
+    others_take(monkeypatch, 1.0)
+    assert measured_rates() == cached_rates() == replace(GIVEN, others_cores=0.0)  # not again
+    assert cached_local_cluster(2, "cpu").caveat == ""
+
+
+def test_work_of_children_is_not_that_of_others():
+    clock = CpuClock()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    use = clock.read()
+    assert use.own > 0.05
 
 
 def test_products_that_are_far_faster_in_bf16_are_mentioned_with_the_words():

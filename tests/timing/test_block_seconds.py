@@ -223,6 +223,7 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
         return [asdict(BlockSeconds(rows, [(0.1, 0.2)], 0.3, 7)) for rows in wanted["rows"]]
 
     monkeypatch.setattr(block_seconds, "measured_by_ranks", measured)
+    monkeypatch.setattr(block_seconds, "others_cores", lambda _uses: 0.0)
 
     def timer(ranks: int = 2, rows: tuple[int, ...] = (1, 2)) -> BlockTimer:
         return BlockTimer(job, work.model, work.micro_batch, ranks, rows, SCRIPT)
@@ -254,6 +255,35 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     slow = timer(rows=(1, 2, 4))
     assert slow.seconds(bf16_parameters=False) == []
     assert slow.source == "blocks could not be timed: 2 ranks did not answer in 180 s"
+
+
+def test_blocks_of_a_busy_machine_are_marked_and_timed_again_by_another_launch(
+    job, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("bigtrain.machine.busy.usable_cores", lambda: 2)
+    work, calls = open_setup(job, make_plan(job, 1, "cpu")).workload, []
+
+    def measured(*_: Any) -> Any:
+        calls.append(0.1 * (1 + len(calls)))
+        return [asdict(BlockSeconds(1, [(calls[-1], 0.2)], 0.3, 7))]
+
+    def asked(launch: str, others: float) -> tuple[float, str]:
+        monkeypatch.setattr(block_seconds, "measured_by_ranks", measured)
+        monkeypatch.setattr(block_seconds, "others_cores", lambda _uses: others)
+        monkeypatch.setattr(block_seconds, "launch_key", lambda _environ: launch)
+        timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,), SCRIPT)
+        (one,) = timer.seconds(bf16_parameters=False)
+        return one.sections[0][0], timer.source
+
+    seconds, source = asked("a", 1.5)
+    assert seconds == 0.1
+    assert source.endswith(
+        ", while other programs used 1.5 of the 2 cores: they are timed again the next time"
+    )
+    assert asked("a", 0.0) == (seconds, source)  # the other ranks of the launch plan by the same
+    assert asked("b", 0.0) == (0.2, "blocks timed on this machine, 1 rows, 2 at once")
+    assert asked("c", 1.5) == asked("b", 0.0)  # nothing is timed: what is kept is good
 
 
 def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():
