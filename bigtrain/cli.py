@@ -94,10 +94,14 @@ def _on_ranks(command: str, arguments: list[str]) -> int:
         run = {"train": train.main, "record": record.main, "pace": measure.main}[command]
         return run_guarded(lambda: run(words))
     from bigtrain.errors import BigtrainError
-    from bigtrain.ranks.launch import start_ranks
+    from bigtrain.job.load import load_job
+    from bigtrain.ranks.launch import check_shares, start_ranks
 
     script = Path(__file__).parent / SCRIPTS[command]
     try:
+        if options.strategy != "auto":  # as the ranks will read it
+            arguments_of_job = (options.config, options.strategy, options.overrides)
+            check_shares(load_job(*arguments_of_job, plan=options.plan), options.num_ranks)
         return start_ranks(
             options.num_ranks,
             words,

@@ -107,15 +107,9 @@ def connect(
             yield RunContext(**known, mesh=None)
         return
     meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
-    guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
     agreement = Agreement(meeting.store, placement.rank, placement.world_size)
-    with (
-        _only_group(),
-        guard,
-        share_cores(placement, meeting),
-        contextlib.closing(agreement),
-        _local_gloo(placement),
-    ):
+    guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
+    with _only_group(), guard, _for_a_connection(placement, meeting, agreement):
         own_facts = _own_facts(sizes, rank_device, backend_name, seed)
         agreement.require({**own_facts, **facts})
         mesh = _open_mesh(
@@ -128,6 +122,16 @@ def connect(
 
 
 _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launcher")
+
+
+@contextlib.contextmanager
+def _for_a_connection(
+    placement: RankInfo, meeting: Rendezvous, agreement: Agreement
+) -> Iterator[None]:
+    """What lasts as long as the ranks are connected, beside the guard and the groups."""
+    cores, gloo = share_cores(placement, meeting), _local_gloo(placement)
+    with cores, gloo, contextlib.closing(agreement):
+        yield
 
 
 def _own_facts(

@@ -22,12 +22,17 @@ from types import FrameType
 from typing import Any
 
 from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Job
 from bigtrain.memory.allocator import allocator_environ
-from bigtrain.memory.host_memory import host_memory_line, oom_kill_count
+from bigtrain.memory.host_memory import free_host_bytes, host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
 from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
 from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote
+from bigtrain.units import MIB, format_bytes
 
+RANK_BYTES = 350 * MIB
+"""Of a rank alone, measured with torch 2.14 on a CPU; what processes share is not counted."""
+MAX_RANKS_A_CORE = 16
 SAVE_S = 600.0
 """Seconds that ranks get to finish a step and save after SIGTERM or SIGUSR1, before SIGKILL."""
 # Seconds for the other ranks to end after one has failed, before SIGKILL.
@@ -84,12 +89,62 @@ def start_ranks(
         raise ConfigError(
             f"--min-ranks {min_ranks} is of use after a restart only. Add --restarts 3"
         )
+    check_room(num_ranks)
     if not script.is_file():
         raise ConfigError(f"{script} is not a file, and {num_ranks} ranks were to run it.")
     command = [sys.executable, "-u", str(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder, _Signals() as signals:
         run = _Lives(command, Path(folder), signals, restarts, min_ranks or num_ranks)
         return run.to_the_end(num_ranks)
+
+
+def check_room(num_ranks: int) -> None:
+    """Refuse more ranks than this machine can hold, before they take it down.
+
+    Raises:
+        ConfigError: the host's free memory would not hold them, or they are far more than cores.
+    """
+    free = free_host_bytes()
+    if free is not None and num_ranks > 1 and num_ranks * RANK_BYTES > free:
+        raise ConfigError(
+            f"-n {num_ranks}: a rank takes about {format_bytes(RANK_BYTES)} of host memory before "
+            f"it has a model, all of them {format_bytes(num_ranks * RANK_BYTES)}, and "
+            f"{format_bytes(free)} are free. Use -n {max(1, free // (2 * RANK_BYTES))} or fewer"
+        )
+    cores = _usable_cores()
+    if num_ranks > MAX_RANKS_A_CORE * cores:
+        raise ConfigError(
+            f"-n {num_ranks}: this machine lets the run use {cores} core{'s' if cores > 1 else ''}"
+            f", and more than {MAX_RANKS_A_CORE} ranks on each are not started. Use "
+            f"-n {MAX_RANKS_A_CORE * cores} or fewer"
+        )
+
+
+def check_shares(job: Job, num_ranks: int) -> None:
+    """Refuse more replicas than the global batch has samples, before any of them is started.
+
+    Where the model is cut or sliced, or ranks are servers, the ranks themselves find out.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    roles, batch = job.strategy.roles(), job.train.global_batch_size
+    replicate = roles.get("replicate")
+    served = replicate is not None and replicate.name == "parameter_server"
+    if batch is None or served or "cut" in roles or "slice" in roles:
+        return
+    if num_ranks > batch:
+        raise ConfigError(
+            f"-n {num_ranks}: each of these ranks needs a sample of every step, and "
+            f"train.global_batch_size is {batch}. Use -n {batch} or fewer, or "
+            f"train.global_batch_size={num_ranks}"
+        )
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -188,8 +243,7 @@ class _Lives:
         """What all ranks of a life share."""
         environ = {n: v for n, v in os.environ.items() if n not in _OF_OTHER_LAUNCHES}
         environ = {n: v for n, v in environ.items() if not n.startswith("TORCHELASTIC_")}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
         environ |= allocator_environ(environ)
         environ |= {LAUNCH_VARIABLE: str(self._folder / str(life))}
         if life:

@@ -9,9 +9,12 @@ import pytest
 
 from bigtrain.cli import main
 from bigtrain.errors import ConfigError
+from bigtrain.job.load import load_job
 from bigtrain.memory.host_memory import oom_kill_count
-from bigtrain.ranks.launch import _status, start_ranks
+from bigtrain.ranks import launch
+from bigtrain.ranks.launch import _status, check_room, check_shares, start_ranks
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo, launcher_hint
+from bigtrain.units import MIB
 
 
 def alone(launcher: Launcher) -> RankInfo:
@@ -56,6 +59,36 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
         start_ranks(2, [], tmp_path, min_ranks=1)
     with pytest.raises(ConfigError, match="is not a file, and 2 ranks were to run it"):
         start_ranks(2, [], tmp_path / "no.py")
+
+
+def test_more_ranks_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "free_host_bytes", lambda: 20 * 1024 * MIB)
+    monkeypatch.setattr(launch, "_usable_cores", lambda: 2)
+    words = r"-n 64: a rank takes about 350.0 MiB .* all of them 21.88 GiB, and 20.00 GiB are free. "
+    with pytest.raises(ConfigError, match=words + "Use -n 29 or fewer"):
+        check_room(64)
+    with pytest.raises(ConfigError, match="-n 33: .* 2 cores, and more than 16 .* Use -n 32 or"):
+        check_room(33)
+    check_room(32)
+    monkeypatch.setattr(launch, "free_host_bytes", lambda: 100 * MIB)
+    check_room(1)  # what one takes it finds out
+
+
+def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
+    words = ["train", "-n", "9", "data.name=digits", "train.global_batch_size=8"]
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    assert said == (
+        "bigtrain: -n 9: each of these ranks needs a sample of every step, and "
+        "train.global_batch_size is 8. Use -n 8 or fewer, or train.global_batch_size=9\n"
+    )
+    for strategy in ("gpipe", "tensor", "parameter_server"):
+        check_shares(load_job(None, strategy, words[3:]), 9)
+
+
+def test_a_wrong_key_is_said_once_before_any_rank_starts(capfd) -> None:
+    assert main(["train", "-n", "2", "optim.lrr=1"]) == 2
+    assert capfd.readouterr().err == ("bigtrain: unknown key optim.lrr, did you mean optim.lr?\n")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +138,8 @@ def test_the_ranks_do_not_get_how_they_are_started(
         return 0
 
     monkeypatch.setattr("bigtrain.ranks.launch.start_ranks", start)
-    assert main(["train", "--config", "digits", *words, *more, "OPTIM.LR", "-1"]) == 0
-    assert started == [(2, ["--config", "digits", "OPTIM.LR", "-1"], options)]
+    assert main(["train", "--config", "digits", *words, *more, "MESH.DP", "-1"]) == 0
+    assert started == [(2, ["--config", "digits", "MESH.DP", "-1"], options)]
 
 
 @pytest.mark.parametrize(
