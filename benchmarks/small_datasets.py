@@ -178,8 +178,8 @@ def write_voc(
     """400 images to train with and 80 held out, of 64 to 88 pixels on a side."""
     inner = folder / "VOCdevkit" / "VOC2012"
     lists = inner / "ImageSets" / "Segmentation"
-    for name in ("JPEGImages", "SegmentationClass", lists):
-        (inner / name).mkdir(parents=True, exist_ok=True)
+    for place in (inner / "JPEGImages", inner / "SegmentationClass", lists):
+        place.mkdir(parents=True, exist_ok=True)
     pictures = photographs()
     for part, digits, number in (("train", train, 400), ("val", held_out, 80)):
         names = [f"2012_{part}_{index:06d}" for index in range(round(number * share))]

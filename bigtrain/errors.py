@@ -59,11 +59,14 @@ class OutOfMemoryError(BigtrainError):
     Args:
         message: for the user.
         micro_batch_size: half of what ran, where less at a time may help; None otherwise.
+        told: the beginning of the message that was printed already.
     """
 
-    def __init__(self, message: str, *, micro_batch_size: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, micro_batch_size: int | None = None, told: str = ""
+    ) -> None:
         super().__init__(message)
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size, self.told = micro_batch_size, told
 
 
 class CheckpointError(BigtrainError):

@@ -419,7 +419,11 @@ class Engine:
             self._cap.lift()
             situation = self._situation(where)
             clear_frames(error.__traceback__)  # they hold what was allocated last
-            raise explain_out_of_memory(error, situation) from None
+            speaks = self.context.agreement.is_first("out of memory")
+            patience_s = self.job.mesh.timeout if self.context.world_size > 1 else math.inf
+            raise explain_out_of_memory(
+                error, situation, speaks=speaks, patience_s=patience_s
+            ) from None
 
     @property
     def _subject(self) -> ForecastInputs | None:

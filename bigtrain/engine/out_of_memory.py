@@ -2,12 +2,14 @@
 
 The message names the rank, the phase, what was asked for, what the memory was made of, and the
 changes after which it is predicted to fit. Working these out is given a few seconds, in which the
-other ranks wait; then all ranks are told, and end.
+other ranks wait; then all ranks are told, and end. What is known already is said before.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from dataclasses import dataclass
 
 from bigtrain.devices import current_device, is_accelerator, set_current
@@ -57,13 +59,31 @@ class OutOfMemoryContext:
     """None where the model cannot be forecast."""
 
 
-def explain_out_of_memory(error: BaseException, situation: OutOfMemoryContext) -> OutOfMemoryError:
-    """The error that a user sees instead of the allocator's."""
+def explain_out_of_memory(
+    error: BaseException, situation: OutOfMemoryContext, *, speaks: bool, patience_s: float
+) -> OutOfMemoryError:
+    """The error that a user sees instead of the allocator's.
+
+    Args:
+        error: the allocator's.
+        situation: where the rank stood.
+        speaks: whether this is the first rank that ran out. It prints what it held and looks for
+            what would fit; any other waits, and is ended when the first one has reported.
+        patience_s: seconds that the other ranks wait before they take the run for one that hangs.
+    """
     half = _half(situation)
-    lines = [_what(error, situation), *_held(situation)]
-    if not (situation.adapts and half is not None):
-        lines += _fits(_in_time(situation.inputs, situation.limit_bytes), situation.limit_bytes)
-    return OutOfMemoryError("\n".join(lines), micro_batch_size=half)
+    text = "\n".join([_what(error, situation), *_held(situation)])
+    if situation.adapts and half is not None:
+        return OutOfMemoryError(text, micro_batch_size=half)
+    seconds = min(REMEDY_TIMEOUT_S, patience_s / 2)
+    if not speaks:
+        time.sleep(seconds)
+        return OutOfMemoryError(text, micro_batch_size=half)
+    sys.stderr.write(f"bigtrain: {text}\n")
+    sys.stderr.flush()
+    search = _in_time(situation.inputs, situation.limit_bytes, seconds)
+    whole = "\n".join([text, *_fits(search, situation.limit_bytes)])
+    return OutOfMemoryError(whole, micro_batch_size=half, told=text)
 
 
 def predict_out_of_memory(
@@ -169,7 +189,7 @@ def _fits(search: RemedySearch, limit: int | None) -> list[str]:
     ]
 
 
-def _in_time(subject: ForecastInputs | None, limit: int | None) -> RemedySearch:
+def _in_time(subject: ForecastInputs | None, limit: int | None, seconds: float) -> RemedySearch:
     """The search, as far as it comes in time; it may go on, and is not waited for."""
     search = RemedySearch()
     if subject is None or limit is None:
@@ -179,7 +199,7 @@ def _in_time(subject: ForecastInputs | None, limit: int | None) -> RemedySearch:
 
     def run() -> None:
         set_current(device)
-        search.run(subject, limit, REMEDY_TIMEOUT_S * 0.6)
+        search.run(subject, limit, seconds * 0.6)
 
     thread = threading.Thread(
         target=run,
@@ -187,5 +207,5 @@ def _in_time(subject: ForecastInputs | None, limit: int | None) -> RemedySearch:
         daemon=True,
     )
     thread.start()
-    thread.join(REMEDY_TIMEOUT_S)
+    thread.join(seconds)
     return search

@@ -75,6 +75,10 @@ class Agreement:
             ) from error
         raise ConfigError(_differences(facts, theirs, self._rank))
 
+    def is_first(self, what: str) -> bool:
+        """Whether no other rank has asked the same before."""
+        return self._store is None or self._store.add(f"first/{what}", 1) == 1
+
     def close(self) -> None:
         """Let go of the store; ranks that come later agree."""
         self._store = None

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import BigtrainError, OutOfMemoryError
 from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start_time
 from bigtrain.ranks.restart import RestartRequest, restart_process
 
@@ -133,7 +133,9 @@ def _show(error: BaseException) -> int:
         mark_reporting_rank(error)
     if isinstance(error, BigtrainError):
         if getattr(error, "bigtrain_first", False) or is_first_to_report(os.environ):
-            sys.stderr.write(f"bigtrain: {error}\n")
+            told = error.told if isinstance(error, OutOfMemoryError) else ""
+            rest = str(error).removeprefix(told).lstrip("\n")
+            sys.stderr.write(f"{rest}\n" if told else f"bigtrain: {error}\n")
     else:
         # The frame of run_guarded says nothing to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None

@@ -135,6 +135,20 @@ def test_all_ranks_stop_where_one_has_no_memory(tmp_path):
     assert done.stderr.count("ran out of memory") == 1
 
 
+def test_the_explanation_comes_before_the_others_give_up(tmp_path):
+    """The other rank waits for two seconds, and the search would take longer."""
+    words = ["model.name=support.odd_strategies:Greedy", "data.name=synthetic", "mesh.timeout=2"]
+    words += ["data.args.kind=classification", "data.args.input_shape=[1,8,8]", "train.steps=50"]
+    words += ["train.global_batch_size=4", "checkpoint.at_end=false", "memory.cap=100MiB"]
+    done = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *words)
+    assert done.returncode == 1
+    said = done.stderr.index("rank 1 ran out of memory in the forward pass of step 3")
+    assert said < done.stderr.index("rank 1 fails. It is in the forward pass")
+    assert done.stderr.count("ran out of memory") == 1
+    assert "never came" not in done.stderr
+    assert "waits for" not in done.stderr
+
+
 def test_adapting_is_for_the_command_alone():
     from bigtrain.engine.prepare import prepare
 
