@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from bigtrain.errors import OutOfMemoryError
+from bigtrain.errors import NonFiniteError, OutOfMemoryError
 from bigtrain.ranks.exit_status import (
     HELD_OPEN,
     error_summary,
@@ -171,7 +171,8 @@ def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | Non
     text = error_summary(error)
     ending = watch.report(text, exit_status_of(error), patience_s=patience)
     if ending is None and watch.records:
-        cause = Cause("waited" if is_echo else "failed", watch.rank, text)
+        kind = "found" if isinstance(error, NonFiniteError) else "failed"
+        cause = Cause("waited" if is_echo else kind, watch.rank, text)
         show_page(watch.recorder, watch.records, cause)
     return ending
 

@@ -43,7 +43,8 @@ class Cause:
     """Why the page is made."""
 
     kind: str
-    """`waited` (too long, or in vain), `failed`, `lost`, or `asked` (by a signal)."""
+    """`waited` (too long, or in vain), `failed`, `lost`, `asked` (by a signal), or `found`: what
+    all ranks have seen, whichever of them reported it."""
     rank: int
     """Who noticed, failed, or is lost."""
     text: str = ""
@@ -94,8 +95,9 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     if cause.kind == "failed" and record is not None:
         text = f"rank {cause.rank} fails. It {doing(record)}."
     path = page.write(recorder.folder)
-    where = f"\nbigtrain: the last events of each rank: {path}" if path else ""
-    sys.stderr.write(f"bigtrain: {text}{where}\n")
+    where = f"the last events of each rank: {path}" if path else ""
+    lines = [where] if cause.kind == "found" else [text, where]
+    sys.stderr.write("".join(f"bigtrain: {line}\n" for line in lines if line))
     sys.stderr.flush()
     return page
 
@@ -155,6 +157,8 @@ def _headline(records: Mapping[int, Record | None], cause: Cause, waits: Mapping
         record = records.get(cause.rank)
         where = f" It {doing(record)}." if record else ""
         return f"rank {cause.rank} failed: {cause.text}.{where}"
+    if cause.kind == "found":
+        return cause.text
     waiting = _first_to_wait(cause, waits)
     if waiting is None:
         if cause.kind == "lost":

@@ -82,8 +82,16 @@ def test_a_rank_that_raises(tmp_path):
     assert said.index("rank 1 fails") < said.index("Traceback")
 
 
+def test_a_loss_that_is_not_finite_on_one_rank_is_not_said_to_be_another_one_s(tmp_path):
+    said, file = fails(tmp_path, "data.args.fault=nan")
+    assert "the loss of rank 1 is nan" in file["headline"]
+    assert "rank 0 fails" not in said
+    assert said.count("the loss of rank 1 is nan") == 1
+    assert "runs/run/flight_recorder.json" in said
+
+
 def test_memory_that_runs_out(tmp_path):
-    said, file = fails(tmp_path, "model.args.width=1024", "memory.cap=30MiB")
+    said, file = fails(tmp_path, "model.args.width=1024", "memory.cap=30MiB", "mesh.timeout=30")
     assert "OutOfMemoryError: rank " in file["headline"]
     assert "what would fit" in said or "no change that was tried" in said
     assert file["cause"]["kind"] == "failed"

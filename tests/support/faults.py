@@ -1,7 +1,7 @@
 """A data source and a model for runs that go wrong in one rank: `data.name=support.faults:points`.
 
-What goes wrong is an argument of the source: `data.args.fault=sleep|raise|stop|kill`, in which rank
-(`data.args.rank`), and at which sample that this rank reads (`data.args.at`).
+What goes wrong is an argument of the source: `data.args.fault=sleep|raise|stop|kill|nan`, in which
+rank (`data.args.rank`), and at which sample that this rank reads (`data.args.at`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Points(Dataset[Any]):
         self.reads += 1
         if self.reads == self.at:
             go_wrong(self.fault)
+            if self.fault == "nan":
+                return torch.full((8,), torch.nan), index % 4
         return torch.full((8,), index / 64), index % 4
 
 
