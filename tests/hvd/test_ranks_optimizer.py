@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 import bigtrain.hvd as hvd
+import bigtrain.hvd.optimizer as optimizer_module
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.context import RunContext
 
@@ -39,7 +40,8 @@ def trained(
     context: RunContext, passes: int, options: dict[str, Any], fusion: int = 2**26
 ) -> list[torch.Tensor]:
     """The weights after a few steps in which each rank has its share of 24 rows."""
-    hvd._session.context, hvd.FUSION_BYTES = context, fusion
+    hvd.init_with(context)
+    optimizer_module.FUSION_BYTES = fusion
     model = net(hvd.rank())
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(
@@ -84,7 +86,7 @@ def test_fp16_on_the_way_changes_the_numbers_a_little():
 
 
 def exchanged(context: RunContext) -> dict[str, Any]:
-    hvd._session.context = context
+    hvd.init_with(context)
     mine = torch.full((3,), float(hvd.rank() + 1))
     model = net(hvd.rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 * (hvd.rank() + 1))
@@ -121,7 +123,7 @@ def test_what_goes_between_the_ranks():
 
 def twice(context: RunContext) -> str:
     """A second backward pass before the step, where one was said."""
-    hvd._session.context = context
+    hvd.init_with(context)
     model = net(0)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     try:
