@@ -38,8 +38,8 @@ from bigtrain.hvd.gathers import (
     grouped_allgather_async,
     join,
     poll,
-    synchronize,
 )
+from bigtrain.hvd.gathers import wait_for as synchronize
 from bigtrain.hvd.optimizer import DistributedOptimizer
 from bigtrain.hvd.process_sets import (
     ProcessSet,

@@ -29,11 +29,11 @@ from bigtrain.hvd.session import PATIENCE_S, session
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 
-Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
-_REDUCES: Kind = "allreduce"
-_WITH_JOINED: tuple[Kind, ...] = ("allreduce", "barrier")
+RequestKind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
+_REDUCES: RequestKind = "allreduce"
+_WITH_JOINED: tuple[RequestKind, ...] = ("allreduce", "barrier")
 """What goes on while a rank has joined."""
-_KINDS: tuple[Kind, ...] = (
+_KINDS: tuple[RequestKind, ...] = (
     *("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"),
 )
 _DTYPES = (
@@ -47,10 +47,10 @@ _FAREWELL_S = 5.0
 
 
 @dataclass(frozen=True)
-class Call:
+class Request:
     """What is asked for; the same on every rank, but for `rows`."""
 
-    kind: Kind
+    kind: RequestKind
     name: str | None
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class Call:
         return [_ACTIVE, int.from_bytes(digest, "big"), *what]
 
 
-class Row(NamedTuple):
+class RequestRow(NamedTuple):
     """What one rank says of its exchange, as numbers."""
 
     state: int
@@ -100,7 +100,7 @@ class Row(NamedTuple):
     rows: int
 
 
-class Link:
+class Members:
     """The groups of some ranks: gloo for what is on the host, the device's own for the rest."""
 
     def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
@@ -145,15 +145,15 @@ class Link:
         return [row.tolist() for row in everyone]
 
 
-class Exchange(ABC):
+class ChannelWork(ABC):
     """One exchange: `begin` is called by the thread, `finish` by the script's."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Request) -> None:
         self.call = call
         self.works: list[Any] = []
 
     @abstractmethod
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
         """Start it, and note what is to be waited for in `works`.
 
         Args:
@@ -185,7 +185,7 @@ class Handle(ABC):
 class Pending(Handle):
     """One exchange of a channel."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: ChannelWork) -> None:
         self.exchange = exchange
         self.begun = threading.Event()
         self.error: BaseException | None = None
@@ -246,12 +246,12 @@ class Several(Handle):
         return self._results[0]
 
 
-class _Join(Exchange):
+class _Join(ChannelWork):
     """That a rank has no more data; its result is the number of the last one to say so."""
 
     last = -1
 
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
         """Nothing: the channel serves the others until all have joined."""
 
     def finish(self) -> int:
@@ -271,16 +271,17 @@ class Channel:
     """Is told of each exchange: its kind, its name, and two times of `time.time`."""
 
     def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
-        self.link = Link(context, members, is_global=is_global)
+        self.link = Members(context, members, is_global=is_global)
         self._queue: SimpleQueue[tuple[Pending, torch.Stream | None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
+        self._joined: list[int] = []  # as of the last exchange, the same on all ranks
 
-    def submit(self, exchange: Exchange) -> Pending:
+    def submit(self, exchange: ChannelWork) -> Pending:
         """Begin an exchange when those before it have begun; does not wait. Collective."""
         pending = Pending(exchange)
         if self.link.host is None:
-            exchange.begin(self.link, [Row(*exchange.call.numbers())])
+            exchange.begin(self.link, [RequestRow(*exchange.call.numbers())])
             pending.begun.set()
             return pending
         if self._thread is None:
@@ -296,7 +297,7 @@ class Channel:
         """Take part with zeros until all ranks have joined; the number of the last. Collective."""
         if self.link.host is None:
             return self.link.rank
-        call = Call("barrier", "join", torch.int64, (), True)
+        call = Request("barrier", "join", torch.int64, (), True)
         return int(self.submit(_Join(call)).result())
 
     def close(self) -> None:
@@ -339,10 +340,12 @@ class Channel:
             pending.timed = lambda: said(kind, name, begun, time.time())
         pending.begun.set()
 
-    def _rows(self, numbers: Sequence[int]) -> list[Row]:
-        return [Row(*row) for row in self.link.all_gather_rows(numbers)]
+    def _rows(self, numbers: Sequence[int]) -> list[RequestRow]:
+        rows = [RequestRow(*row) for row in self.link.all_gather_rows(numbers)]
+        self._joined = [n for n, row in enumerate(rows) if row.state == _JOINED]
+        return rows
 
-    def _agreed(self, call: Call) -> list[Row]:
+    def _agreed(self, call: Request) -> list[RequestRow]:
         """What every rank says, where all ask for the same."""
         rows = self._rows(call.numbers())
         active = [row for row in rows if row.state == _ACTIVE]
@@ -352,7 +355,7 @@ class Channel:
             _check_joined(call, [n for n, row in enumerate(rows) if row.state == _JOINED])
         return rows
 
-    def _differing(self, text: str, rows: Sequence[Row]) -> ConfigError:
+    def _differing(self, text: str, rows: Sequence[RequestRow]) -> ConfigError:
         """The error of ranks that ask for different things. Collective."""
         texts: list[Any] = [None] * self.link.size
         dist.all_gather_object(texts, text, group=self.link.host)
@@ -366,27 +369,27 @@ class Channel:
 
     def _serve_others(self) -> int:
         """Take part with zeros until all have joined; returns who was last."""
-        before: list[int] = []
         while True:
+            before = self._joined
             rows = self._rows([_JOINED, 0, 0, 0, 0, 0, 0, 0])
             active = [row for row in rows if row.state == _ACTIVE]
             if not active:
-                late = [n for n in range(len(rows)) if n not in before]
+                late = [n for n in self._joined if n not in before]
+                self._joined = []
                 return self.link.members[max(late)]
-            before = [n for n, row in enumerate(rows) if row.state == _JOINED]
             if len({row.digest for row in active}) > 1:
                 self._differing("", rows)
             elif _KINDS[active[0].kind] == _REDUCES and active[0].op in _ADDS:
                 self._add_nothing(active[0])
 
-    def _add_nothing(self, row: Row) -> None:
+    def _add_nothing(self, row: RequestRow) -> None:
         on_host = bool(row.on_host)
         place = torch.device("cpu") if on_host else self.link.device
         nothing = torch.zeros(row.numel, dtype=_DTYPES[row.dtype], device=place)
         dist.all_reduce(nothing, group=self.link.group(on_host=on_host))
 
 
-def _check_joined(call: Call, joined: list[int]) -> None:
+def _check_joined(call: Request, joined: list[int]) -> None:
     """Refuse what cannot be done without the ranks that have joined."""
     adds = call.kind != _REDUCES or _OPS.index(call.op) in _ADDS
     if call.kind in _WITH_JOINED and adds:

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigtrain.errors import ConfigError
-from bigtrain.hvd.channel import Call, Exchange, Handle, Link, Row, Several, as_bytes, is_on_host
+from bigtrain.hvd.channel import (
+    ChannelWork,
+    Handle,
+    Members,
+    Request,
+    RequestRow,
+    Several,
+    as_bytes,
+    is_on_host,
+)
 from bigtrain.hvd.process_sets import ProcessSet, global_process_set, set_of
 
 _ALL = global_process_set
@@ -33,11 +42,11 @@ def _source(tensor: Any, where: str, *, rows: bool = True) -> Tensor:
     return tensor.detach().contiguous()
 
 
-class _AllGather(Exchange):
+class _AllGather(ChannelWork):
     def __init__(self, source: Tensor, name: str | None) -> None:
         inner = tuple(source.shape[1:])
         super().__init__(
-            Call(
+            Request(
                 *("allgather", name, source.dtype, inner, is_on_host(source)),
                 rows=source.shape[0],
             )
@@ -46,7 +55,7 @@ class _AllGather(Exchange):
         self._counts: list[int] = []
         self._parts: list[Tensor] = []
 
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
         self._counts = [row.rows for row in rows]
         group = link.group(on_host=self.call.on_host)
         if group is None:
@@ -134,20 +143,20 @@ class _Gathered(torch.autograd.Function):
         return None, *parts
 
 
-class _Summed(Exchange):
+class _Summed(ChannelWork):
     """The sum of gradients; written over its buffer."""
 
     def __init__(self, buffer: Tensor, name: str | None) -> None:
         shape, on_host = tuple(buffer.shape), is_on_host(buffer)
         super().__init__(
-            Call(
+            Request(
                 *("allreduce", name, buffer.dtype, shape, on_host, "sum"),
                 numel=buffer.numel(),
             )
         )
         self._buffer = buffer
 
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:  # noqa: ARG002
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:  # noqa: ARG002
         group = link.group(on_host=self.call.on_host)
         if group is not None:
             self.works = [dist.all_reduce(self._buffer, group=group, async_op=True)]
@@ -163,15 +172,15 @@ def average_over(channel: Any, gradient: Tensor, name: str | None) -> Tensor:
     return summed / count
 
 
-class _Broadcast(Exchange):
+class _Broadcast(ChannelWork):
     def __init__(
         self, buffer: Tensor, root: int, name: str | None, into: Tensor | None = None
     ) -> None:
         shape, on_host = tuple(buffer.shape), is_on_host(buffer)
-        super().__init__(Call("broadcast", name, buffer.dtype, shape, on_host, root=root))
+        super().__init__(Request("broadcast", name, buffer.dtype, shape, on_host, root=root))
         self._buffer, self._into = buffer, into
 
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:  # noqa: ARG002
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:  # noqa: ARG002
         group = link.group(on_host=self.call.on_host)
         if group is not None and self._buffer.numel():
             flat = as_bytes(self._buffer)
@@ -257,15 +266,17 @@ class _Broadcasted(torch.autograd.Function):
         return mean if is_root else torch.zeros_like(mean), None, None, None
 
 
-class _AllToAll(Exchange):
+class _AllToAll(ChannelWork):
     def __init__(self, source: Tensor, splits: list[int], name: str | None) -> None:
         inner, on_host = tuple(source.shape[1:]), is_on_host(source)
-        super().__init__(Call("alltoall", name, source.dtype, inner, on_host, rows=source.shape[0]))
+        super().__init__(
+            Request("alltoall", name, source.dtype, inner, on_host, rows=source.shape[0])
+        )
         self._source, self._splits = source, splits
         self._received: list[int] = []
         self._into = source
 
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:  # noqa: ARG002
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:  # noqa: ARG002
         table = link.all_gather_rows(self._splits)
         self._received = [row[link.place] for row in table]
         group = link.group(on_host=self.call.on_host)
@@ -364,14 +375,14 @@ class _Swapped(torch.autograd.Function):
         return back, None, None, None
 
 
-class _Barrier(Exchange):
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:
+class _Barrier(ChannelWork):
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
         """Nothing: all ranks have said that they are here."""
 
 
 def barrier(process_set: ProcessSet = _ALL) -> None:
     """Wait until every rank calls it. Collective."""
-    call = Call("barrier", None, torch.int64, (), True)
+    call = Request("barrier", None, torch.int64, (), True)
     set_of(process_set).channel().submit(_Barrier(call)).result()
 
 
@@ -392,7 +403,7 @@ def poll(handle: Handle) -> bool:
     return _handle(handle).done()
 
 
-def synchronize(handle: Handle) -> Any:
+def wait_for(handle: Handle) -> Any:
     """Wait for an exchange, and return what came out: what the function without `async` returns.
 
     Raises:

@@ -161,7 +161,7 @@ class _Exchanging(torch.optim.Optimizer):
             self.exchange.skipped = False
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Exchange what is left, and step."""
+        """ChannelWork what is left, and step."""
         if closure is not None:
             raise ConfigError(
                 "hvd: step(closure) computes gradients that nobody has exchanged yet. Go backward "
@@ -386,6 +386,7 @@ class _GradientExchange:
                 torch.empty((dims, 0), dtype=torch.int64, device=parameter.device),
                 parameter.new_empty((0, *inner)),
                 parameter.shape,
+                check_invariants=False,
             )
         return parameter.grad
 

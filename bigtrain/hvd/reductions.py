@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bigtrain.errors import ConfigError
-from bigtrain.hvd.channel import Call, Exchange, Handle, Link, Row, Several, is_on_host
+from bigtrain.hvd.channel import (
+    ChannelWork,
+    Handle,
+    Members,
+    Request,
+    RequestRow,
+    Several,
+    is_on_host,
+)
 from bigtrain.hvd.compression import Compression, compressor_of
 from bigtrain.hvd.gathers import allgather_async, grouped_allgather
 from bigtrain.hvd.process_sets import ProcessSet, global_process_set, set_of
@@ -42,7 +50,7 @@ def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce"
     """
     if op is not None and average is not None:
         raise ConfigError(
-            f"hvd.{where}: average={average} and op={op!r} are given, and say the same thing. "
+            f"hvd.{where}: average={average} and op={op!r} are given, and both say how. "
             f"Leave out average={average}."
         )
     if op is None:
@@ -72,7 +80,7 @@ def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -
         )
 
 
-class Reduction(Exchange):
+class Reduction(ChannelWork):
     """An all-reduce of one buffer, which it overwrites.
 
     Args:
@@ -87,7 +95,7 @@ class Reduction(Exchange):
     def __init__(
         self,
         buffer: Tensor,
-        call: Call,
+        call: Request,
         op: ReduceOp,
         before: float,
         after: float,
@@ -98,7 +106,7 @@ class Reduction(Exchange):
         if before != 1.0:
             buffer.mul_(before)
 
-    def begin(self, link: Link, rows: Sequence[Row]) -> None:  # noqa: ARG002
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:  # noqa: ARG002
         """Send it."""
         group = link.group(on_host=self.call.on_host)
         if group is not None:
@@ -140,7 +148,7 @@ def start_reduction(
     channel = process_set.channel()
     factors = "" if (before, after) == (1.0, 1.0) else f"factors {before:g} and {after:g}"
     said = ", ".join(filter(None, (factors, detail)))
-    call = Call(
+    call = Request(
         kind="allreduce",
         name=name,
         dtype=buffer.dtype,
@@ -452,7 +460,9 @@ def sparse_allreduce_async(
 
     def joined(found: list[Tensor]) -> Tensor:
         indices, values = found
-        return torch.sparse_coo_tensor(indices.t(), values / count, own.shape).coalesce()
+        return torch.sparse_coo_tensor(
+            indices.t(), values / count, own.shape, check_invariants=False
+        ).coalesce()
 
     return Several(parts, joined)
 
@@ -500,7 +510,7 @@ def grouped_reducescatter_async(
     return Several([whole], shared)
 
 
-def _share(tensor: Tensor, link: Link) -> Tensor:
+def _share(tensor: Tensor, link: Members) -> Tensor:
     """The rows of this rank: as many as another's, or one more on the first ranks."""
     return torch.tensor_split(tensor, link.size)[link.place]
 

@@ -18,7 +18,7 @@ PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Where a rank stands."""
 
     node: int
@@ -32,7 +32,7 @@ class Session:
     def __init__(self) -> None:
         self.context: RunContext | None = None
         self.closing = ExitStack()
-        self.places: list[Place] = []
+        self.places: list[NodePlace] = []
 
     def opened(self) -> RunContext:
         """The ranks.
@@ -54,7 +54,7 @@ class Session:
 session = Session()
 
 
-def _places(everyone: list[tuple[str, int]]) -> list[Place]:
+def _places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
     """Where each rank stands; a host with two ranks of one number is two nodes.
 
     Args:
@@ -65,7 +65,7 @@ def _places(everyone: list[tuple[str, int]]) -> list[Place]:
     places = []
     for host, local in everyone:
         turn = seen[host, local] = seen.get((host, local), -1) + 1
-        places.append(Place(nodes.setdefault((host, turn), len(nodes)), local))
+        places.append(NodePlace(nodes.setdefault((host, turn), len(nodes)), local))
     return places
 
 

@@ -45,7 +45,8 @@ def init(
     ):
         raise ConfigError(
             f"hvd.init: comm={comm!r}, and all {placement.world_size} ranks take part; "
-            "communicators of MPI are not taken. Call hvd.init(), and hvd.add_process_set([...]) for some ranks."
+            "communicators of MPI are not taken. Call hvd.init(), and "
+            "hvd.add_process_set([...]) for some ranks."
         )
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ConfigError(
