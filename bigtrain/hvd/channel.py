@@ -120,6 +120,7 @@ class Members:
             self.host = cast("dist.ProcessGroup", host)
             self.own = cast("dist.ProcessGroup | None", own)
             context.recorder.traffic.leave_out(self.host)
+            self.all_gather_rows([0])  # nobody leaves before all are connected
 
     @property
     def size(self) -> int:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.hvd.gathers import broadcast_, broadcast_async_, broadcast_object
+from bigtrain.hvd.gathers import (
+    allgather_object,
+    broadcast_,
+    broadcast_async_,
+    broadcast_object,
+)
 from bigtrain.hvd.process_sets import ProcessSet, global_process_set
 from bigtrain.hvd.session import rank, session, size
 from bigtrain.tensors.tree import map_tensors, tree_tensors
@@ -92,22 +97,20 @@ def broadcast_optimizer_state(
     here = session.opened().device
     frame = map_tensors(mine, lambda t: _Frame(tuple(t.shape), t.dtype, t.device.type == "cpu"))
     frame = broadcast_object(frame if rank() == root_rank else None, root_rank, "optimizer")
-    theirs, ours = (_lengths(state) for state in (frame, mine))
-    if theirs != ours:
-        raise ConfigError(
-            f"hvd.broadcast_optimizer_state: rank {root_rank} has groups of {theirs} parameters, "
-            f"and rank {rank()} of {ours}. Make the same optimizer on every rank."
-        )
+    lengths = allgather_object([len(group["params"]) for group in mine["param_groups"]])
+    for other, found in enumerate(lengths):
+        if found != lengths[root_rank]:
+            raise ConfigError(
+                f"hvd.broadcast_optimizer_state: rank {root_rank} has groups of "
+                f"{lengths[root_rank]} parameters, and rank {other} of {found}. Make the same "
+                "optimizer on every rank."
+            )
     if rank() != root_rank:
         mine = _filled(frame, here)
     for tensor in tree_tensors(mine):
         broadcast_(tensor, root_rank, "optimizer")
     if rank() != root_rank:
         optimizer.load_state_dict(mine)
-
-
-def _lengths(state: dict[str, Any]) -> list[int]:
-    return [len(group["params"]) for group in state["param_groups"]]
 
 
 @dataclass(frozen=True)

@@ -161,3 +161,299 @@ def test_what_is_not_here_is_refused_with_what_is(monkeypatch):
         hvd.allreduce(torch.ones(2, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"step\(closure\).*then call step\(\)"):
         hvd.DistributedOptimizer(plain).step(lambda: 0.0)
+
+
+def two_rows(seed: int) -> nn.Module:
+    """Parameters of exactly two rows, which can be unpacked like pairs."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
+
+
+def parameters_sent(context: RunContext) -> dict[str, Any]:
+    hvd.init_with(context)
+    forms: dict[str, Any] = {
+        "state dict": lambda m: m.state_dict(),
+        "dict": lambda m: (
+            dict(reversed(list(m.named_parameters()))) if hvd.rank() else dict(m.named_parameters())
+        ),
+        "pairs": lambda m: list(m.named_parameters()),
+        "generator of pairs": lambda m: m.named_parameters(),
+        "tensors": lambda m: list(m.parameters()),
+        "generator": lambda m: m.parameters(),
+        "both": lambda m: [*m.parameters(), *m.named_buffers()],
+        "tuple": lambda m: tuple(m.parameters()),
+    }
+    found: dict[str, Any] = {}
+    for name, form in forms.items():
+        model = two_rows(hvd.rank())
+        hvd.broadcast_parameters(form(model), root_rank=1)
+        found[name] = [p.detach() for p in model.parameters()]
+        assert all(p.requires_grad for p in model.parameters())
+    model = two_rows(0)
+    other = nn.Linear(3, 2 + hvd.rank())
+    refused: dict[str, Any] = {
+        "module": lambda: hvd.broadcast_parameters(model),
+        "number": lambda: hvd.broadcast_parameters({"a": torch.ones(1), "step": 3}),
+        "list": lambda: hvd.broadcast_parameters([["a", torch.ones(1)]]),
+        "none": lambda: hvd.broadcast_parameters([None]),
+        "one": lambda: hvd.broadcast_parameters(torch.ones(2, 2)),
+        "shapes": lambda: hvd.broadcast_parameters(other.state_dict()),
+        "names": lambda: hvd.broadcast_parameters({f"w{hvd.rank()}": torch.ones(2)}),
+    }
+    for name, call in refused.items():
+        with pytest.raises(ConfigError) as error:
+            call()
+        found[name] = str(error.value)
+    return found
+
+
+def test_parameters_come_over_whatever_holds_them():
+    expected = list(two_rows(1).parameters())
+    for found in run_ranks(parameters_sent, 2):
+        for name, weights in found.items():
+            if isinstance(weights, list):
+                for weight, there in zip(weights, expected, strict=True):
+                    assert torch.equal(weight, there), name
+        assert "Sequential is no dict or list of parameters. Give model.state" in found["module"]
+        assert "'step' is int, and tensors or pairs" in found["number"]
+        assert "list found, and tensors" in found["list"]
+        assert "NoneType found" in found["none"]
+        assert "Parameter" in found["one"] or "Tensor is no dict or list" in found["one"]
+        assert "'bias', of float32 [2], root_rank=0, and rank 1 for broadcast" in found["shapes"]
+        assert "'w0'" in found["names"]
+        assert "'w1'" in found["names"]
+
+
+def states_sent(context: RunContext, kind: str) -> dict[str, Any]:
+    """Rank 1 has trained, as one that has read a checkpoint; rank 0 has made its optimizer only."""
+    hvd.init_with(context)
+    me = hvd.rank()
+    model = net(0)
+    makers: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1 + me),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5 + me / 4, nesterov=bool(me)),
+        "adam": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.5, 0.9 - me / 10)),
+        "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1 + me), amsgrad=True),
+        "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1 + me),
+    }
+    optimizer = makers[kind](model.parameters())
+    if kind != "lbfgs":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    def loss() -> torch.Tensor:
+        inputs, targets = rows(0, slice(0, 24))
+        found = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        found.backward()
+        return found
+
+    if me == 1:
+        plain = makers[kind](model.parameters())
+        if kind == "lbfgs":
+            optimizer.step(loss)
+        else:
+            inputs, targets = rows(0, slice(0, 24))
+            value = nn.functional.cross_entropy(model(inputs), targets)
+            gradients = torch.autograd.grad(value, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            plain.step()
+            optimizer.load_state_dict(plain.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, 1, model=model)
+    return optimizer.state_dict()
+
+
+def flat(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [item for key in state for item in (key, *flat(state[key]))]
+    if isinstance(state, (list, tuple)):
+        return [item for one in state for item in flat(one)]
+    return [state.tolist() if isinstance(state, torch.Tensor) else state]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "tensor lr", "lbfgs"])
+def test_the_state_of_an_optimizer_comes_over(kind):
+    first, second = run_ranks(states_sent, 2, kind)
+    assert flat(first) == flat(second)
+    assert kind == "sgd" or first["state"]
+
+
+def other_groups(context: RunContext) -> str:
+    hvd.init_with(context)
+    parameters = list(net(0).parameters())
+    groups = [parameters] if hvd.rank() else [parameters[:2], parameters[2:]]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+    with pytest.raises(ConfigError) as error:
+        hvd.broadcast_optimizer_state(optimizer)
+    return str(error.value)
+
+
+def test_optimizers_of_other_groups_are_refused():
+    for said in run_ranks(other_groups, 2):
+        assert "rank 0 has groups of [2, 2] parameters, and rank 1 of [4]. Make the same" in said
+
+
+class Bag(nn.Module):
+    """An embedding with sparse gradients, a layer that one rank does not use, and a head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.bag = nn.Embedding(20, 6, sparse=True)
+        self.side = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, words: torch.Tensor, *, aside: bool) -> torch.Tensor:
+        mean = self.bag(words).mean(1)
+        return self.head(mean + self.side(mean) if aside else mean)
+
+
+def words_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    words = torch.randint(0, 20, (12, 4), generator=drawn)
+    return words, words.sum(1) % 3
+
+
+def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    """The weights by each of some options; SGD without momentum takes sparse gradients."""
+    hvd.init_with(context)
+    found = []
+    for chosen in options:
+        given = dict(chosen)
+        model = Bag(0)
+        groups = given.pop("by", None)
+        if groups == "lists":
+            given["groups"] = [[model.head.weight, model.bag.weight], [model.side.bias]]
+        plain = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **given)
+        for step in range(STEPS):
+            words, targets = words_of(step)
+            half = slice(6 * hvd.rank(), 6 * hvd.rank() + 6)
+            out = model(words[half], aside=hvd.rank() == 0)
+            nn.functional.cross_entropy(out, targets[half]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach() for p in model.parameters()])
+    return found
+
+
+def test_sparse_gradients_and_groups_give_the_same_weights():
+    options: list[dict[str, Any]] = [
+        {},
+        {"sparse_as_dense": True},
+        {"groups": 2},
+        {"num_groups": 3, "sparse_as_dense": True},
+        {"by": "lists"},
+        {"by": "lists", "sparse_as_dense": True},
+        {"op": hvd.Sum},
+    ]
+    model = Bag(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        words, targets = words_of(step)
+        optimizer.zero_grad()
+        for rank in range(2):
+            half = slice(6 * rank, 6 * rank + 6)
+            out = model(words[half], aside=rank == 0)
+            (nn.functional.cross_entropy(out, targets[half]) / 2).backward()
+        optimizer.step()
+    for found in run_ranks(bagged, 2, options):
+        for chosen, weights in zip(options, found, strict=True):
+            same = [
+                torch.allclose(weight, expected, rtol=0, atol=1e-12)
+                for weight, expected in zip(weights, model.parameters(), strict=True)
+            ]
+            assert all(same) == ("op" not in chosen), chosen
+
+
+def steps_of(context: RunContext) -> dict[str, Any]:
+    """What a script may do out of turn."""
+    hvd.init_with(context)
+    me, found = hvd.rank(), {}
+    model = net(0)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = hvd.add_process_set([0])
+    optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+
+    def backward() -> None:
+        model(rows(me, slice(0, 4))[0]).sum().backward()
+
+    backward()
+    with pytest.raises(ConfigError) as error:
+        optimizer.zero_grad()
+    found["zero"] = str(error.value)
+    optimizer.step()  # after fewer passes than were said, as at the end of an epoch
+    found["short"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    found["passes"] = optimizer.backward_passes_per_step
+    backward()
+    optimizer.load_state_dict(optimizer.state_dict())  # as after a step that was given up
+    optimizer.zero_grad()
+    backward()
+    optimizer.synchronize()
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()  # without skip_synchronize: they are not averaged again
+    for before, parameter in zip(once, model.parameters(), strict=True):
+        assert torch.equal(before, parameter.grad)
+    found["weights"] = [p.detach().clone() for p in model.parameters()]
+    own = net(0)
+    mine = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=outer)
+    own(rows(me, slice(0, 4))[0]).sum().backward()
+    mine.step()
+    found["own"] = [p.detach() for p in own.parameters()]
+    return found
+
+
+def test_steps_out_of_turn():
+    first, second = run_ranks(steps_of, 2)
+    for one, other in zip(first["weights"], second["weights"], strict=True):
+        assert torch.equal(one, other)
+    model = net(0)
+    for rank in range(2):
+        (model(rows(rank, slice(0, 4))[0]).sum() / 2).backward()
+    for found in (first, second):
+        assert "zero_grad() between backward() and step() would drop" in found["zero"]
+        assert found["passes"] == 1
+        for gradient, parameter in zip(found["short"], model.parameters(), strict=True):
+            assert torch.allclose(gradient, parameter.grad, rtol=0, atol=1e-12)
+    for rank, found in enumerate((first, second)):  # each alone: rank 1 is not in the set
+        alone = net(0)
+        alone(rows(rank, slice(0, 4))[0]).sum().backward()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+        for weight, expected in zip(found["own"], alone.parameters(), strict=True):
+            assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
+
+
+def test_arguments_of_the_optimizer_are_checked(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    hvd.init()
+    model = net(0)
+    parameters = list(model.parameters())
+    pairs = list(model.named_parameters())
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("named_parameters has Parameter in it, and", {"named_parameters": parameters}),
+        ("has '0.weight' twice", {"named_parameters": [*pairs, pairs[0]]}),
+        (
+            r"1 of the optimizer's 4 parameters are not .* shape \[16, 5\]",
+            {"named_parameters": pairs[1:]},
+        ),
+        ("groups=-1, and a number above 0", {"groups": -1}),
+        (r"groups\[0\] has str in it", {"groups": [["a"]]}),
+        (r"is in groups\[0\] and in groups\[1\]", {"groups": [parameters[:1], parameters[:1]]}),
+        (
+            "gradient_predivide_factor=2.0 with op=sum",
+            {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        ),
+        ("compression=None has no compress", {"compression": None}),
+    ]
+    for said, options in refused:
+        with pytest.raises(ConfigError, match=said):
+            hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), num_groups=2)
+    with pytest.raises(ConfigError, match="is one already. Wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigError, match=r"set_backward_passes_per_step\(0\), and 1 at least"):
+        optimizer.set_backward_passes_per_step(0)
