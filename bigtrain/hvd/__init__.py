@@ -1,19 +1,8 @@
-"""Horovod's interface for PyTorch, so that a script for it runs after one changed import.
+"""Horovod's interface for PyTorch: a script for it runs after one changed import.
 
-    import bigtrain.hvd as hvd      # was: import horovod.torch as hvd
-
-The ranks are started by torchrun, mpirun, srun or `deepspeed`; `init` reads which one this is from
-the launcher's variables. Exchanges go through torch.distributed: NCCL on GPUs, gloo on a CPU. As in
-Horovod a thread does them, and the ranks first tell each other what each of them asks for. The
-order is the script's: exchanges are not sorted by name. As everywhere in bigtrain a rank that fails
-ends all ranks, and one that hangs is told of.
-
-What is other than there: `Adasum` is refused, and so are averages of whole numbers, gradients of
-Min, Max and Product, and these three while a rank has joined. Decides: names, arguments and results
-of Horovod's functions; when exchanges begin; where elastic commits are kept.
-
-Source: Sergeev and Del Balso 2018, Horovod (arXiv 1802.05799), section 3 (Ring-AllReduce), section
-5 (Tensor Fusion).
+Names, arguments and results of Horovod's functions; in which order exchanges are done, and what
+each rank must agree on before; what ranks that have joined take part in; where elastic commits are
+kept. With `import bigtrain.hvd as hvd` in the place of `import horovod.torch as hvd`.
 """
 
 from typing import Any

@@ -1,4 +1,11 @@
-"""An optimizer whose gradients are exchanged while they are computed."""
+"""An optimizer whose gradients are exchanged while they are computed.
+
+What Horovod negotiates between the ranks is fixed here: gradients go in buckets, those of the last
+parameters first, each as soon as it is full and those before it are on their way.
+
+Source: Sergeev and Del Balso 2018, Horovod (arXiv 1802.05799), section 3 (Ring-AllReduce), section
+5 (Tensor Fusion).
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import io
 import os
 import shutil
@@ -20,11 +21,19 @@ from bigtrain.ranks.launcher_env import launch_key
 
 FOLDER_VARIABLE = "BIGTRAIN_ELASTIC"
 """A folder for commits that a later launch goes on from, too."""
-_FILE = "commit.pt"
+_PIECE = 1 << 20
+
+
+def _hash_of(path: Path) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            content.update(piece)
+    return content.hexdigest()
 
 
 class CommitFile:
-    """The newest commit, written by the first rank of each node.
+    """The newest commit, written by the first rank of each node; its name has number and hash.
 
     Args:
         folder: made where it is missing.
@@ -32,7 +41,7 @@ class CommitFile:
     """
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
-        self.path = folder / _FILE
+        self.folder = folder
         self._writes = writes
         self._checked: set[str] = set()
 
@@ -70,20 +79,23 @@ class CommitFile:
             self._check(name, value)
         if not self._writes:
             return
-        draft = self.path.with_suffix(".draft")
+        draft = self.folder / "commit.draft"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"number": number, "states": states, "objects": objects}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            before = self._commits().values()
             with draft.open("wb") as file:
-                torch.save(content, file)
+                torch.save({"states": states, "objects": objects}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(self.path)
+            draft.replace(self.folder / f"commit-{number}-{_hash_of(draft)}.pt")
+            for path in before:
+                path.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch's writer has the second for a full disk
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
             warnings.warn(
-                f"hvd.elastic: commit {number} was not written to {self.path}: {error}. A restart "
-                "goes on from the one before.",
+                f"hvd.elastic: commit {number} was not written to {self.folder}: {error}. A "
+                "restart goes on from the one before.",
                 stacklevel=2,
             )
 
@@ -105,31 +117,37 @@ class CommitFile:
             ) from error
 
     def number(self) -> int:
-        """Of the commit that it holds; 0 where there is none."""
-        content = self.read()
-        return 0 if content is None else int(content["number"])
+        """Of the newest commit; 0 where there is none."""
+        return max(self._commits(), default=0)
 
-    def read(self) -> dict[str, Any] | None:
-        """The commit; None where there is none.
+    def _commits(self) -> dict[int, Path]:
+        found = {}
+        for path in self.folder.glob("commit-*.pt"):
+            number = path.name.split("-")[1]
+            if number.isdecimal() and int(number) > 0:
+                found[int(number)] = path
+        return found
+
+    def read(self) -> dict[str, Any]:
+        """The newest commit.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: the file is damaged, or cannot be read.
         """
+        path = self._commits()[self.number()]
         try:
-            found: dict[str, Any] = torch.load(self.path, weights_only=True, map_location="cpu")
-            _ = found["number"], found["states"], found["objects"]
-        except FileNotFoundError:
-            return None
-        except Exception as error:
+            if path.stem.rpartition("-")[2] != _hash_of(path):
+                raise CheckpointError("it is not what was written")
+            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        except (CheckpointError, OSError) as error:
             raise CheckpointError(
-                f"hvd.elastic: {self.path} is no commit, or damaged: {error}. Remove it to begin "
-                "anew."
+                f"hvd.elastic: {path} cannot be gone on from: {error}. Remove it to begin anew."
             ) from error
         return found
 
     def forget(self) -> None:
         """Remove the folder of a launch that has ended well."""
         if getattr(sys, "last_value", None) is None:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.path.parent.parent.rmdir()  # where nothing else is in it
+                self.folder.parent.rmdir()  # where nothing else is in it

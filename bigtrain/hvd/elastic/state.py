@@ -87,21 +87,13 @@ class ObjectState(State):
 
     def resume(self) -> bool:
         """Take over the newest commit of any node; whether there is one. Collective."""
-        mine, fault = 0, ""
-        if self._file is not None:
-            try:
-                mine = self._file.number()
-            except CheckpointError as error:
-                fault = str(error)
-        found = allgather_object((mine, fault), "commit")
-        newest = max(number for number, _ in found)
+        mine = 0 if self._file is None else self._file.number()
+        found = allgather_object(mine, "commit")
+        newest = max(found)
         if not newest:
-            faults = [text for _, text in found if text]
-            if faults:
-                raise CheckpointError(faults[0])
             return False
-        root = next(n for n, (number, _) in enumerate(found) if number == newest)
-        content = self._file.read() if mine == newest and self._file is not None else None
+        root = found.index(newest)
+        content = self._file.read() if self._file is not None and mine == newest else None
         if content is not None:
             self._take(content["states"], content["objects"])
         self._number = newest
@@ -113,9 +105,9 @@ class ObjectState(State):
         """Keep a copy in memory, and in a file where the launcher starts ranks again."""
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
         states = self._save_parts()
-        self._number += 1
         if self._file is not None:
-            self._file.write(self._number, states, self._saved)
+            self._file.write(self._number + 1, states, self._saved)
+        self._number += 1
 
     def restore(self) -> None:
         """Put the last copy back."""
