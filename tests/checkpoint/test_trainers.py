@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -308,9 +311,16 @@ def test_momentum_that_is_not_there_yet_is_not_taken(tmp_path):
     assert "up.weight.momentum_buffer" not in found.optimizer
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path):
-    import os
+def test_numbers_of_numpy_beside_the_model_are_left_out(tmp_path):
+    """As a best accuracy and a curve, with the words that the script was started with."""
+    state = {"state_dict": net().state_dict(), "best": np.float64(3.5), "curve": np.arange(3)}
+    torch.save({**state, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
+    found = open_source(tmp_path / "last.pth.tar")
+    assert_same(values(found), net().state_dict())
+    assert found.notes == ("Left out: args, best, curve.",)
 
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path):
     os.mkfifo(tmp_path / "w.pt")
     with pytest.raises(ConfigError, match="is nothing that is read here"):
         open_source(tmp_path / "w.pt")
