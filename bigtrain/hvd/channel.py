@@ -27,6 +27,7 @@ from bigtrain.devices import is_accelerator, set_current
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.hvd.session import PATIENCE_S, session
 from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import is_peer_failure
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 
 RequestKind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
@@ -322,8 +323,8 @@ class Channel:
             except BigtrainError as error:  # every rank has it, and goes on
                 pending.fail(error)
             except BaseException as error:
-                self._broken = error
-                pending.fail(error)
+                self._broken = _in_words(error, pending.exchange.call)
+                pending.fail(self._broken)
 
     def _do(self, pending: Pending) -> None:
         exchange, asked = pending.exchange, time.time()
@@ -388,6 +389,19 @@ class Channel:
         place = torch.device("cpu") if on_host else self.link.device
         nothing = torch.zeros(row.numel, dtype=_DTYPES[row.dtype], device=place)
         dist.all_reduce(nothing, group=self.link.group(on_host=on_host))
+
+
+def _in_words(error: BaseException, call: Request) -> BaseException:
+    """An exchange that broke because another rank is gone, with what it was."""
+    if not is_peer_failure(error):
+        return error
+    first = str(error).splitlines()[0]
+    said = ConnectionError(
+        f"hvd: {call}: another rank has ended meanwhile ({first}). Where ranks have different "
+        "amounts of data, call hvd.join() behind the last batch."
+    )
+    said.__cause__ = error
+    return said
 
 
 def _check_joined(call: Request, joined: list[int]) -> None:

@@ -447,6 +447,21 @@ def test_a_rank_that_fails_ends_those_that_wait():
     assert failure.value.rank == 1
 
 
+def ends_early(context: RunContext) -> None:
+    hvd.init_with(context)
+    for _ in range(1 + hvd.rank()):
+        hvd.allreduce(torch.ones(3), name="loss")
+
+
+def test_a_rank_that_ends_before_the_others_is_told_of_with_what_helps():
+    said = (
+        r"hvd: allreduce 'loss', of float32 \[3\], op=average: another rank has ended .* hvd.join"
+    )
+    with pytest.raises(RankFailure, match=said) as failure:
+        run_ranks(ends_early, 2)
+    assert failure.value.rank == 1
+
+
 @pytest.fixture
 def alone(monkeypatch):
     hvd.shutdown()
