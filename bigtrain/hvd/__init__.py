@@ -162,8 +162,6 @@ _ELSEWHERE = {
     "functions": "is a module of Horovod. Its functions are here: hvd.broadcast_object",
     "mpi_lib": "is Horovod's library. The public functions are here: hvd.allreduce",
     "process_set_included": "is a method here, too: use process_set.included()",
-    "Adasum_": "is refused. Use op=hvd.Average",
-    "ccl_enabled": "is not asked by scripts. Use hvd.ccl_built()",
     "keras": "is of TensorFlow, and torch scripts are what runs here. Use hvd alone",
     "tensorflow": "is not torch, and torch scripts are what runs here. Use hvd alone",
     "spark": "starts processes. Start the script with torchrun --nproc-per-node N script.py",

@@ -99,6 +99,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
         factor=gradient_predivide_factor,
         dense=sparse_as_dense,
         process_set=set_of(process_set),
+        groups=optimizer.param_groups,
     )
     return wrapped
 
@@ -292,6 +293,7 @@ class _GradientExchange:
         factor: what they are divided by before the sum, and multiplied by afterwards.
         dense: sparse gradients go as dense ones.
         process_set: among whom.
+        groups: of the optimizer, as they are at each step.
     """
 
     skipped = False
@@ -306,8 +308,9 @@ class _GradientExchange:
         factor: float,
         dense: bool,
         process_set: ProcessSet,
+        groups: Sequence[dict[str, Any]],
     ) -> None:
-        self.passes = passes
+        self.passes, self._groups = passes, groups
         self._buckets, self._compressor, self._op = buckets, compressor, op
         self._factor, self._dense, self._set = factor, dense, process_set
         self._sparse: dict[Tensor, int] = {}
@@ -401,6 +404,7 @@ class _GradientExchange:
         """Send what no backward pass has completed, wait for all, and put them back. Collective."""
         if self._alone or self._is_over:
             return
+        self._refuse_later_ones()
         while len(self._open) < len(self._buckets.buckets):
             self._send_next()
         with torch.no_grad():
@@ -408,6 +412,18 @@ class _GradientExchange:
                 self._put_back(parameters, handles)
         self._open.clear()
         self._is_over = True
+
+    def _refuse_later_ones(self) -> None:
+        """Refuse gradients that would stay each rank's own."""
+        for n, group in enumerate(self._groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._buckets.number:
+                    name = self._buckets.names.get(parameter, f"a parameter of group {n}")
+                    raise ConfigError(
+                        f"hvd: {name} of shape {list(parameter.shape)} was not trained when "
+                        "DistributedOptimizer was called, and its gradient would not be averaged. "
+                        "Add groups and set requires_grad before that; then call it."
+                    )
 
     def _put_back(self, parameters: list[Tensor], handles: list[tuple[Handle, Any]]) -> None:
         waiting = list(handles)

@@ -105,6 +105,7 @@ def exchanged(context: RunContext) -> dict[str, Any]:
         "lr": state["param_groups"][0]["lr"],
         "moments": [state["state"][n]["exp_avg"] for n in range(4)],
         "who": (hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size()),
+        "nodes": (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()),
     }
 
 
@@ -118,6 +119,7 @@ def test_what_goes_between_the_ranks():
         for moment, there in zip(found["moments"], second["moments"], strict=True):
             assert torch.equal(moment, there)
     assert (first["mine"], second["mine"]) == ([1.0] * 3, [2.0] * 3)
+    assert first["nodes"] == second["nodes"] == (0, 1, True)
     assert (first["who"], second["who"]) == ((0, 0, 2, 2), (1, 1, 2, 2))
 
 
@@ -424,6 +426,61 @@ def test_steps_out_of_turn():
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
         for weight, expected in zip(found["own"], alone.parameters(), strict=True):
             assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
+
+
+def trained_later(context: RunContext) -> list[str]:
+    """Parameters that are added, or unfrozen, behind the call."""
+    hvd.init_with(context)
+    found = []
+    for is_added in (True, False):
+        model = net(0)
+        first, last = model[0], model[2]
+        last.requires_grad_(is_added)
+        given = first.parameters() if is_added else model.parameters()
+        plain = torch.optim.SGD(given, lr=0.1)
+        named = None if is_added else model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(plain, named)
+        if is_added:
+            optimizer.add_param_group({"params": last.parameters()})
+        else:
+            model(rows(0, slice(0, 4))[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last.requires_grad_(True)
+        model(rows(0, slice(0, 4))[0]).sum().backward()
+        with pytest.raises(ConfigError) as error:
+            optimizer.step()
+        found.append(str(error.value))
+    return found
+
+
+def test_gradients_that_would_not_be_averaged_are_refused():
+    for added, unfrozen in run_ranks(trained_later, 2):
+        assert "hvd: a parameter of group 1 of shape [3, 16] was not trained when" in added
+        assert "hvd: 2.weight of shape [3, 16] was not trained when" in unfrozen
+        assert "Add groups and set requires_grad before that" in unfrozen
+
+
+def evaluated(context: RunContext) -> list[Any]:
+    """Metrics where no gradients are kept, as validation has them."""
+    hvd.init_with(context)
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            value = torch.tensor([float(hvd.rank())]) * 2
+            found.append(hvd.allreduce(value, name="loss").item())
+            found.append(hvd.allreduce_(value.clone(), op=hvd.Sum).item())
+            found.append(hvd.allgather(value).tolist())
+            found.append(hvd.broadcast(value, 1).item())
+            found.append(hvd.broadcast_(value, 1).item())
+            found.append(hvd.reducescatter(value.repeat(2)).item())
+            found.append(hvd.alltoall(value.repeat(2)).tolist())
+    return found
+
+
+def test_metrics_are_exchanged_without_gradients():
+    for found in run_ranks(evaluated, 2):
+        assert found == [1.0, 2.0, [0.0, 2.0], 2.0, 2.0, 2.0, [2.0, 2.0]] * 2
 
 
 def test_arguments_of_the_optimizer_are_checked(monkeypatch):
