@@ -88,6 +88,10 @@ class Request:
         return [_ACTIVE, int.from_bytes(digest, "big"), *what]
 
 
+class UnequalRequestsError(ConfigError, RuntimeError):
+    """Ranks ask for exchanges that do not fit together; Horovod's scripts catch a RuntimeError."""
+
+
 class RequestRow(NamedTuple):
     """What one rank says of its exchange, as numbers."""
 
@@ -357,14 +361,14 @@ class Channel:
             _check_joined(call, [n for n, row in enumerate(rows) if row.state == _JOINED])
         return rows
 
-    def _differing(self, text: str, rows: Sequence[RequestRow]) -> ConfigError:
+    def _differing(self, text: str, rows: Sequence[RequestRow]) -> UnequalRequestsError:
         """The error of ranks that ask for different things. Collective."""
         texts: list[Any] = [None] * self.link.size
         dist.all_gather_object(texts, text, group=self.link.host)
         first = next(n for n, row in enumerate(rows) if row.state == _ACTIVE)
         other = next(n for n, row in enumerate(rows) if row[:2] not in (rows[first][:2], (1, 0)))
         mine, theirs = self.link.members[first], self.link.members[other]
-        return ConfigError(
+        return UnequalRequestsError(
             f"hvd: rank {mine} asks for {texts[first]}, and rank {theirs} for {texts[other]}. "
             "Call the same exchanges in the same order on every rank, with tensors of one shape."
         )
@@ -413,7 +417,7 @@ def _check_joined(call: Request, joined: list[int]) -> None:
     fix = "Call it before hvd.join()"
     if call.kind == "allgather":
         fix += ", or give DistributedOptimizer sparse_as_dense=True where it is of its gradients"
-    raise ConfigError(
+    raise UnequalRequestsError(
         f"hvd.{what}: rank {joined[0]} has joined, and takes part in sums and averages alone, with "
         f"zeros. {fix}."
     )
