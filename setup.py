@@ -39,6 +39,8 @@ setup(
         "bigtrain.cutting",
         "bigtrain.data",
         "bigtrain.engine",
+        "bigtrain.hvd",
+        "bigtrain.hvd.elastic",
         "bigtrain.job",
         "bigtrain.losses",
         "bigtrain.machine",

@@ -34,11 +34,12 @@ GROUPS = {
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "engine", "report"),
-    "commands": ("planner", "compare", "speedup", "verify"),
+    "commands": ("planner", "compare", "speedup", "verify", "hvd"),
 }
 MOST_LINES = {
     "README.md": 150,
-    "architecture.md": 150,
+    "architecture.md": 151,
+    "checkpoints.md": 125,
     "measured.md": 160,
     "CONTRIBUTING.md": 200,
     "numbers.md": 150,

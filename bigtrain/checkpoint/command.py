@@ -224,11 +224,12 @@ def _convert(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ConfigError(f"convert: --{name} {value}: at least 0 is needed")
-    opened = with_tied(open_source(Path(options.source)), options.tie)
+    opened = open_source(Path(options.source), key=options.key, strip=options.strip)
+    opened = with_tied(opened, options.tie)
     made = convert(opened, Path(options.target), options.step, options.samples)
     source, notes = made.source, list(made.source.notes)
     if not source.optimizer:
-        notes.append("There is no optimizer state: a run from here begins it anew.")
+        notes.append("No optimizer state was taken over: a run from here begins it anew.")
     if source.samples_seen is None and options.samples is None:
         notes.append("How many samples it has seen is not said: data begin anew (--samples N).")
     if options.as_json:

@@ -318,6 +318,10 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         metavar="NAME=OTHER",
         help="NAME is tied to OTHER, and left out: lm_head.weight=transformer.wte.weight",
     )
+    made.add_argument("--key", metavar="NAME", help="of the model in a trainer's file: ema, nets.g")
+    made.add_argument(
+        "--strip", metavar="PREFIX", help="take tensors whose names begin with it, without it"
+    )
     export = action("export", "write the tensors into one file")
     export.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
     export.add_argument("output", metavar="OUT", help="a .safetensors, or .pt for torch.load")

@@ -62,7 +62,7 @@ COMMANDS = {
 CHECKPOINT_ACTIONS = {
     "inspect": {"--tensors"},
     "verify": set(),
-    "convert": {"--step", "--samples", "--tie"},
+    "convert": {"--step", "--samples", "--tie", "--key", "--strip"},
     "export": {"--part", "--dtype"},
     "diff": {"--exit-code"},
 }

@@ -6,7 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.foreign import continued_from, dcp_run, deepspeed_bf16, deepspeed_run
+from support.foreign import (
+    continued_from,
+    dcp_run,
+    deepspeed_bf16,
+    deepspeed_run,
+    fsdp1_run,
+    trainer_run,
+)
 from support.ranks import run_ranks
 from support.zygote import forked_cli
 
@@ -63,3 +70,39 @@ def test_a_folder_of_torchs_distributed_checkpoint_is_gone_on_from(tmp_path):
     assert f"Go on from it with: bigtrain train --resume {run / 'step-3'}" in done.stdout
     assert Checkpoint(run / "step-3").meta["samples_seen"] == 24
     goes_on(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_fsdp1_is_gone_on_from(tmp_path):
+    losses = run_ranks(fsdp1_run, 2, str(tmp_path / "last.pth.tar"))[0]
+    made = convert(open_source(tmp_path / "last.pth.tar"), tmp_path / "run", samples_seen=24)
+    assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
+    assert made.source.notes == ("Left out: epoch.",)
+    goes_on(made.path, [("fsdp", 2), ("single", 1)], losses)
+
+
+def of_lightning(weights, moments):
+    """As Lightning's file is, by its keys; the model is an attribute of its module."""
+    state = {f"model.{name}": value for name, value in weights.items()}
+    return {
+        **{"epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.5.0", "loops": {}},
+        **{"state_dict": state, "optimizer_states": [moments], "lr_schedulers": []},
+        "hyper_parameters": {"lr": 0.1},
+    }
+
+
+def of_a_trainer(weights, moments):
+    return {"state_dict": weights, "optimizer": moments, "epoch": 3, "arch": "tiny"}
+
+
+@pytest.mark.parametrize("wrap", [of_lightning, of_a_trainer])
+def test_a_trainer_s_file_is_gone_on_from(wrap, tmp_path):
+    losses = trainer_run(wrap, tmp_path / "last.ckpt")
+    made = convert(open_source(tmp_path / "last.ckpt"), tmp_path / "run", samples_seen=24)
+    assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
+    notes = " ".join(made.source.notes)
+    assert "they were taken for the order of the model's tensors" in notes
+    assert ("Taken away from all names: model. (--strip '' leaves" in notes) == (
+        wrap is of_lightning
+    )
+    goes_on(made.path, [("ddp", 2)], losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -126,6 +127,52 @@ def dcp_run(context: Any, folder: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return _mean(context, losses)[3:]
+
+
+def fsdp1_run(context: Any, file: str) -> list[float]:
+    """Three steps under FullyShardedDataParallel, the trainer's file, and three losses more."""
+    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+
+    torch.manual_seed(3)
+    model = Fsdp(TinyLM(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            with Fsdp.state_dict_type(
+                model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+            ):
+                weights, moments = model.state_dict(), Fsdp.optim_state_dict(model, optimizer)
+            if context.is_main:
+                torch.save({"model": weights, "optimizer": moments, "epoch": 0}, file)
+        loss = loss_of(model, _own(context, step))
+        losses.append(float(loss.detach()))
+        loss.backward()
+        model.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _mean(context, losses)[3:]
+
+
+def trainer_run(
+    wrap: Callable[[dict[str, Tensor], dict[str, Any]], Any], file: Path
+) -> list[float]:
+    """Three steps in one process, a trainer's file, and the losses of three steps more."""
+    torch.manual_seed(3)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            torch.save(wrap(model.state_dict(), optimizer.state_dict()), file)
+        loss = loss_of(model, _batch(step))
+        losses.append(float(loss.detach()))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses[3:]
 
 
 def continued_from(context: Any, strategy: str, path: str) -> list[float]:

@@ -25,7 +25,7 @@ from bigtrain.tensors.shards import StateTensor
 
 SOURCE_KINDS = (
     "a checkpoint of bigtrain, a folder of DeepSpeed (ZeRO), of torch.distributed.checkpoint or of "
-    "the Hub, a state dict (.pt, .pth, .bin, .ckpt, .safetensors)"
+    "the Hub, a file of torch.save (whatever its name: .pt, .pth.tar, .ckpt) or of safetensors"
 )
 
 
@@ -40,13 +40,23 @@ class Conversion:
     samples_seen: int
 
 
-def open_source(path: Path) -> ForeignState:
+def open_source(path: Path, *, key: str | None = None, strip: str | None = None) -> ForeignState:
     """Describe whatever checkpoint is at a path.
 
+    Args:
+        path: a file or folder.
+        key: of the model in a trainer's file, where there are several.
+        strip: a prefix of names; what begins otherwise is left out. None to look for Lightning's.
+
     Raises:
-        ConfigError: none is.
+        ConfigError: none is; or nothing is under the key, or begins with the prefix.
         CheckpointError: it is damaged, holds code, or is of a kind that is not read.
     """
+    found = _open_source(path, key, strip)
+    return with_prefix_stripped(found, strip) if strip else found
+
+
+def _open_source(path: Path, key: str | None, strip: str | None) -> ForeignState:
     if not path.exists():
         raise ConfigError(f"convert: {path} does not exist. Give {SOURCE_KINDS}.")
     if path.is_dir():
@@ -55,15 +65,52 @@ def open_source(path: Path) -> ForeignState:
         except ConfigError:
             own = None
         if own is not None:
-            return _open_own(own)
+            return _open_own(_without_key(own, key))
         folder = find_zero_folder(path)
         if folder is not None:
-            return open_zero_folder(folder)
+            return open_zero_folder(_without_key(folder, key))
         if is_dcp_folder(path):
-            return open_dcp_folder(path)
+            return open_dcp_folder(_without_key(path, key))
     if is_state_dict(path):
-        return open_state_dict(path)
+        return open_state_dict(path, key=key, strip=strip)
     raise ConfigError(f"convert: {path} is nothing that is read here. Give {SOURCE_KINDS}.")
+
+
+def _without_key(path: Path, key: str | None) -> Path:
+    if key is None:
+        return path
+    raise ConfigError(
+        f"convert: --key {key} chooses in a file of torch.save, and {path} is a folder. Leave it "
+        "out; --strip PREFIX takes tensors whose names begin with it."
+    )
+
+
+def with_prefix_stripped(source: ForeignState, prefix: str) -> ForeignState:
+    """A source of the tensors alone whose names begin with a prefix, without it.
+
+    Args:
+        source: as it was opened.
+        prefix: as `model.`; those of DDP and torch.compile are gone from names already.
+
+    Raises:
+        ConfigError: no name begins with it.
+    """
+    for wrapper in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
+        prefix = prefix.removeprefix(wrapper)
+    if not any(name.startswith(prefix) for name in source.model):
+        first = sorted({f"{name.partition('.')[0]}." for name in source.model})
+        raise ConfigError(
+            f"convert: --strip {prefix}: no name of a tensor begins with it. Names begin with "
+            f"{', '.join(first[:12])}{' and others' if len(first) > 12 else ''}"
+        )
+    model, optimizer = (
+        {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+        for state in (source.model, source.optimizer)
+    )
+    count = len(source.model) - len(model)
+    note = f"Left out: {count} tensors whose names do not begin with {prefix}"
+    notes = (*source.notes, note) if count else source.notes
+    return replace(source, model=model, optimizer=optimizer, notes=notes)
 
 
 def _open_own(path: Path) -> ForeignState:

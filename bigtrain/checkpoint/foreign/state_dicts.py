@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, unwrapped_names
-from bigtrain.checkpoint.foreign.torch_files import TorchTensor, read_torch_file
+from bigtrain.checkpoint.foreign.state import ForeignState, unwrapped_names
+from bigtrain.checkpoint.foreign.torch_files import read_torch_file
+from bigtrain.checkpoint.foreign.trainers import TrainerState, read_trainer
 from bigtrain.checkpoint.read import FileTensor, tensors_of_file
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
 
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".checkpoint", ".safetensors")
+"""Of files that are taken for what they say, however damaged; of others the content decides."""
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
+_LARGEST_HEADER = 100_000_000
 _FOLDER_FILES = (
     *("model.safetensors.index.json", "model.safetensors"),
     *("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -25,37 +28,69 @@ _FOLDER_FILES = (
 
 
 def is_state_dict(path: Path) -> bool:
-    """Whether it is a file or folder that `open_state_dict` reads, by its name."""
+    """Whether it is a file or folder that `open_state_dict` reads: by its content or its name."""
     if path.is_dir():
         return any((path / name).is_file() for name in _FOLDER_FILES)
-    return path.is_file() and path.suffix in (*_TORCH, ".safetensors")
+    if not path.is_file():
+        return False
+    return path.suffix in _SUFFIXES or _is_torch(path) or _is_safetensors(path)
 
 
-def open_state_dict(path: Path) -> ForeignState:
+def _beginning(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+
+
+def _is_torch(path: Path) -> bool:
+    """Whether `torch.save` may have written it, since torch 1.6 or before."""
+    return _beginning(path).startswith((_ZIP, _PICKLE))
+
+
+def _is_safetensors(path: Path) -> bool:
+    begin = _beginning(path)
+    length = int.from_bytes(begin[:8], "little")
+    return begin[8:9] == b"{" and 2 <= length <= _LARGEST_HEADER
+
+
+def open_state_dict(
+    path: Path, *, key: str | None = None, strip: str | None = None
+) -> ForeignState:
     """Describe the weights in a file, or in a folder of files with an index.
+
+    Args:
+        path: of it.
+        key: of the model in a trainer's file, where there are several.
+        strip: a prefix that is taken away later; None to look for Lightning's.
 
     Raises:
         CheckpointError: a file is missing, not readable, or holds more than data.
+        ConfigError: there is no such key.
     """
     if path.is_file():
-        found, more = _tensors(path)
+        found = _tensors(path, key, strip)
         kind = f"state dict in {path.name}"
     else:
         first = next(name for name in _FOLDER_FILES if (path / name).is_file())
-        found, more = {}, []
+        found = TrainerState({})
         for name in _files_of(path / first):
-            tensors, others = _tensors(path / name)
-            found |= tensors
-            more += others
+            one = _tensors(path / name, key, strip)
+            found.model |= one.model
+            found.left_out += one.left_out
         kind = f"folder with {first}"
-    if not found:
+    if not found.model:
         raise CheckpointError(f"{path} has no tensors of a model under names")
-    names = unwrapped_names(found)
     config = path / "config.json"
     texts = {"config.json": config.read_text("utf-8")} if config.is_file() else {}
-    notes = (f"Left out: {', '.join(sorted(set(more)))}.",) if more else ()
-    model = {names[name]: tensor for name, tensor in found.items()}
-    return ForeignState(kind, model, notes=notes, texts=texts)
+    notes = list(found.notes)
+    if found.left_out:
+        notes.append(f"Left out: {', '.join(sorted(set(found.left_out)))}.")
+    return ForeignState(
+        *(kind, found.model, found.optimizer, found.step, found.samples_seen, tuple(notes)),
+        texts=texts,
+    )
 
 
 def _files_of(path: Path) -> list[str]:
@@ -75,29 +110,18 @@ def _files_of(path: Path) -> list[str]:
     return names
 
 
-def _tensors(path: Path) -> tuple[dict[str, StateTensor], list[str]]:
-    """Of one file by name; and the names of what is no tensor of the model."""
-    if path.suffix == ".safetensors":
-        return {name: saved_state(tensor) for name, tensor in tensors_of_file(path).items()}, []
-    found = read_torch_file(path)
-    others: list[str] = []
-    while isinstance(found, Mapping) and not any(map(_is_tensor, found.values())):
-        key = next((k for k in MODEL_KEYS if isinstance(found.get(k), Mapping)), None)
-        if key is None:
-            break
-        others += [str(k) for k in found if k != key]
-        found = found[key]
-    if not isinstance(found, Mapping):
-        raise CheckpointError(
-            f"{path} has a {type(found).__name__} in place of tensors by name. Save "
-            "model.state_dict()"
-        )
-    others += [str(name) for name, value in found.items() if not _is_tensor(value)]
-    return {str(n): t.as_state() for n, t in found.items() if _is_tensor(t)}, others
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, TorchTensor)
+def _tensors(path: Path, key: str | None, strip: str | None) -> TrainerState:
+    """Of one file, by plain names."""
+    if _is_safetensors(path) or (path.suffix == ".safetensors" and not _is_torch(path)):
+        if key is not None:
+            raise ConfigError(
+                f"convert: --key {key}: {path} is a file of safetensors, which has tensors alone. "
+                "Leave --key out; --strip PREFIX takes those whose names begin with it."
+            )
+        tensors = {name: saved_state(tensor) for name, tensor in tensors_of_file(path).items()}
+        names = unwrapped_names(tensors)
+        return TrainerState({names[name]: tensor for name, tensor in tensors.items()})
+    return read_trainer(read_torch_file(path), path, key, strip)
 
 
 def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTensor:

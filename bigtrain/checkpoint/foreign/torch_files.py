@@ -25,7 +25,10 @@ from bigtrain.checkpoint.read import FileTensor
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
-_HOLDERS = ("deepspeed.", "argparse.Namespace", "pathlib.")
+_HOLDERS = (
+    *("deepspeed.", "argparse.Namespace", "pathlib."),
+    *("numpy.core.multiarray.", "numpy._core.multiarray.", "numpy.ndarray", "numpy.dtype"),
+)
 """Where classes come from that a trainer keeps beside tensors; see `Inert`."""
 
 

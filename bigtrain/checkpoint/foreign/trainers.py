@@ -1,0 +1,301 @@
+"""What a trainer's file holds beside other things: the model, its optimizer's state, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, number_tensor, unwrapped_names
+from bigtrain.checkpoint.foreign.torch_files import TorchTensor
+from bigtrain.errors import CheckpointError, ConfigError, did_you_mean
+from bigtrain.tensors.shards import StateTensor
+
+_STEPS = ("global_step", "step", "global_steps", "iteration")
+_OPTIMIZERS = (
+    *("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_states"),
+    *("optimizer_state", "optimizers", "opt"),
+)
+_LIGHTNING = "pytorch-lightning_version"
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_MOST_KEYS = 12  # that a message lists
+
+_Tree = Mapping[Any, Any]
+
+
+@dataclass
+class TrainerState:
+    """What is taken over of a file."""
+
+    model: dict[str, StateTensor]
+    """By plain names."""
+    optimizer: dict[str, StateTensor] = field(default_factory=dict)
+    """By `NAME.KEY`."""
+    step: int | None = None
+    samples_seen: int | None = None
+    own: list[str] = field(default_factory=list)
+    """Names of the model in the file's order, of tied ones the first."""
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> TrainerState:
+    """Find the model in what `torch.save` wrote, and what belongs to it.
+
+    Args:
+        found: as `read_torch_file` gives it.
+        path: for messages.
+        key: of the model, where there are several; a path through nested dicts with dots.
+        strip: a prefix that is taken away later; None to look for Lightning's.
+
+    Raises:
+        CheckpointError: there is no model in it, or it is unclear which.
+        ConfigError: there is no such key.
+    """
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"{path} has a {type(found).__name__} in place of tensors by name. Save "
+            "model.state_dict()"
+        )
+    tensors, left_out = _chosen(found, path, key) if key else _found(found, path)
+    raw = {str(name): value.as_state() for name, value in tensors.items() if is_tensor(value)}
+    if not raw:
+        raise CheckpointError(
+            f"{path} has no tensors of a model under names{_keys_in_words(found, key)}"
+        )
+    left_out += [str(name) for name, value in tensors.items() if not is_tensor(value)]
+    names = unwrapped_names(raw)
+    notes: list[str] = []
+    if _LIGHTNING in found and strip is None:
+        names, notes = _without_attribute(names)
+    state = TrainerState({names[name]: tensor for name, tensor in raw.items()}, notes=notes)
+    places = {
+        (t.stored, t.shape, t.stride): name
+        for name, t in reversed(list(tensors.items()))
+        if is_tensor(t)
+    }
+    state.own = [names[str(name)] for name in tensors if name in set(places.values())]
+    state.step = _number(found, _STEPS)
+    state.samples_seen = _number(found, ("samples_seen",))
+    if key is None:
+        taken = _take_optimizer(found, state, names)
+        left_out = [name for name in left_out if name != taken]
+    state.left_out = left_out
+    return state
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is one of a file."""
+    return isinstance(value, TorchTensor)
+
+
+def _found(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
+    """The model's dict below a key, and the names of what lies beside it."""
+    left_out: list[str] = []
+    while True:
+        inner = {k: v for k, v in tree.items() if _holds_model(v) and not _is_extra(k)}
+        known = [key for key in MODEL_KEYS if key in inner]
+        # A few tensors beside dicts of many are counts and the like, and no model.
+        beside = sum(map(is_tensor, tree.values()))
+        choice = known or [key for key in inner if _count(inner[key]) > beside]
+        if not choice:
+            return tree, left_out
+        if len(choice) > 1:
+            listed = ", ".join(f"{k!r} ({_count(inner[k])} tensors)" for k in choice[:_MOST_KEYS])
+            raise CheckpointError(
+                f"{path} has more than one model: {listed}. Choose one: --key {below}{choice[0]}"
+            )
+        left_out += [str(key) for key in tree if key != choice[0]]
+        tree, below = inner[choice[0]], f"{below}{choice[0]}."
+
+
+def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
+    """The dict under a key, and the names of what lies beside it."""
+    left_out: list[str] = []
+    rest = key
+    while rest:
+        # A key may have dots itself: the longest that is there counts.
+        parts = rest.split(".")
+        heads = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        by_text = {str(name): name for name in tree}
+        head = next((head for head in heads if head in by_text), None)
+        value = None if head is None else tree[by_text[head]]
+        if head is None or not isinstance(value, Mapping):
+            inner = [name for name, one in by_text.items() if isinstance(tree[one], Mapping)]
+            what = f"{head!r} is no dict" if head else f"there is no {parts[0]!r}"
+            listed = ", ".join(map(repr, inner[:_MOST_KEYS])) or "none"
+            raise ConfigError(
+                f"convert: --key {key}: {what} in {path}{did_you_mean(parts[0], inner)} Dicts "
+                f"there: {listed}."
+            )
+        left_out += [name for name in by_text if name != head]
+        tree, rest = value, rest[len(head) + 1 :]
+    found, more = _found(tree, path, f"{key}.")
+    return found, [*left_out, *more]
+
+
+def _is_extra(name: Any) -> bool:
+    """Whether it is what a module's `get_extra_state` gave."""
+    return str(name).endswith("_extra_state")
+
+
+def _holds_model(value: Any) -> bool:
+    """Whether tensors are somewhere below, and it is no state of an optimizer."""
+    if not isinstance(value, Mapping) or _is_optimizer(value):
+        return False
+    return any(is_tensor(one) or _holds_model(one) for one in value.values())
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(_count(one) for one in value.values())
+    return int(is_tensor(value))
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    nested = isinstance(value.get("state"), Mapping) and "param_groups" in value
+    return nested or any(str(name).startswith("param_groups.") for name in value)
+
+
+def _keys_in_words(tree: _Tree, key: str | None) -> str:
+    listed = ", ".join(
+        f"{name!r} ({_what(value)})" for name, value in list(tree.items())[:_MOST_KEYS]
+    )
+    rest = f" and {len(tree) - _MOST_KEYS} more" if len(tree) > _MOST_KEYS else ""
+    under = f" below --key {key}" if key else ""
+    return f"{under}. It has {listed or 'nothing'}{rest}. Choose one that has: --key NAME"
+
+
+def _what(value: Any) -> str:
+    count = _count(value)
+    return f"{count} tensors" if count else type(value).__name__
+
+
+def _number(tree: _Tree, keys: Sequence[str]) -> int | None:
+    for key in keys:
+        value = tree.get(key)
+        if type(value) is int and value >= 0:
+            return value
+    return None
+
+
+def _without_attribute(names: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Names without the attribute under which a module of Lightning has its only model."""
+    first = {plain.partition(".")[0] for plain in names.values()}
+    if len(first) != 1 or not all("." in plain for plain in names.values()):
+        return names, []
+    prefix = f"{first.pop()}."
+    note = f"Taken away from all names: {prefix} (--strip '' leaves it there)."
+    return {name: plain.removeprefix(prefix) for name, plain in names.items()}, [note]
+
+
+def _take_optimizer(tree: _Tree, state: TrainerState, names: dict[str, str]) -> str:
+    """Take over an optimizer's state where its tensors can be told apart; returns its key."""
+    for key in _OPTIMIZERS:
+        found: Any = tree.get(key)
+        if isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 1:
+            found = found[0]  # Lightning has a list of them
+        if not isinstance(found, Mapping) or not _is_optimizer(found):
+            continue
+        slots = _slots(found)
+        of_parameter = _names_of_slots(found, slots, state, names)
+        if not slots or isinstance(of_parameter, str):
+            if slots:
+                state.notes.append(f"The optimizer's state was left out: {of_parameter}.")
+            return key if slots else ""
+        for number, values in slots.items():
+            for slot, value in values.items():
+                tensor = _slot_tensor(value)
+                if tensor is not None:
+                    state.optimizer[f"{of_parameter[number]}.{slot}"] = tensor
+        if state.step is None:
+            state.step = _steps_of(slots)
+        return key
+    return ""
+
+
+def _slots(found: _Tree) -> dict[Any, dict[str, Any]]:
+    """The state of each parameter, by its number or name."""
+    inner = found.get("state")
+    if isinstance(inner, Mapping):
+        return {k: dict(v) for k, v in inner.items() if isinstance(v, Mapping) and v}
+    slots: dict[Any, dict[str, Any]] = {}
+    for key, value in found.items():  # flat, as `get_optimizer_state_dict` may give it
+        head, _, rest = str(key).partition(".")
+        name, _, slot = rest.rpartition(".")
+        if head == "state" and name:
+            slots.setdefault(name, {})[slot] = value
+    return slots
+
+
+def _slot_tensor(value: Any) -> StateTensor | None:
+    if is_tensor(value):
+        found: StateTensor = value.as_state()
+        return found
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number_tensor(value) if is_number else None
+
+
+def _names_of_slots(
+    found: _Tree, slots: Mapping[Any, Any], state: TrainerState, names: dict[str, str]
+) -> dict[Any, str] | str:
+    """The plain name of each parameter that has state, or why it is not known."""
+    if all(isinstance(number, str) for number in slots):  # FSDP's, and get_optimizer_state_dict's
+        plain = unwrapped_names(slots)
+        given = {number: names.get(number, plain[number]) for number in slots}
+        strange = next((name for name in given.values() if name not in state.model), None)
+        return f"it has {strange!r}, and the model has not" if strange else given
+    groups = found.get("param_groups") or []
+    numbers = [number for group in groups for number in group.get("params", ())]
+    named = [name for group in groups for name in group.get("param_names") or ()]
+    if len(named) == len(numbers) and named:
+        plain = unwrapped_names(named)
+        of_number = {n: names.get(m, plain[m]) for n, m in zip(numbers, named, strict=True)}
+        return _with_equal_shapes(of_number, slots, state)
+    if len(groups) != 1:
+        return f"its {len(groups)} groups have numbers in place of names"
+    ordered = [name for name in state.own if name.rpartition(".")[2] not in _BUFFERS]
+    if len(ordered) != len(numbers):
+        return (
+            f"it has {len(numbers)} parameters by number, and the model {len(ordered)} tensors, so "
+            "which is which is not known"
+        )
+    matched = _with_equal_shapes(dict(zip(numbers, ordered, strict=True)), slots, state)
+    if not isinstance(matched, str):
+        state.notes.append(
+            "The optimizer's state has numbers: they were taken for the order of the model's "
+            "tensors, as in optimizer(model.parameters())."
+        )
+    return matched
+
+
+def _with_equal_shapes(
+    of_number: dict[Any, str], slots: Mapping[Any, Mapping[str, Any]], state: TrainerState
+) -> dict[Any, str] | str:
+    """The same, where every moment has the shape of its parameter."""
+    for number, values in slots.items():
+        name = of_number.get(number)
+        if name is None or name not in state.model:
+            return f"it has {name or number!r}, and the model has not"
+        for slot, value in values.items():
+            if is_tensor(value) and value.shape not in ((), (1,), tuple(state.model[name].shape)):
+                return (
+                    f"its {slot} of parameter {number} has the shape {list(value.shape)}, and "
+                    f"{name} {list(state.model[name].shape)}"
+                )
+    return of_number
+
+
+def _steps_of(slots: Mapping[Any, Mapping[str, Any]]) -> int | None:
+    """Steps done, as the optimizer counts them."""
+    found = []
+    for values in slots.values():
+        value = values.get("step")
+        if is_tensor(value) and value is not None and value.numel == 1:
+            found.append(int(value.values()))
+        elif isinstance(value, int | float):
+            found.append(int(value))
+    return max(found, default=None)

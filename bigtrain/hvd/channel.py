@@ -1,0 +1,477 @@
+"""How exchanges are done: one after the other, by a thread, in the order in which they were asked.
+
+Every exchange begins with a row of numbers from each rank, which say what it is. So ranks that ask
+for different things are refused by name before any tensor moves, and a rank that has joined learns
+what it must take part in. The script goes on meanwhile, until it synchronizes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bigtrain.devices import is_accelerator, set_current
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.hvd.session import PATIENCE_S, session
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import is_peer_failure
+from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
+
+RequestKind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
+_REDUCES: RequestKind = "allreduce"
+_WITH_JOINED: tuple[RequestKind, ...] = ("allreduce", "barrier")
+"""What goes on while a rank has joined."""
+_KINDS: tuple[RequestKind, ...] = (
+    *("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"),
+)
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32),
+    *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+_ADDS = (0, 1)  # of `_OPS`: those in which a zero changes nothing
+_OPS = ("average", "sum", "min", "max", "product")
+_ACTIVE, _JOINED = 0, 1
+_FAREWELL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for; the same on every rank, but for `rows`."""
+
+    kind: RequestKind
+    name: str | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """What must be equal on all ranks: without the first dim, where that may differ."""
+    on_host: bool
+    op: str = ""
+    root: int = -1
+    detail: str = ""
+    """What else must be equal."""
+    rows: int = 0
+    """The first dim, where it may differ."""
+    numel: int = 0
+    """Of the buffer, for ranks that have joined."""
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        words = [f"{self.kind}{f' {self.name!r}' if self.name else ''}"]
+        if self.kind != "barrier":
+            words.append(f"of {kind} {list(self.shape)}")
+        if self.op:
+            words.append(f"op={self.op}")
+        if self.root >= 0:
+            words.append(f"root_rank={self.root}")
+        words += [self.detail] if self.detail else []
+        return ", ".join(words) + ("" if self.on_host else ", on an accelerator")
+
+    def numbers(self) -> list[int]:
+        """The row that goes to the other ranks."""
+        digest = hashlib.blake2b(str(self).encode(), digest_size=7).digest()
+        number = _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1
+        op = _OPS.index(self.op) if self.op else 0
+        kind = _KINDS.index(self.kind)
+        what = [kind, number, self.numel, op, int(self.on_host), self.rows]
+        return [_ACTIVE, int.from_bytes(digest, "big"), *what]
+
+
+class UnequalRequestsError(ConfigError, RuntimeError):
+    """Ranks ask for exchanges that do not fit together; Horovod's scripts catch a RuntimeError."""
+
+
+class RequestRow(NamedTuple):
+    """What one rank says of its exchange, as numbers."""
+
+    state: int
+    digest: int
+    kind: int
+    dtype: int
+    numel: int
+    op: int
+    on_host: int
+    rows: int
+
+
+class Members:
+    """The groups of some ranks: gloo for what is on the host, the device's own for the rest."""
+
+    def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
+        self.members = tuple(members)
+        self.device = context.device
+        self.rank = context.rank
+        self.host: dist.ProcessGroup | None = None
+        self.own: dist.ProcessGroup | None = None
+        if context.mesh is None or len(members) < 2:
+            return
+        wait = timedelta(seconds=PATIENCE_S + BACKEND_GRACE_S)
+        host = dist.new_group(list(members), backend="gloo", timeout=wait)
+        own = None
+        if is_accelerator(context.device):
+            own = dist.group.WORLD if is_global else dist.new_group(list(members), timeout=wait)
+        if context.rank in self.members:
+            self.host = cast("dist.ProcessGroup", host)
+            self.own = cast("dist.ProcessGroup | None", own)
+            context.recorder.traffic.leave_out(self.host)
+            self.all_gather_rows([0])  # nobody leaves before all are connected
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        """Of this rank among them."""
+        return self.members.index(self.rank)
+
+    def group(self, *, on_host: bool) -> dist.ProcessGroup | None:
+        """The group that takes such tensors."""
+        return self.host if on_host or self.own is None else self.own
+
+    def all_gather_rows(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Whole numbers of each rank, as many on every rank. Collective."""
+        if self.host is None:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in self.members]
+        dist.all_gather(everyone, mine, group=self.host)
+        return [row.tolist() for row in everyone]
+
+
+class ChannelWork(ABC):
+    """One exchange: `begin` is called by the thread, `finish` by the script's."""
+
+    def __init__(self, call: Request) -> None:
+        self.call = call
+        self.works: list[Any] = []
+
+    @abstractmethod
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
+        """Start it, and note what is to be waited for in `works`.
+
+        Args:
+            link: the ranks; of one rank it has no groups.
+            rows: what each of them said.
+        """
+
+    def finish(self) -> Any:
+        """Put the result together, once `works` are done."""
+        return None
+
+
+class Handle(ABC):
+    """An exchange that is on its way, for `hvd.poll` and `hvd.synchronize`."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `result` does not wait any more."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Wait for it, and return what came out."""
+
+    def __call__(self) -> Any:
+        """The same as `result`."""
+        return self.result()
+
+
+class Pending(Handle):
+    """One exchange of a channel."""
+
+    def __init__(self, exchange: ChannelWork) -> None:
+        self.exchange = exchange
+        self.begun = threading.Event()
+        self.error: BaseException | None = None
+        self.timed: Callable[[], None] | None = None
+        self._result: Any = None
+        self._is_finished = False
+
+    def done(self) -> bool:
+        """Whether `result` does not wait any more."""
+        if not self.begun.is_set():
+            return False
+        return self.error is not None or all(work.is_completed() for work in self.exchange.works)
+
+    def result(self) -> Any:
+        """Wait for it, and return what came out; raise what it failed by."""
+        if not self._is_finished:
+            self.begun.wait()
+            if self.error is None:
+                for work in self.exchange.works:
+                    work.wait()
+                with torch.no_grad():
+                    self._result = self.exchange.finish()
+                if self.timed is not None:
+                    self.timed()
+            self._is_finished = True
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+    def fail(self, error: BaseException) -> None:
+        """Have `result` raise it."""
+        self.error = error
+        self.begun.set()
+
+
+class Several(Handle):
+    """Exchanges that belong together.
+
+    Args:
+        parts: of them.
+        joins: makes one result of theirs.
+    """
+
+    def __init__(self, parts: Sequence[Handle], joins: Callable[[list[Any]], Any]) -> None:
+        self._parts, self._joins = parts, joins
+        self._results: list[Any] = []
+
+    def done(self) -> bool:
+        """Whether all of them are."""
+        return all(part.done() for part in self._parts)
+
+    def result(self) -> Any:
+        """Wait for all of them."""
+        if not self._results:
+            found = [part.result() for part in self._parts]
+            with torch.no_grad():
+                self._results = [self._joins(found)]
+        return self._results[0]
+
+
+class _Join(ChannelWork):
+    """That a rank has no more data; its result is the number of the last one to say so."""
+
+    last = -1
+
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
+        """Nothing: the channel serves the others until all have joined."""
+
+    def finish(self) -> int:
+        return self.last
+
+
+class Channel:
+    """The exchanges of some ranks, in one order.
+
+    Args:
+        context: who this process is.
+        members: their numbers, ascending; this rank is among them.
+        is_global: they are all.
+    """
+
+    timeline: Callable[[str, str, float, float], None] | None = None
+    """Is told of each exchange: its kind, its name, and two times of `time.time`."""
+
+    def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
+        self.link = Members(context, members, is_global=is_global)
+        self._queue: SimpleQueue[tuple[Pending, torch.Stream | None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._broken: BaseException | None = None
+        self._joined: list[int] = []  # as of the last exchange, the same on all ranks
+
+    def submit(self, exchange: ChannelWork) -> Pending:
+        """Begin an exchange when those before it have begun; does not wait. Collective."""
+        pending = Pending(exchange)
+        if self.link.host is None:
+            exchange.begin(self.link, [RequestRow(*exchange.call.numbers())])
+            pending.begun.set()
+            return pending
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="bigtrain-hvd", daemon=True)
+            self._thread.start()
+        stream = None
+        if not exchange.call.on_host:
+            stream = torch.accelerator.current_stream(self.link.device)
+        self._queue.put((pending, stream))
+        return pending
+
+    def join(self) -> int:
+        """Take part with zeros until all ranks have joined; the number of the last. Collective."""
+        if self.link.host is None:
+            return self.link.rank
+        call = Request("barrier", "join", torch.int64, (), True)
+        return int(self.submit(_Join(call)).result())
+
+    def close(self) -> None:
+        """End the thread, where it has nothing to do."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_FAREWELL_S)
+            self._thread = None
+
+    def _serve(self) -> None:
+        set_current(self.link.device)
+        torch.set_grad_enabled(False)
+        while (item := self._queue.get()) is not None:
+            pending, stream = item
+            if self._broken is not None:
+                pending.fail(self._broken)
+                continue
+            try:
+                with _on(stream):
+                    self._do(pending)
+            except BigtrainError as error:  # every rank has it, and goes on
+                pending.fail(error)
+            except BaseException as error:
+                self._broken = _in_words(error, pending.exchange.call)
+                pending.fail(self._broken)
+
+    def _do(self, pending: Pending) -> None:
+        exchange, asked = pending.exchange, time.time()
+        if isinstance(exchange, _Join):
+            exchange.last = self._serve_others()
+            pending.begun.set()
+            return
+        rows = self._agreed(exchange.call)
+        begun = time.time()
+        exchange.begin(self.link, rows)
+        if self.timeline is not None:
+            said, name = self.timeline, exchange.call.name or exchange.call.kind
+            said(f"NEGOTIATE_{exchange.call.kind.upper()}", name, asked, begun)
+            kind = exchange.call.kind.upper()
+            pending.timed = lambda: said(kind, name, begun, time.time())
+        pending.begun.set()
+
+    def _rows(self, numbers: Sequence[int]) -> list[RequestRow]:
+        rows = [RequestRow(*row) for row in self.link.all_gather_rows(numbers)]
+        self._joined = [n for n, row in enumerate(rows) if row.state == _JOINED]
+        return rows
+
+    def _agreed(self, call: Request) -> list[RequestRow]:
+        """What every rank says, where all ask for the same."""
+        rows = self._rows(call.numbers())
+        active = [row for row in rows if row.state == _ACTIVE]
+        if len({row.digest for row in active}) > 1:
+            raise self._differing(str(call), rows)
+        if len(active) < len(rows):
+            _check_joined(call, [n for n, row in enumerate(rows) if row.state == _JOINED])
+        return rows
+
+    def _differing(self, text: str, rows: Sequence[RequestRow]) -> UnequalRequestsError:
+        """The error of ranks that ask for different things. Collective."""
+        texts: list[Any] = [None] * self.link.size
+        dist.all_gather_object(texts, text, group=self.link.host)
+        first = next(n for n, row in enumerate(rows) if row.state == _ACTIVE)
+        other = next(n for n, row in enumerate(rows) if row[:2] not in (rows[first][:2], (1, 0)))
+        mine, theirs = self.link.members[first], self.link.members[other]
+        return UnequalRequestsError(
+            f"hvd: rank {mine} asks for {texts[first]}, and rank {theirs} for {texts[other]}. "
+            "Call the same exchanges in the same order on every rank, with tensors of one shape."
+        )
+
+    def _serve_others(self) -> int:
+        """Take part with zeros until all have joined; returns who was last."""
+        while True:
+            before = self._joined
+            rows = self._rows([_JOINED, 0, 0, 0, 0, 0, 0, 0])
+            active = [row for row in rows if row.state == _ACTIVE]
+            if not active:
+                late = [n for n in self._joined if n not in before]
+                self._joined = []
+                return self.link.members[max(late)]
+            if len({row.digest for row in active}) > 1:
+                self._differing("", rows)
+            elif _KINDS[active[0].kind] == _REDUCES and active[0].op in _ADDS:
+                self._add_nothing(active[0])
+
+    def _add_nothing(self, row: RequestRow) -> None:
+        on_host = bool(row.on_host)
+        place = torch.device("cpu") if on_host else self.link.device
+        nothing = torch.zeros(row.numel, dtype=_DTYPES[row.dtype], device=place)
+        dist.all_reduce(nothing, group=self.link.group(on_host=on_host))
+
+
+def _in_words(error: BaseException, call: Request) -> BaseException:
+    """An exchange that broke because another rank is gone, with what it was."""
+    if not is_peer_failure(error):
+        return error
+    first = str(error).splitlines()[0]
+    said = ConnectionError(
+        f"hvd: {call}: another rank has ended meanwhile ({first}). Where ranks have different "
+        "amounts of data, call hvd.join() behind the last batch."
+    )
+    said.__cause__ = error
+    return said
+
+
+def _check_joined(call: Request, joined: list[int]) -> None:
+    """Refuse what cannot be done without the ranks that have joined."""
+    adds = call.kind != _REDUCES or _OPS.index(call.op) in _ADDS
+    if call.kind in _WITH_JOINED and adds:
+        return
+    what = call.kind if adds else f"allreduce with op={call.op}"
+    fix = "Call it before hvd.join()"
+    if call.kind == "allgather":
+        fix += ", or give DistributedOptimizer sparse_as_dense=True where it is of its gradients"
+    raise UnequalRequestsError(
+        f"hvd.{what}: rank {joined[0]} has joined, and takes part in sums and averages alone, with "
+        f"zeros. {fix}."
+    )
+
+
+def _on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Order what follows behind what a stream has to do; nothing on a CPU."""
+    if stream is None:
+        return nullcontext()
+    return _OnStream(stream)
+
+
+class _OnStream:
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as one row: they go between ranks whatever their type."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether it goes through gloo."""
+    return not is_accelerator(tensor.device)
+
+
+_open: list[Channel] = []
+
+
+def open_channel(members: Sequence[int]) -> Channel:
+    """Connect some ranks. Collective among all ranks, also those that are not among them."""
+    context = session.opened()
+    found = Channel(context, members, is_global=len(members) == context.world_size)
+    _open.append(found)
+    return found
+
+
+def channels() -> list[Channel]:
+    """Those that are open."""
+    return list(_open)
+
+
+def close_channels() -> None:
+    """End their threads."""
+    while _open:
+        _open.pop().close()
+
+
+atexit.register(close_channels)

@@ -1,0 +1,72 @@
+"""What tensors travel as."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from bigtrain.errors import ConfigError
+
+
+class Compressor(Protocol):
+    """Both ways; a script may bring its own."""
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What travels, and what `decompress` needs."""
+
+    def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
+        """What it was, from what has arrived."""
+
+
+class NoneCompressor:
+    """As it is."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ARG004
+        """The tensor."""
+        return tensor
+
+
+class FP16Compressor:
+    """Floating point numbers as float16: half the bytes, and other numbers."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor in float16, and the type that it had."""
+        return tensor.to(torch.float16) if tensor.is_floating_point() else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """The tensor in the type that it had."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """Those that there are: `hvd.Compression.fp16`."""
+
+    none: ClassVar[type[NoneCompressor]] = NoneCompressor
+    fp16: ClassVar[type[FP16Compressor]] = FP16Compressor
+
+
+def compressor_of(compression: Any) -> Compressor:
+    """The argument `compression` of an exchange.
+
+    Raises:
+        ConfigError: it has not got both ways.
+    """
+    if callable(getattr(compression, "compress", None)) and callable(
+        getattr(compression, "decompress", None)
+    ):
+        found: Compressor = compression
+        return found
+    raise ConfigError(
+        f"hvd: compression={compression!r} has no compress and decompress. Use "
+        "compression=hvd.Compression.fp16, or hvd.Compression.none"
+    )

@@ -1,0 +1,153 @@
+"""The file of the last commit: what a rank that is started again goes on from."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.ranks.launcher_env import launch_key
+
+FOLDER_VARIABLE = "BIGTRAIN_ELASTIC"
+"""A folder for commits that a later launch goes on from, too."""
+_PIECE = 1 << 20
+
+
+def _hash_of(path: Path) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            content.update(piece)
+    return content.hexdigest()
+
+
+class CommitFile:
+    """The newest commit, written by the first rank of each node; its name has number and hash.
+
+    Args:
+        folder: made where it is missing.
+        writes: whether this rank does.
+    """
+
+    def __init__(self, folder: Path, *, writes: bool) -> None:
+        self.folder = folder
+        self._writes = writes
+        self._checked: set[str] = set()
+
+    @classmethod
+    def of_launch(cls, environ: Mapping[str, str], *, writes: bool) -> CommitFile | None:
+        """The file that the next life of this launch finds; None where there will be none.
+
+        torchrun says how often it starts ranks again. Its port may change with each time, so the
+        folder's name does not depend on it.
+        """
+        named = environ.get(FOLDER_VARIABLE)
+        if named:
+            return cls(Path(named), writes=writes)
+        restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if not restarts.isdecimal() or int(restarts) == 0:
+            return None
+        key = launch_key({k: v for k, v in environ.items() if k != "MASTER_PORT"})
+        found = cls(Path("runs").resolve() / f"elastic-{key}", writes=writes)
+        if writes:
+            atexit.register(found.forget)
+        return found
+
+    def write(self, number: int, states: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Put a commit in the place of the one before; a warning where that cannot be done.
+
+        Args:
+            number: of the commit, from 1.
+            states: of models, optimizers and samplers.
+            objects: numbers, texts and the like.
+
+        Raises:
+            ConfigError: an object is none that can be read back without running its code.
+        """
+        for name, value in objects.items():
+            self._check(name, value)
+        if not self._writes:
+            return
+        draft = self.folder / "commit.draft"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            before = self._commits().values()
+            with draft.open("wb") as file:
+                torch.save({"states": states, "objects": objects}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.folder / f"commit-{number}-{_hash_of(draft)}.pt")
+            for path in before:
+                path.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:  # torch's writer has the second for a full disk
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            warnings.warn(
+                f"hvd.elastic: commit {number} was not written to {self.folder}: {error}. A "
+                "restart goes on from the one before.",
+                stacklevel=2,
+            )
+
+    def _check(self, name: str, value: Any) -> None:
+        kind = f"{name} {type(value).__qualname__}"
+        if kind in self._checked and isinstance(value, (bool, int, float, str)):
+            return
+        self._checked.add(kind)
+        box = io.BytesIO()
+        try:
+            torch.save(value, box)
+            box.seek(0)
+            torch.load(box, weights_only=True)
+        except Exception as error:
+            raise ConfigError(
+                f"hvd.elastic: state.{name} of type {type(value).__name__} cannot be kept in a "
+                "file, which holds numbers, texts, lists, dicts and tensors only. Keep such in the "
+                "state, or give the object a state_dict and load_state_dict."
+            ) from error
+
+    def number(self) -> int:
+        """Of the newest commit; 0 where there is none."""
+        return max(self._commits(), default=0)
+
+    def _commits(self) -> dict[int, Path]:
+        found = {}
+        for path in self.folder.glob("commit-*.pt"):
+            number = path.name.split("-")[1]
+            if number.isdecimal() and int(number) > 0:
+                found[int(number)] = path
+        return found
+
+    def read(self) -> dict[str, Any]:
+        """The newest commit.
+
+        Raises:
+            CheckpointError: the file is damaged, or cannot be read.
+        """
+        path = self._commits()[self.number()]
+        try:
+            if path.stem.rpartition("-")[2] != _hash_of(path):
+                raise CheckpointError("it is not what was written")
+            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"hvd.elastic: {path} cannot be gone on from: {error}. Remove it to begin anew."
+            ) from error
+        return found
+
+    def forget(self) -> None:
+        """Remove the folder of a launch that has ended well."""
+        if getattr(sys, "last_value", None) is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.folder.parent.rmdir()  # where nothing else is in it

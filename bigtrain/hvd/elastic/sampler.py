@@ -1,0 +1,72 @@
+"""Samples of an epoch that no rank has had yet, shared out among however many ranks there are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from bigtrain.hvd.session import rank, size
+
+
+class ElasticSampler(Sampler[int]):
+    """Like `DistributedSampler`, but what was recorded as done is not sampled again in its epoch.
+
+    Give it to a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the *end* of
+    an epoch. Where the rest does not divide by the ranks, its first samples come twice.
+
+    Args:
+        dataset: of constant length.
+        shuffle: another order in each epoch.
+        seed: of the order; the same on every rank.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: all of its samples are still to come."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
+        """Note that every rank has done a batch.
+
+        Args:
+            batch_idx: not used.
+            batch_size: samples of one rank.
+        """
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, and samples done in it on all ranks."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there, on as many ranks as there are now."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Share out anew what is left of the epoch."""
+        self.num_replicas, self.rank = size(), rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self.remaining_indices)
+        while order and len(order) < self.total_size:
+            order += order[: self.total_size - len(order)]
+        return iter(order[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples

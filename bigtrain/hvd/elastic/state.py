@@ -1,0 +1,213 @@
+"""What a training changes as it goes: kept at each commit, put back where it goes on."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.errors import CheckpointError
+from bigtrain.hvd.elastic.commits import CommitFile
+from bigtrain.hvd.gathers import allgather_object, broadcast_object
+from bigtrain.hvd.state_broadcasts import broadcast_optimizer_state, broadcast_parameters
+
+
+class State:
+    """What every state can do; `ObjectState` and `TorchState` are those to be used."""
+
+    def __init__(self) -> None:
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Have these called where a training goes on, as with another number of ranks."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call `reset` and the callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Keep the state as it is now. All ranks call it after the same step."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Nothing: hosts come and go by the launcher, which then starts all ranks again."""
+
+    def reset(self) -> None:
+        """What a subclass does where a training goes on."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep a copy in memory, and in a file where the launcher starts ranks again."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Put the last copy back."""
+
+    @abstractmethod
+    def sync(self, root_rank: int = 0) -> None:
+        """Take over a rank's state. Collective."""
+
+
+class ObjectState(State):
+    """Plain objects, each an attribute of the state.
+
+    Args:
+        bcast_object: as Horovod's; `hvd.broadcast_object` where left out.
+        get_rank: not used.
+        kwargs: names and first values.
+    """
+
+    _parts: dict[str, _Part]
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,  # noqa: ARG002 - Horovod's
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self._bcast_object = bcast_object or broadcast_object
+        self._number = 0
+        self._file: CommitFile | None = None
+        self._saved = copy.deepcopy(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    def keep_in(self, file: CommitFile | None) -> None:
+        """Write commits to a file from now on."""
+        self._file = file
+
+    def resume(self) -> bool:
+        """Take over the newest commit of any node; whether there is one. Collective."""
+        mine = 0 if self._file is None else self._file.number()
+        found = allgather_object(mine, "commit")
+        newest = max(found)
+        if not newest:
+            return False
+        root = found.index(newest)
+        content = self._file.read() if self._file is not None and mine == newest else None
+        if content is not None:
+            self._take(content["states"], content["objects"])
+        self._number = newest
+        self.on_reset()
+        self.sync(root)
+        return True
+
+    def save(self) -> None:
+        """Keep a copy in memory, and in a file where the launcher starts ranks again."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
+        states = self._save_parts()
+        if self._file is not None:
+            self._file.write(self._number + 1, states, self._saved)
+        self._number += 1
+
+    def restore(self) -> None:
+        """Put the last copy back."""
+        self._take({}, copy.deepcopy(self._saved))
+
+    def sync(self, root_rank: int = 0) -> None:
+        """Take over a rank's state. Collective."""
+        own = {name: getattr(self, name) for name in self._saved}
+        if own:
+            # A function of the script's own is called as Horovod calls it.
+            is_ours = self._bcast_object is broadcast_object
+            given = self._bcast_object(own, root_rank) if is_ours else self._bcast_object(own)
+            self._take({}, given)
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
+
+    def _save_parts(self) -> dict[str, Any]:
+        return {}
+
+    def _take(self, states: dict[str, Any], objects: dict[str, Any]) -> None:  # noqa: ARG002
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+
+class _Part:
+    """A model, an optimizer, or whatever else has a state dict."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.saved = copy.deepcopy(value.state_dict())
+
+    def save(self) -> Any:
+        self.saved = copy.deepcopy(self.value.state_dict())
+        return self.saved
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self.saved))
+
+    def sync(self, root_rank: int) -> None:
+        if isinstance(self.value, nn.Module):
+            broadcast_parameters(self.value.state_dict(), root_rank)
+        elif isinstance(self.value, torch.optim.Optimizer):
+            broadcast_optimizer_state(self.value, root_rank)
+        else:
+            self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank))
+        self.save()
+
+
+class TorchState(ObjectState):
+    """Models, optimizers, samplers and plain objects, each an attribute of the state.
+
+    Args:
+        model: a module.
+        optimizer: of its parameters.
+        kwargs: further ones. What has `state_dict` and `load_state_dict`, as schedulers and
+            `ElasticSampler`, is kept and put back by these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer, **kwargs}
+        self._parts = {name: _Part(value) for name, value in given.items() if _has_state(value)}
+        for name, part in self._parts.items():
+            super().__setattr__(name, part.value)
+        super().__init__(**{name: v for name, v in given.items() if name not in self._parts})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        parts = self.__dict__.get("_parts", {})
+        if name in parts:
+            parts[name] = _Part(value)
+        super().__setattr__(name, value)
+
+    def restore(self) -> None:
+        """Put the last copy back."""
+        for part in self._parts.values():
+            part.restore()
+        super().restore()
+
+    def sync(self, root_rank: int = 0) -> None:
+        """Take over a rank's state. Collective."""
+        for part in self._parts.values():
+            part.sync(root_rank)
+        super().sync(root_rank)
+
+    def _save_parts(self) -> dict[str, Any]:
+        return {name: part.save() for name, part in self._parts.items()}
+
+    def _take(self, states: dict[str, Any], objects: dict[str, Any]) -> None:
+        for name, state in states.items():
+            if name not in self._parts:
+                raise CheckpointError(
+                    f"hvd.elastic: the commit has {name!r}, and the state has not. Give TorchState "
+                    "the same names as before, or remove the commit to begin anew."
+                )
+            self._parts[name].value.load_state_dict(state)
+        super()._take(states, objects)
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

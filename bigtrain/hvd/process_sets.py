@@ -1,0 +1,176 @@
+"""Some of the ranks, which exchange among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.hvd.channel import Channel, open_channel
+from bigtrain.hvd.session import rank, session, size
+
+
+class ProcessSet:
+    """Ranks by their numbers, in ascending order; to be given to `init` or `add_process_set`.
+
+    Args:
+        ranks: their numbers among all.
+
+    Raises:
+        ConfigError: they are not numbers, as where an MPI communicator is given, or one is twice.
+    """
+
+    process_set_id: int | None = None
+    """None until it is connected; 0 is that of all ranks."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        if not isinstance(ranks, (list, tuple, range, set, frozenset)) or not all(
+            type(n) is int for n in ranks
+        ):
+            raise ConfigError(
+                f"hvd.ProcessSet: {ranks!r} is not a list of ranks, and communicators of MPI are "
+                "not taken. Give their numbers: hvd.ProcessSet([0, 1])"
+            )
+        if len(set(ranks)) < len(list(ranks)):
+            raise ConfigError(
+                f"hvd.ProcessSet: a rank stands twice in {list(ranks)}. Name each once."
+            )
+        self.ranks: list[int] | None = sorted(ranks)
+        self._channel: Channel | None = None
+
+    def size(self) -> int | None:
+        """How many ranks; None where it is not connected."""
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Number of this process among them, from 0; None where it is not connected.
+
+        Raises:
+            ConfigError: this process is not among them.
+        """
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return self._checked().index(rank())
+
+    def included(self) -> bool | None:
+        """Whether this process is among them; None where nothing is connected."""
+        return None if self.ranks is None else rank() in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def _checked(self) -> list[int]:
+        ranks = self.ranks or []
+        if rank() not in ranks:
+            raise ConfigError(
+                f"hvd: rank {rank()} is not in process set {self.process_set_id} of ranks {ranks}. "
+                "Ask process_set.included() first."
+            )
+        return ranks
+
+    def connect(self, number: int, ranks: Sequence[int]) -> None:
+        """Open its exchanges. Collective among all ranks."""
+        self.ranks, self.process_set_id = list(ranks), number
+        self._channel = open_channel(ranks)
+
+    def disconnect(self) -> None:
+        """Close them; the object may be added again."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self.process_set_id = None
+
+    def channel(self) -> Channel:
+        """Its exchanges.
+
+        Raises:
+            ConfigError: it is not connected, or this process is not among its ranks.
+            LaunchError: nothing is.
+        """
+        session.opened()
+        if self._channel is None:
+            raise ConfigError(
+                f"hvd: {self} is not connected. Call hvd.add_process_set(process_set) on every "
+                "rank first, or give it to hvd.init(process_sets=[...])."
+            )
+        self._checked()
+        return self._channel
+
+
+class _AllRanks(ProcessSet):
+    """The set of all ranks, which is connected from the first exchange on."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.ranks = None
+
+    def channel(self) -> Channel:
+        session.opened()
+        if self._channel is None:
+            raise LaunchError("hvd: the ranks are not connected yet. Call hvd.init() first.")
+        return self._channel
+
+
+global_process_set = _AllRanks()
+_sets: dict[int, ProcessSet] = {}
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Connect some ranks and return the set. Collective among all ranks.
+
+    Raises:
+        ConfigError: the ranks are not of this run, or are those of another set.
+    """
+    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = found.ranks or []
+    if not ranks or ranks[0] < 0 or ranks[-1] >= size():
+        raise ConfigError(
+            f"hvd.add_process_set: ranks {ranks}, and there are 0 to {size() - 1}. Name some of "
+            "them."
+        )
+    for other in (global_process_set, *_sets.values()):
+        if other.ranks == ranks:
+            raise ConfigError(
+                f"hvd.add_process_set: process set {other.process_set_id} has the ranks {ranks} "
+                "already. Use that one."
+            )
+    number = 1 + max(_sets, default=0)
+    found.connect(number, ranks)
+    _sets[number] = found
+    return found
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Close a set; whether it was open. The set of all ranks stays. Every rank calls it."""
+    number = process_set.process_set_id
+    if number is None or _sets.pop(number, None) is None:
+        return False
+    process_set.disconnect()
+    return True
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of every set by its number; 0 is that of all."""
+    session.opened()
+    found = {0: list(range(size()))}
+    return found | {number: list(one.ranks or []) for number, one in _sets.items()}
+
+
+def forget_process_sets() -> None:
+    """Take back what `init` and `add_process_set` have connected."""
+    for one in (global_process_set, *_sets.values()):
+        one.disconnect()
+    global_process_set.ranks = None
+    _sets.clear()
+
+
+def set_of(process_set: Any) -> ProcessSet:
+    """The argument of an exchange.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(process_set, ProcessSet):
+        return process_set
+    raise ConfigError(
+        f"hvd: process_set={process_set!r} is no process set. Give what hvd.add_process_set returns"
+    )

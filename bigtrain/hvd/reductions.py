@@ -1,0 +1,579 @@
+"""Tensors that are added up, or otherwise made one, over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bigtrain.errors import ConfigError
+from bigtrain.hvd.channel import (
+    ChannelWork,
+    Handle,
+    Members,
+    Request,
+    RequestRow,
+    Several,
+    is_on_host,
+)
+from bigtrain.hvd.compression import Compression, compressor_of
+from bigtrain.hvd.gathers import allgather_async, grouped_allgather
+from bigtrain.hvd.process_sets import ProcessSet, global_process_set, set_of
+
+Average: Literal["average"] = "average"
+Sum: Literal["sum"] = "sum"
+Adasum: Literal["adasum"] = "adasum"
+"""Refused: it is here for scripts that offer it as an option."""
+Min: Literal["min"] = "min"
+Max: Literal["max"] = "max"
+Product: Literal["product"] = "product"
+ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
+
+_TORCH_OPS: dict[str, Any] = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+_ALL = global_process_set
+
+
+def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce") -> ReduceOp:
+    """The operation that two arguments say, of which `average` is the older.
+
+    Raises:
+        ConfigError: both are given, or it is one that is not here.
+    """
+    if op is not None and average is not None:
+        raise ConfigError(
+            f"hvd.{where}: average={average} and op={op!r} are given, and both say how. "
+            f"Leave out average={average}."
+        )
+    if op is None:
+        op = Sum if average is False else Average
+    if op == Adasum:
+        raise ConfigError("hvd: Adasum is not here. Use op=hvd.Average or op=hvd.Sum.")
+    if op not in _TORCH_OPS:
+        raise ConfigError(
+            f"hvd.{where}: op={op!r} is not known. Use op=hvd.Average, Sum, Min, Max or Product."
+        )
+    found: ReduceOp = op
+    return found
+
+
+def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -> None:
+    """Refuse what would be cut off, or has no order."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    if is_whole and (op == Average or factor != 1.0):
+        what = "an average" if op == Average else "a factor"
+        raise ConfigError(
+            f"hvd.{where}: {what} of {dtype} would be cut off. Give op=hvd.Sum, or tensor.float()."
+        )
+    if (dtype is torch.bool and op == Sum) or (dtype.is_complex and op not in (Average, Sum)):
+        raise ConfigError(
+            f"hvd.{where}: op={op} of {dtype} is not defined. Convert the tensor first, to "
+            f"{'torch.int64' if dtype is torch.bool else 'its real and imaginary parts'}."
+        )
+
+
+class Reduction(ChannelWork):
+    """An all-reduce of one buffer, which it overwrites.
+
+    Args:
+        buffer: contiguous; of the same shape on every rank.
+        call: what it is.
+        op: how.
+        before: factor before.
+        after: factor afterwards.
+        divisor: what the sum is divided by.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        call: Request,
+        op: ReduceOp,
+        before: float,
+        after: float,
+        divisor: int,
+    ) -> None:
+        super().__init__(call)
+        self.buffer, self._op, self._after, self._divisor = buffer, op, after, divisor
+        if before != 1.0:
+            buffer.mul_(before)
+
+    def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:  # noqa: ARG002
+        """Send it."""
+        group = link.group(on_host=self.call.on_host)
+        if group is not None:
+            reduces = _TORCH_OPS[self._op]
+            self.works = [dist.all_reduce(self.buffer, reduces, group=group, async_op=True)]
+
+    def finish(self) -> Tensor:
+        """What came out."""
+        if self._divisor != 1:
+            self.buffer /= self._divisor
+        if self._after != 1.0:
+            self.buffer *= self._after
+        return self.buffer
+
+
+def start_reduction(
+    buffer: Tensor,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    *,
+    name: str | None = None,
+    before: float = 1.0,
+    after: float = 1.0,
+    shape: tuple[int, ...] | None = None,
+    detail: str = "",
+) -> Handle:
+    """All-reduce a contiguous tensor of one's own in place.
+
+    Args:
+        buffer: overwritten; a type that gloo takes.
+        op: how.
+        process_set: among whom.
+        name: of the exchange, the same on every rank.
+        before: a factor.
+        after: another.
+        shape: for messages; the buffer's where left out.
+        detail: what else must be equal on all ranks.
+    """
+    channel = process_set.channel()
+    factors = "" if (before, after) == (1.0, 1.0) else f"factors {before:g} and {after:g}"
+    said = ", ".join(filter(None, (factors, detail)))
+    call = Request(
+        kind="allreduce",
+        name=name,
+        dtype=buffer.dtype,
+        shape=tuple(buffer.shape) if shape is None else shape,
+        on_host=is_on_host(buffer),
+        op=op,
+        detail=said,
+        numel=buffer.numel(),
+    )
+    divisor = channel.link.size if op == Average else 1
+    return channel.submit(Reduction(buffer, call, op, before, after, divisor))
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a tensor is reduced: gloo has not all."""
+    return {torch.int16: torch.int32, torch.bool: torch.uint8}.get(dtype, dtype)
+
+
+def _reduce(
+    tensors: Sequence[Tensor],
+    into: Sequence[Tensor] | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    *,
+    name: str | None,
+    before: float,
+    after: float,
+    where: str,
+) -> Handle:
+    """All-reduce some tensors, those of one type and place in one message.
+
+    Args:
+        tensors: left as they are.
+        into: where the results go; new ones where left out.
+        op: how.
+        process_set: among whom.
+        name: of the exchange.
+        before: factor before.
+        after: factor afterwards.
+        where: the name of the function, for messages.
+
+    Returns:
+        Of a list of tensors.
+    """
+    chosen = set_of(process_set)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for n, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.is_sparse:
+            raise ConfigError(_no_tensor(tensor, where))
+        _refuse_dtype(tensor.dtype, op, before * after, where)
+        groups.setdefault((tensor.dtype, tensor.device), []).append(n)
+    handles = []
+    with torch.no_grad():
+        for (dtype, _), numbers in groups.items():
+            parts = [tensors[n].detach().reshape(-1) for n in numbers]
+            flat = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+            shape = tuple(tensors[numbers[0]].shape) if len(parts) == 1 else None
+            handles.append(
+                start_reduction(
+                    flat.to(_carrier(dtype)),
+                    op,
+                    chosen,
+                    name=name,
+                    before=before,
+                    after=after,
+                    shape=shape,
+                )
+            )
+
+    def taken_apart(flats: list[Tensor]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for flat, numbers in zip(flats, groups.values(), strict=True):
+            sizes = [tensors[n].numel() for n in numbers]
+            for n, part in zip(numbers, torch.split(flat, sizes), strict=True):
+                found[n] = part.view(tensors[n].shape).to(tensors[n].dtype)
+        results = [found[n] for n in range(len(tensors))]
+        if into is None:
+            return results
+        for target, result in zip(into, results, strict=True):
+            target.detach().copy_(result)
+        return list(into)
+
+    return Several(handles, taken_apart)
+
+
+def _no_tensor(found: Any, where: str) -> str:
+    if isinstance(found, Tensor):
+        return (
+            f"hvd.{where}: the tensor is sparse. Use hvd.sparse_allreduce_async, or "
+            "tensor.to_dense()."
+        )
+    return f"hvd.{where}: {type(found).__name__} is no tensor. Give torch.tensor({found!r})."
+
+
+def _only(handle: Handle) -> Handle:
+    return Several([handle], lambda found: found[0][0])
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Handle:
+    """Begin what `allreduce` does; its gradient is not computed. For `poll` and `synchronize`."""
+    chosen = checked_op(op, average)
+    factors = {"before": prescale_factor, "after": postscale_factor}
+    return _only(
+        _reduce([tensor], None, chosen, process_set, name=name, where="allreduce", **factors)
+    )
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Handle:
+    """The same in place: the tensor is written when `synchronize` returns."""
+    chosen = checked_op(op, average)
+    factors = {"before": prescale_factor, "after": postscale_factor}
+    return _only(
+        _reduce([tensor], [tensor], chosen, process_set, name=name, where="allreduce", **factors)
+    )
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Tensor:
+    """What `allreduce` does, in place and without a gradient; returns its argument. Collective."""
+    factors = (prescale_factor, postscale_factor)
+    found: Tensor = allreduce_async_(tensor, average, name, op, *factors, process_set).result()
+    return found
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Tensor:
+    """Return the average of a tensor over the ranks, or what `op` says. Collective.
+
+    Its gradient is reduced in the same way; of `Min`, `Max` and `Product` there is none.
+
+    Args:
+        tensor: of the same shape on every rank; left as it is.
+        average: the older way to say `op`: False for the sum.
+        name: for messages; the same on every rank.
+        compression: what it travels as.
+        op: `hvd.Average`, `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor: what it is multiplied by before.
+        postscale_factor: and afterwards.
+        process_set: among whom; all ranks where left out.
+
+    Raises:
+        ConfigError: `op` is Adasum; an average of whole numbers is asked for; or the ranks call
+            different things.
+    """
+    return grouped_allreduce(
+        *([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set),
+    )[0]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Handle:
+    """Begin `allreduce` of several tensors in one message; the result is a list."""
+    chosen = checked_op(op, average, where="grouped_allreduce")
+    options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
+    options |= {"name": name, "where": "grouped_allreduce"}
+    return _reduce(list(tensors), None, chosen, process_set, **options)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> Handle:
+    """The same in place."""
+    chosen = checked_op(op, average, where="grouped_allreduce")
+    options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
+    options |= {"name": name, "where": "grouped_allreduce"}
+    return _reduce(list(tensors), list(tensors), chosen, process_set, **options)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> list[Tensor]:
+    """`allreduce_` of several tensors in one message. Collective."""
+    factors = (prescale_factor, postscale_factor)
+    handle = grouped_allreduce_async_(tensors, average, name, op, *factors, process_set)
+    found: list[Tensor] = handle.result()
+    return found
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = _ALL,
+) -> list[Tensor]:
+    """`allreduce` of several tensors in one message, with their gradients. Collective."""
+    chosen = checked_op(op, average)
+    travels = compressor_of(compression)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(_no_tensor(tensor, "allreduce"))
+    packed = [travels.compress(tensor) for tensor in tensors]
+    options = (name, chosen, prescale_factor, postscale_factor, process_set)
+    found = _AllReduce.apply(options, *[tensor for tensor, _ in packed])
+    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(found, packed, strict=True)]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.options = options
+        name, op, before, after, process_set = options
+        wanted = {"name": name, "before": before, "after": after, "where": "allreduce"}
+        return tuple(_reduce(tensors, None, op, process_set, **wanted).result())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        name, op, before, after, process_set = ctx.options
+        if op not in (Average, Sum):
+            raise ConfigError(
+                f"hvd.allreduce: op={op} has no gradient. Give tensor.detach(), or op=hvd.Average."
+            )
+        factors = (before, after)
+        return (
+            None,
+            *grouped_allreduce(gradients, None, name, Compression.none, op, *factors, process_set),
+        )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = _ALL,
+) -> Handle:
+    """Begin to average or add up sparse tensors: rows travel, not zeros. Collective.
+
+    Args:
+        tensor: sparse, of the COO layout; each rank its own rows.
+        name: for messages.
+        op: `hvd.Average` or `hvd.Sum`.
+        process_set: among whom.
+
+    Returns:
+        Of a sparse tensor; a call of it waits, as `synchronize` does.
+
+    Raises:
+        ConfigError: the tensor is dense, or `op` is another.
+    """
+    chosen = checked_op(op, where="sparse_allreduce_async")
+    if not tensor.is_sparse or chosen not in (Average, Sum):
+        got = f"op={chosen}" if tensor.is_sparse else f"a tensor of layout {tensor.layout}"
+        raise ConfigError(
+            f"hvd.sparse_allreduce_async: {got}, and averages or sums of torch.sparse_coo are "
+            "taken. Use hvd.allreduce_async for others."
+        )
+    process_set = set_of(process_set)
+    own = tensor.detach()
+    own = own if own.is_coalesced() else own.coalesce()
+    rows = own.indices().t().contiguous()
+    parts = [
+        allgather_async(part, f"{name or 'sparse'}.{what}", process_set)
+        for what, part in (("indices", rows), ("values", own.values()))
+    ]
+    count = process_set.channel().link.size if chosen == Average else 1
+
+    def joined(found: list[Tensor]) -> Tensor:
+        indices, values = found
+        return torch.sparse_coo_tensor(
+            indices.t(), values / count, own.shape, check_invariants=False
+        ).coalesce()
+
+    return Several(parts, joined)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Begin what `reducescatter` does; its gradient is not computed."""
+    return _only(
+        grouped_reducescatter_async(
+            [tensor], name, op, process_set, prescale_factor, postscale_factor
+        )
+    )
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """The same of several tensors; the result is a list."""
+    chosen = checked_op(op, where="reducescatter")
+    link = set_of(process_set).channel().link
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.dim() == 0:
+            raise ConfigError(
+                "hvd.reducescatter: a tensor without dims has no rows to share out. Give "
+                "tensor.reshape(1), or use hvd.allreduce."
+            )
+    options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
+    options |= {"name": name, "where": "reducescatter"}
+    whole = _reduce(list(tensors), None, chosen, process_set, **options)
+
+    def shared(found: list[list[Tensor]]) -> list[Tensor]:
+        return [_share(one, link).clone() for one in found[0]]
+
+    return Several([whole], shared)
+
+
+def _share(tensor: Tensor, link: Members) -> Tensor:
+    """The rows of this rank: as many as another's, or one more on the first ranks."""
+    return torch.tensor_split(tensor, link.size)[link.place]
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's rows of what `allreduce` would return. Collective.
+
+    Rows are those of the first dim, shared out evenly; the first ranks have one more where that
+    does not divide. As many bytes travel as for `allreduce`. Its gradient is what Horovod's is:
+    those of all rows, times the number of ranks for `Sum`.
+
+    Args:
+        tensor: of the same shape on every rank; left as it is.
+        name: for messages.
+        compression: what it travels as.
+        op: as in `allreduce`.
+        process_set: among whom.
+        prescale_factor: what it is multiplied by before.
+        postscale_factor: and afterwards.
+    """
+    factors = (prescale_factor, postscale_factor)
+    return grouped_reducescatter([tensor], name, compression, op, process_set, *factors)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """`reducescatter` of several tensors. Collective."""
+    travels = compressor_of(compression)
+    packed = [travels.compress(tensor) for tensor in tensors]
+    options = (name, op, process_set, prescale_factor, postscale_factor)
+    found = _ReduceScatter.apply(options, *[tensor for tensor, _ in packed])
+    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(found, packed, strict=True)]
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.options = options
+        return tuple(grouped_reducescatter_async(tensors, *options).result())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        name, op, process_set, before, after = ctx.options
+        if op not in (Average, Sum):
+            raise ConfigError(
+                f"hvd.reducescatter: op={op} has no gradient. Give tensor.detach(), or "
+                "op=hvd.Average."
+            )
+        factor = before * after * (process_set.size() if op == Sum else 1)
+        scaled = [gradient * factor for gradient in gradients]
+        return None, *grouped_allgather(scaled, name, process_set)

@@ -1,0 +1,171 @@
+"""What `hvd.init` has opened: the ranks of this run, and on which node each of them is."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.errors import LaunchError
+from bigtrain.ranks.context import RunContext
+
+PATIENCE_S = 1800.0
+"""Of an exchange, in which other ranks may wait for one that evaluates or writes."""
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Where a rank stands."""
+
+    node: int
+    """Of its node, in the order of the nodes' first ranks."""
+    local_rank: int
+
+
+class Session:
+    """Horovod's interface has one for a process."""
+
+    def __init__(self) -> None:
+        self.context: RunContext | None = None
+        self.closing = ExitStack()
+        self.places: list[NodePlace] = []
+
+    def opened(self) -> RunContext:
+        """The ranks.
+
+        Raises:
+            LaunchError: `init` was not called.
+        """
+        if self.context is None:
+            raise LaunchError("hvd: the ranks are not connected yet. Call hvd.init() first.")
+        return self.context
+
+    def open(self, context: RunContext) -> None:
+        """Take over ranks that are connected. Collective."""
+        self.context = context
+        everyone = context.all_gather_objects((socket.gethostname(), context.local_rank))
+        self.places = _places(everyone)
+
+
+session = Session()
+
+
+def _places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
+    """Where each rank stands; a host with two ranks of one number is two nodes.
+
+    Args:
+        everyone: host and local rank of each rank.
+    """
+    nodes: dict[tuple[str, int], int] = {}
+    seen: dict[tuple[str, int], int] = {}
+    places = []
+    for host, local in everyone:
+        turn = seen[host, local] = seen.get((host, local), -1) + 1
+        places.append(NodePlace(nodes.setdefault((host, turn), len(nodes)), local))
+    return places
+
+
+def is_initialized() -> bool:
+    """Whether `init` has connected the ranks."""
+    return session.context is not None
+
+
+def rank() -> int:
+    """Number of this process among all, from 0."""
+    return session.opened().rank
+
+
+def local_rank() -> int:
+    """Number of this process among those of its node, from 0."""
+    return session.opened().local_rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return session.opened().world_size
+
+
+def local_size() -> int:
+    """How many of them are on this node."""
+    return session.opened().local_world_size
+
+
+def cross_rank() -> int:
+    """Number of this process among those with its local rank, one on each node, from 0."""
+    return _beside().index(rank())
+
+
+def cross_size() -> int:
+    """On how many nodes there is a process with this one's local rank."""
+    return len(_beside())
+
+
+def _beside() -> list[int]:
+    mine = local_rank()
+    found = [n for n, place in enumerate(session.places) if place.local_rank == mine]
+    return sorted(found, key=lambda n: session.places[n].node)
+
+
+def is_homogeneous() -> bool:
+    """Whether every node has as many processes."""
+    session.opened()
+    nodes = [place.node for place in session.places]
+    return len({nodes.count(node) for node in nodes}) <= 1
+
+
+def mpi_built() -> bool:
+    """False: mpirun may start the ranks, but what they exchange does not go through MPI."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False, see `mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """False: MPI is not initialised here, so a script must not count on it for mpi4py."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Whether this torch has gloo, through which what is on a CPU goes."""
+    return bool(dist.is_gloo_available())
+
+
+def gloo_enabled() -> bool:
+    """The same as `gloo_built`."""
+    return gloo_built()
+
+
+def nccl_built() -> int:
+    """The version of NCCL in this torch as one number, 2.21.5 is 22105; 0 where there is none."""
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        return 0
+    version: Any = torch.cuda.nccl.version
+    major, minor, patch = version()[:3]
+    return int(major) * 10_000 + int(minor) * 100 + int(patch)
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL is not here."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: Intel's oneCCL is not here."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether this torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this torch was built for ROCm."""
+    return torch.version.hip is not None

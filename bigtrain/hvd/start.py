@@ -1,0 +1,127 @@
+"""Begin and end: connecting the ranks, and the timeline of what they exchange."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError
+from bigtrain.hvd.channel import channels, close_channels
+from bigtrain.hvd.process_sets import (
+    ProcessSet,
+    add_process_set,
+    forget_process_sets,
+    global_process_set,
+)
+from bigtrain.hvd.session import PATIENCE_S, rank, session, size
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.launcher_env import detect_rank_info
+
+
+def init(
+    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
+    """Connect the ranks; a second call does nothing.
+
+    Args:
+        comm: not needed; the numbers of all ranks are taken, too.
+        process_sets: to be connected beside; "dynamic" is what is always there: `add_process_set`.
+
+    Raises:
+        ConfigError: the launcher's variables contradict each other, GPUs are fewer than ranks, or
+            `comm` names some ranks only.
+        LaunchError: the ranks did not find each other.
+    """
+    if session.context is not None:
+        return
+    placement = detect_rank_info(os.environ)
+    everyone = list(range(placement.world_size))
+    if comm is not None and (
+        not isinstance(comm, (list, tuple)) or list(comm or everyone) != everyone
+    ):
+        raise ConfigError(
+            f"hvd.init: comm={comm!r}, and all {placement.world_size} ranks take part; "
+            "communicators of MPI are not taken. Call hvd.init(), and "
+            "hvd.add_process_set([...]) for some ranks."
+        )
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ConfigError(
+            f'hvd.init: process_sets={process_sets!r}. Use process_sets="dynamic", or a list.'
+        )
+    context = session.closing.enter_context(connect(placement, timeout=PATIENCE_S))
+    init_with(context)
+    for one in process_sets or () if not isinstance(process_sets, str) else ():
+        add_process_set(one)
+
+
+def init_with(context: RunContext) -> None:
+    """The same for ranks that are connected already. Collective."""
+    session.open(context)
+    global_process_set.connect(0, range(context.world_size))
+
+
+def shutdown() -> None:
+    """Leave the other ranks; `init` may be called again."""
+    close_channels()
+    forget_process_sets()
+    session.context = None
+    session.closing.close()
+
+
+class _Timeline:
+    """Events in the format that chrome://tracing and Perfetto read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events: list[dict[str, Any]] = []
+
+    def add(self, kind: str, name: str, begun: float, over: float) -> None:
+        self.events.append(
+            {
+                **{"name": kind, "cat": "hvd", "ph": "X", "pid": rank(), "tid": name},
+                **{"ts": begun * 1e6, "dur": (over - begun) * 1e6},
+            }
+        )
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"traceEvents": self.events}), "utf-8")
+
+
+_timelines: list[_Timeline] = []
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
+    """Note when each exchange was asked for, agreed on and over, until `stop_timeline`.
+
+    Args:
+        file_path: written by rank 0, for chrome://tracing or Perfetto.
+        mark_cycles: not used, as there are no cycles.
+
+    Raises:
+        ConfigError: one is being written already.
+        LaunchError: `init` was not called.
+    """
+    session.opened()
+    if _timelines:
+        raise ConfigError(
+            f"hvd.start_timeline: {_timelines[0].path} is being written. Call hvd.stop_timeline()."
+        )
+    _timelines.append(_Timeline(Path(file_path)))
+    for channel in channels():
+        channel.timeline = _timelines[0].add
+
+
+def stop_timeline() -> None:
+    """Write the file of `start_timeline`; nothing where there is none."""
+    session.opened()
+    for channel in channels():
+        channel.timeline = None
+    while _timelines:
+        timeline = _timelines.pop()
+        if rank() == 0 or size() == 1:
+            timeline.write()

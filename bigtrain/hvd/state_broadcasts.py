@@ -1,0 +1,134 @@
+"""What one rank has read from a checkpoint, on all: weights, and the state of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+from bigtrain.hvd.gathers import (
+    allgather_object,
+    broadcast_,
+    broadcast_async_,
+    broadcast_object,
+)
+from bigtrain.hvd.process_sets import ProcessSet, global_process_set
+from bigtrain.hvd.session import rank, session, size
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+
+_ALL = global_process_set
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet = _ALL,
+) -> None:
+    """Take over a rank's weights, in place. Collective.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`, or lists
+            of them: as many on every rank. What has names goes in their order where it is a dict.
+        root_rank: whose.
+        process_set: among whom.
+
+    Raises:
+        ConfigError: something in it is neither a tensor nor a name with one; or the ranks have
+            other names or shapes.
+    """
+    handles = []
+    with torch.no_grad():
+        for name, tensor in _named(params):
+            handles.append(broadcast_async_(tensor, root_rank, name, process_set))
+        for handle in handles:
+            handle.result()
+
+
+def _named(params: Any) -> list[tuple[str | None, Tensor]]:
+    """The tensors with their names, all ranks in one order."""
+    if isinstance(params, Mapping):
+        return [_pair(item) for item in sorted(params.items())]
+    if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
+        raise ConfigError(
+            f"hvd.broadcast_parameters: {type(params).__name__} is no dict or list of parameters. "
+            "Give model.state_dict(), or list(model.named_parameters())."
+        )
+    return [_pair(item) for item in params]
+
+
+def _pair(item: Any) -> tuple[str | None, Tensor]:
+    # A tensor of two rows can be unpacked like a pair: the type decides, not the length.
+    if isinstance(item, Tensor):
+        return None, item
+    is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+    if is_pair and isinstance(item[1], Tensor):
+        return str(item[0]), item[1]
+    what = f"{item[0]!r} is {type(item[1]).__name__}" if is_pair else f"{type(item).__name__} found"
+    raise ConfigError(
+        f"hvd.broadcast_parameters: {what}, and tensors or pairs of a name and a tensor are "
+        "needed. Leave it out, and use hvd.broadcast_object for what is no tensor."
+    )
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: nn.Module | None = None,  # noqa: ARG001 - Horovod looks for sparse parameters in it
+) -> None:
+    """Take over a rank's optimizer state and options, as after a resume on that one. Collective.
+
+    Learning rates, other options, numbers and None come over as well as tensors.
+
+    Args:
+        optimizer: of the same parameters on every rank; the others' may have no state yet.
+        root_rank: whose.
+        model: not used.
+
+    Raises:
+        ConfigError: the ranks' optimizers have other groups of parameters.
+    """
+    if size() == 1:
+        return
+    mine = optimizer.state_dict()
+    here = session.opened().device
+    frame = map_tensors(mine, lambda t: _Frame(tuple(t.shape), t.dtype, t.device.type == "cpu"))
+    frame = broadcast_object(frame if rank() == root_rank else None, root_rank, "optimizer")
+    lengths = allgather_object([len(group["params"]) for group in mine["param_groups"]])
+    for other, found in enumerate(lengths):
+        if found != lengths[root_rank]:
+            raise ConfigError(
+                f"hvd.broadcast_optimizer_state: rank {root_rank} has groups of "
+                f"{lengths[root_rank]} parameters, and rank {other} of {found}. Make the same "
+                "optimizer on every rank."
+            )
+    if rank() != root_rank:
+        mine = _filled(frame, here)
+    for tensor in tree_tensors(mine):
+        broadcast_(tensor, root_rank, "optimizer")
+    if rank() != root_rank:
+        optimizer.load_state_dict(mine)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+
+def _filled(frame: Any, device: torch.device) -> Any:
+    """The same structure with tensors to be written into."""
+    if isinstance(frame, _Frame):
+        place = torch.device("cpu") if frame.on_host else device
+        return torch.empty(frame.shape, dtype=frame.dtype, device=place)
+    if isinstance(frame, dict):
+        return {key: _filled(value, device) for key, value in frame.items()}
+    if isinstance(frame, (list, tuple)):
+        return type(frame)(_filled(value, device) for value in frame)
+    return frame

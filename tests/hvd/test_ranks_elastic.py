@@ -1,0 +1,261 @@
+"""Elastic state: what a commit keeps, what comes back, and who has it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+
+import bigtrain.hvd as hvd
+from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.hvd.elastic import sampler as sampler_module
+from bigtrain.hvd.elastic.commits import CommitFile
+from bigtrain.ranks.context import RunContext
+
+
+@pytest.fixture
+def alone(monkeypatch) -> Iterator[None]:
+    hvd.shutdown()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "BIGTRAIN_ELASTIC"):
+        monkeypatch.delenv(name, raising=False)
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + seed, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+
+
+def taken(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
+    """All that a training goes on with, as numbers."""
+    state = optimizer.state_dict()
+    moments = [one["momentum_buffer"].tolist() for one in state["state"].values()]
+    options = [group["lr"] for group in state["param_groups"]]
+    return [[p.tolist() for p in model.parameters()], moments, options, scheduler.last_epoch]
+
+
+def interrupted(context: RunContext) -> dict[str, Any]:
+    """A function that is called again after each of the two interrupts."""
+    hvd.init_with(context)
+    me = hvd.rank()
+    parts = made(me)
+    sampler = hvd.elastic.ElasticSampler(range(10), seed=1)
+    found: dict[str, Any] = {"calls": [], "resets": []}
+    state = hvd.elastic.TorchState(
+        *parts[:2], scheduler=parts[2], sampler=sampler, batch=me, seen=[]
+    )
+    state.register_reset_callbacks([lambda: found["resets"].append(state.batch)])
+
+    @hvd.elastic.run
+    def train(state: Any, word: str) -> str:
+        found["calls"].append((state.batch, list(state.seen), taken(*parts)[2:], len(sampler)))
+        if len(found["calls"]) == 1:
+            step(*parts)
+            sampler.record_batch(0, 2)
+            state.batch, state.seen = 5, [*state.seen, "kept"]
+            state.commit()
+            found["committed"] = taken(*parts)
+            step(*parts)
+            sampler.record_batch(1, 2)
+            state.batch = 6
+            state.seen.append("lost")
+            raise hvd.HorovodInternalError("an exchange of the script's own failed")
+        found.setdefault("restored", taken(*parts))
+        if len(found["calls"]) == 2:
+            state.batch = 7
+            raise hvd.HostsUpdatedInterrupt(skip_sync=True)
+        return word
+
+    found["returned"] = train(state, word="done")
+    return found
+
+
+def test_a_function_goes_on_from_its_commit_after_an_interrupt():
+    first, second = run_ranks(interrupted, 2)
+    assert first == second  # rank 0's state from the first call on
+    # The batch is rank 0's; nothing of what came after the commit is left; then all of it is.
+    assert [call[0] for call in first["calls"]] == [0, 5, 7]
+    assert [call[1] for call in first["calls"]] == [[], ["kept"], ["kept"]]
+    assert [call[3] for call in first["calls"]] == [5, 3, 3]
+    assert first["restored"] == first["committed"]
+    assert first["resets"] == [5, 7]
+    assert first["returned"] == "done"
+
+
+def two_nodes(context: RunContext, folder: str) -> list[Any]:
+    """Each rank has a file of its own, as the first ranks of two nodes; rank 1's is newer."""
+    hvd.init_with(context)
+    me = hvd.rank()
+    parts = made(me)
+    state = hvd.elastic.TorchState(*parts[:2], scheduler=parts[2], batch=0)
+    state.keep_in(CommitFile(Path(folder) / str(me), writes=True))
+    none = state.resume()
+    for batch in range(1 + me):
+        step(*parts)
+        state.batch = 10 * me + batch
+        state.commit()
+    kept = taken(*parts)
+    later = made(7)
+    again = hvd.elastic.TorchState(*later[:2], scheduler=later[2], batch=0)
+    again.keep_in(CommitFile(Path(folder) / str(me), writes=True))
+    found = again.resume()
+    return [none, found, again.batch, kept, taken(*later)]
+
+
+def test_the_newest_commit_of_any_node_is_that_of_all(tmp_path):
+    first, second = run_ranks(two_nodes, 2, str(tmp_path))
+    for one in (first, second):
+        assert one[:3] == [False, True, 11]
+        assert one[4] == second[3]
+    assert first[3] != second[3]
+
+
+def test_samples_of_an_epoch_come_once_on_changing_ranks(alone, monkeypatch):
+    def on(rank: int, size: int, state: dict[str, Any] | None) -> hvd.elastic.ElasticSampler:
+        monkeypatch.setattr(sampler_module, "rank", lambda: rank)
+        monkeypatch.setattr(sampler_module, "size", lambda: size)
+        made = hvd.elastic.ElasticSampler(range(24), seed=5)
+        if state is not None:
+            made.load_state_dict(state)
+        return made
+
+    seen: list[int] = []
+    states = []
+    for rank in range(3):
+        sampler = on(rank, 3, None)
+        assert len(sampler) == len(list(sampler)) == 8
+        seen += list(sampler)[:4]  # two batches of two
+        for batch in range(2):
+            sampler.record_batch(batch, 2)
+        states.append(sampler.state_dict())
+    assert states == [{"epoch": 0, "processed_num": 12}] * 3
+    for rank in range(2):
+        sampler = on(rank, 2, states[0])
+        assert len(sampler) == 6
+        seen += list(sampler)
+    assert sorted(seen) == list(range(24))
+    # What does not divide is filled up from the front, however little is left.
+    many = [list(on(rank, 5, {"epoch": 0, "processed_num": 23})) for rank in range(5)]
+    assert len({tuple(one) for one in many}) == 1
+    assert len(many[0]) == 1
+    assert list(on(0, 2, {"epoch": 0, "processed_num": 24})) == []
+    sampler = on(0, 1, states[0])
+    sampler.set_epoch(1)
+    assert sorted(sampler) == list(range(24))
+    assert list(sampler) != list(on(0, 1, None))
+    monkeypatch.setattr(sampler_module, "size", lambda: 1)
+    assert list(hvd.elastic.ElasticSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
+
+
+class Odd:
+    """Something that cannot be read back without running its code."""
+
+
+def test_what_a_file_cannot_hold_is_refused(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("BIGTRAIN_ELASTIC", str(tmp_path))
+    state = hvd.elastic.ObjectState(odd=Odd(), batch=1)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        state.commit()
+
+    with pytest.raises(ConfigError, match=r"state.odd of type Odd cannot be kept in a file"):
+        train(state)
+    assert not list(tmp_path.iterdir())
+    state.odd = {"a": [1, 2.5, None, "x", (True, torch.ones(2))]}
+    train(state)
+    later = hvd.elastic.ObjectState(odd=None, batch=0)
+    train(later)
+    assert later.batch == 1
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("commit-2-"), "the one before is gone"
+    assert later.odd["a"][4][1].tolist() == [1, 1]
+
+
+def test_a_damaged_commit_is_refused_by_name(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("BIGTRAIN_ELASTIC", str(tmp_path))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        state.commit()
+
+    train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
+    (path,) = tmp_path.iterdir()
+    good = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"has 'model', and the state has not. Give"):
+        train(hvd.elastic.TorchState(batch=1))
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 1
+    for damaged in (b"", good[:100], b"x" * 200, good[:-100], bytes(flipped)):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"commit-1-\w+.pt cannot be gone on from: it is"):
+            train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"Is a directory.* Remove it to begin anew"):
+        train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
+
+
+def test_a_commit_that_cannot_be_written_is_a_warning(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("BIGTRAIN_ELASTIC", str(tmp_path / "folder"))
+    state = hvd.elastic.ObjectState(batch=1)
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        (tmp_path / "folder").write_text("in the way")
+        state.batch = 2
+        state.commit()
+        state.batch = 3
+        state.restore()
+        return state.batch
+
+    with pytest.warns(UserWarning, match="commit 1 was not written to .*goes on from the one"):
+        assert train(state) == 2
+
+
+def test_commits_stay_in_memory_where_nothing_starts_ranks_again(alone, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for restarts in (None, "0", "many"):
+        if restarts is not None:
+            monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        model = nn.Linear(2, 2)
+        state = hvd.elastic.TorchState(model, odd=Odd())
+        before = model.weight.detach().clone()
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            state.commit()
+            with torch.no_grad():
+                state.model.weight.zero_()
+            state.restore()
+
+        train(state)
+        assert torch.equal(model.weight, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_attribute_may_be_replaced(alone):
+    state = hvd.elastic.TorchState(nn.Linear(2, 2))
+    other = nn.Linear(3, 3)
+    before = other.weight.detach().clone()
+    state.model = other
+    with torch.no_grad():
+        other.weight.zero_()
+    state.restore()
+    assert torch.equal(state.model.weight, before)
