@@ -25,13 +25,15 @@ from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import schedule_of
+from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
-from bigtrain.optim.factory import learning_rate, optimizer_factory
+from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.ranks.context import RunContext
 
 MAX_WORKERS = 4
@@ -52,6 +54,8 @@ class RunSetup:
     total_steps: int
     parameters: int
     """Numbers in the whole model, before anything is sharded."""
+    schedule: Schedule | None = None
+    """The scheduler of a DeepSpeed file, where one sets the learning rates."""
 
     @property
     def plan(self) -> Plan:
@@ -74,6 +78,8 @@ class RunSetup:
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
+        if self.schedule is not None:
+            return self.schedule.rate(step, self.job.optim.lr)
         batch, epoch = self.plan.batch.global_size, self.order.steps_per_epoch
         return learning_rate(self.job.optim, step, self.total_steps, batch, epoch)
 
@@ -168,6 +174,8 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     )
     args = {**defaults, **job.model.args}
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
+    total_steps = _total_steps(job, order)
+    schedule = _file_schedule(job, order, total_steps)
     blueprint = describe(lambda: make_model(job.model.name, args))
     loss = data.task.loss()
     if job.model.loss is not None:
@@ -199,9 +207,19 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         workload=workload,
         resolved=resolved,
         order=order,
-        total_steps=_total_steps(job, order),
+        total_steps=total_steps,
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
+        schedule=schedule,
     )
+
+
+def _file_schedule(job: Job, order: GlobalOrder, total_steps: int) -> Schedule | None:
+    """The scheduler of the job's DeepSpeed file; None where there is no such file or scheduler."""
+    path = job.strategy.deepspeed_file
+    if path is None:
+        return None
+    warmup = warmup_length(job.optim, order.steps_per_epoch)
+    return schedule_of(path, dict(job.optim), warmup, total_steps)
 
 
 def _example(data: Data, micro_size: int, loss: Loss) -> MicroBatch:
