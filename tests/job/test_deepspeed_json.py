@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -172,6 +173,29 @@ def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
         make_plan(load_job(None, None, given), 2, "cpu")
     assert "\n" not in str(said.value)
     assert path in str(said.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"betas": [0.8, 0.9], "lr": 1e-05},
+        {"weight_decay": 0, "eps": 1e-06, "betas": [0, 0.9]},
+        {"adam_w_mode": False, "betas": [0.9, 0.95]},
+    ],
+)
+def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path):
+    kind = "Adam" if "adam_w_mode" in params else "AdamW"
+    path = written(tmp_path, optimizer={"type": kind, "params": params}, gradient_clipping=0)
+    words = [*keys_of(path), *CONTRADICTED, "optim.eps=1e-7", "optim.weight_decay=0.5"]
+    for _ in range(len(CONTRADICTED) + 2):
+        try:
+            job = load_job(None, None, words)
+            break
+        except ConfigError as refused:
+            words += shlex.split(str(refused).partition(" Use ")[2].partition(", or write ")[0])
+    assert list(job.optim.betas) == params["betas"]
+    assert job.optim.name == kind.lower()
+    assert job.optim.clip_norm is None
 
 
 @pytest.mark.parametrize(
