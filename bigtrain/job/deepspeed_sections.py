@@ -28,7 +28,9 @@ NOT_USED = {
     "autotuning": "bigtrain plan",
     "checkpoint": "checkpoint.every and others",
     "comet": "metrics.jsonl",
+    "comms_config": "bigtrain speedup",
     "comms_logger": "bigtrain speedup",
+    "compile": "train.compile=blocks",
     "csv_monitor": "metrics.jsonl",
     "dataloader_drop_last": "",
     "datastates_ckpt": "checkpoint.asynchronous",
@@ -49,7 +51,6 @@ NOT_USED = {
 """What only prints, saves or tunes, or is of a program's own parts: what does it here."""
 REFUSED = {
     "amp": "Use train.precision=bf16, and leave it out",
-    "compile": "Use train.compile=blocks, and leave it out",
     "compression_training": "Leave it out: models are trained as they are",
     "curriculum_learning": "Leave it out: samples come in the order of train.seed",
     "data_efficiency": "Leave it out: samples come in the order of train.seed, with all tokens",
@@ -64,6 +65,7 @@ REFUSED = {
     "managed_gradient_accumulation": "Leave it out: a step is a global batch",
     "progressive_layer_drop": "Leave it out: every step trains all layers",
     "quantize_training": "Leave it out: models are trained as they are",
+    "sequence_parallel": "Use --strategy tensor_sequence, and leave it out",
     "sequence_parallel_size": "Use --strategy tensor_sequence, and leave it out",
     "sparse_attention": "Leave it out: attention is the model's own",
     "sparse_gradients": "Leave it out: it has been removed from DeepSpeed, too",
@@ -117,6 +119,12 @@ _OLD_NAMES = {
     "cpu_offload_params": "offload_param",
 }
 """Switches of older files, and the sections that they mean."""
+_SHORT_NAMES = {
+    name.removeprefix("stage3_"): name
+    for name in (*ZERO_PASSED, *ZERO_NOT_USED)
+    if name.startswith("stage3_")
+}
+"""Names that DeepSpeed takes, too, for keys of stage 3."""
 _ZERO_NEUTRAL: dict[str, tuple[object, ...]] = {
     "mics_shard_size": (-1, 0),
     "zero_hpz_partition_size": (0, 1),
@@ -126,6 +134,8 @@ _BF16_REFUSED = {
     "bf16_optimizer_states": "Use optim.state, and leave it out",
 }
 _OFFLOAD_NEUTRAL = {"ratio": 1.0, "super_offload": False}
+_COMMENT = ("_", "/", "#")
+"""What keys begin with that say something to people only."""
 _PARTS = {
     "bf16": {"enabled", "immediate_grad_update", "check_grad_overflow", *_BF16_REFUSED},
     "optimizer": {"type", "params", "legacy_fusion"},
@@ -152,7 +162,7 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a section is something else than an object.
     """
-    made = {key: value for key, value in config.items() if value is not None}
+    made = {k: v for k, v in config.items() if v is not None and k[:1] not in _COMMENT}
     if "bfloat16" in made:
         made.setdefault("bf16", made.pop("bfloat16"))
     sections = ("bf16", "fp16", "optimizer", "scheduler", "zero_optimization", "data_types")
@@ -160,7 +170,8 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
         _need_object(path, name, made.get(name, {}))
     for name in ("optimizer", "scheduler"):
         _need_object(path, f"{name}.params", made.get(name, {}).get("params") or {})
-    zero = {k: v for k, v in made.get("zero_optimization", {}).items() if v is not None}
+    given = made.get("zero_optimization", {}).items()
+    zero = {_SHORT_NAMES.get(k, k): v for k, v in given if v is not None}
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     for old, new in _OLD_NAMES.items():
         if is_true(zero.pop(old, False)):
@@ -228,10 +239,9 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _refuse_unknown(path: str, prefix: str, given: Iterable[str], known: Iterable[str]) -> None:
     for key in given:
         if key not in known:
-            raise ConfigError(
-                f"{path}: {prefix}{key} is no key that is known of DeepSpeed's"
-                f"{did_you_mean(key, known)} Write it so, or leave it out."
-            )
+            near = did_you_mean(key, known)
+            fix = "Leave it out" if near == "." else "Write it so, or leave it out"
+            raise ConfigError(f"{path}: {prefix}{key} is no key of DeepSpeed's{near} {fix}.")
 
 
 def _refused(path: str, key: str, value: object, fix: str) -> ConfigError:
@@ -243,6 +253,8 @@ def _is_on(key: str, value: object, neutral: tuple[object, ...]) -> bool:
     """Whether a section does anything in DeepSpeed."""
     if value in neutral or value is None:
         return False
+    if key in _NEUTRAL:
+        return True
     if not isinstance(value, dict):
         return value not in (False, 0, "", "false", "False")
     if key == "tensor_parallel":
@@ -271,6 +283,9 @@ def unused_sections(config: Mapping[str, Any]) -> list[str]:
     zero = config.get("zero_optimization", {})
     named = [(key, value, NOT_USED.get(key)) for key, value in config.items()]
     named += [(f"zero_optimization.{k}", v, ZERO_NOT_USED.get(k)) for k, v in zero.items()]
+    if zero.get("stage") in (1, 2):
+        away = zero.get("offload_param", {}).get("device", "none") != "none"
+        named.append(("zero_optimization.offload_param", away, "stage 3 has it"))
     return [
         f"{key} ({instead})" if instead else key
         for key, value, instead in named

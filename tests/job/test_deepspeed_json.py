@@ -148,7 +148,7 @@ CONTRADICTIONS = {
     "no number": ({"gradient_clipping": [1]}, r"clipping=\[1\], but optim.clip_norm=null"),
     "unknown": (
         {"zero_optimization": {"stage": 2, "no_such_key": 1}},
-        "zero_optimization.no_such_key is no key that is known of DeepSpeed's.",
+        "zero_optimization.no_such_key is no key of DeepSpeed's.",
     ),
     "DeepSpeed's own": (
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
