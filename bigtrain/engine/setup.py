@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.checkpoint.folders import find_checkpoint
@@ -29,7 +29,9 @@ from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
-from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.accuracy import TrainingAccuracy
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
@@ -196,6 +198,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             several_waiting=several_waiting,
             device_type=plan.device_type,
         )
+    loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(blueprint.model, example, loss, optimizer, blueprint.whole_bytes)
     # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
@@ -211,6 +214,29 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
         schedule=schedule,
     )
+
+
+def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
+    """The loss that a run is trained with; it counts what is right where the job asks for that.
+
+    Raises:
+        ConfigError: it cannot be counted from the loss of this job.
+    """
+    if not job.log.accuracy:
+        return loss
+    if data.task.name != "classification" or type(loss) is not CrossEntropy:
+        own = f"model.loss={job.model.loss}" if job.model.loss else f"data.name={job.data.name}"
+        own = "model.chunked_loss=true" if isinstance(loss, ChunkedCrossEntropy) else own
+        raise ConfigError(
+            f"log.accuracy=true counts the right classes of samples by the task's own cross "
+            f"entropy, and {own} has another loss. Use log.accuracy=false."
+        )
+    if plan.replicate.servers:
+        raise ConfigError(
+            "log.accuracy=true adds up the counts of all ranks after each step, and with "
+            "parameter servers they are not in the same step. Use log.accuracy=false."
+        )
+    return replace(loss, accuracy=TrainingAccuracy())
 
 
 def _file_schedule(job: Job, order: GlobalOrder, total_steps: int) -> Schedule | None:

@@ -479,6 +479,9 @@ class LogConfig(ConfigSection):
     every: int = Field(10, ge=1)
     """Steps between log lines where the output is not a terminal."""
     tensorboard: bool = False
+    accuracy: bool = False
+    """`top1` of each training step in metrics.jsonl: the share of the global batch that was right,
+    from the outputs of the step itself. For data with a class for each sample."""
 
 
 class Job(ConfigSection):
