@@ -35,6 +35,7 @@ from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
+from bigtrain.models.pretrained import begin_with
 from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.ranks.context import RunContext
 
@@ -179,6 +180,9 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     total_steps = _total_steps(job, order)
     schedule = _file_schedule(job, order, total_steps)
     blueprint = describe(lambda: make_model(job.model.name, args))
+    if job.model.pretrained is not None:
+        given = (job.model.name, job.model.pretrained, job.model.pretrained_except)
+        begin_with(blueprint, *given)
     loss = data.task.loss()
     if job.model.loss is not None:
         loss = as_loss(load_object(job.model.loss, "model.loss"))

@@ -90,8 +90,8 @@ def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any])
         for key in keys_without_use(over["name"]):
             base.pop(key, None)
     if path in (("model",), ("data",)) and over.get("name", base.get("name")) != base.get("name"):
-        base.pop("args", None)
-        base.pop("path", None)
+        for key in ("args", "path", "pretrained", "pretrained_except"):
+            base.pop(key, None)
 
 
 class _Loader(yaml.SafeLoader):

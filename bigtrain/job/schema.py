@@ -50,6 +50,12 @@ class ModelConfig(ConfigSection):
     """A built-in name (gpt-10m, lenet, resnet50, ...) or `package.module:Class`."""
     args: dict[str, Any] = {}
     """Arguments of its constructor; what the data decides (number of classes) may be left out."""
+    pretrained: str | None = None
+    """The state dict that it begins with: a file, or `cache` for the one that torchvision has
+    fetched before (nothing is downloaded)."""
+    pretrained_except: tuple[str, ...] = ()
+    """Modules, by their names, that begin with initial weights all the same: a head for other
+    classes."""
     loss: str | None = None
     """`package.module:function`, a mean loss of (output, target); left out, the task's own."""
     chunked_loss: bool | None = None
@@ -61,6 +67,15 @@ class ModelConfig(ConfigSection):
     out, what is customary for the model's kind."""
     head: str | None = None
     """The linear layer that makes the logits, by its name; left out, it is found."""
+
+    @model_validator(mode="after")
+    def _begins_somewhere(self) -> ModelConfig:
+        if self.pretrained_except and self.pretrained is None:
+            raise ValueError(
+                f"{as_word('pretrained_except', self.pretrained_except)} leaves out parts of a "
+                "file, and there is none. Set model.pretrained=FILE, or leave it out"
+            )
+        return self
 
 
 class DataConfig(ConfigSection):

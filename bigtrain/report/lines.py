@@ -61,8 +61,9 @@ def closing_lines(parts: RunSetup, folder: Path) -> Iterator[str]:
 
 def model_line(parts: RunSetup) -> str:
     """The model and its size."""
-    count = parts.parameters
-    return f"{parts.job.model.name}: {format_count(count)} parameters"
+    count, model = parts.parameters, parts.job.model
+    start = "" if model.pretrained is None else f" from {model.pretrained}"
+    return f"{model.name}: {format_count(count)} parameters{start}"
 
 
 def batch_line(parts: RunSetup) -> str:
