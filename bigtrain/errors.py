@@ -104,7 +104,12 @@ def as_word(key: str, value: object) -> str:
         key: of a job.
         value: as YAML holds it: null for None, lists without spaces.
     """
-    return shlex.quote(f"{key}={_yaml_word(value)}")
+    return shlex.quote(unquoted_word(key, value))
+
+
+def unquoted_word(key: str, value: object) -> str:
+    """`KEY=VALUE` as it is told, and as YAML holds the value; see `as_word`."""
+    return f"{key}={_yaml_word(value)}"
 
 
 def _yaml_word(value: object) -> str:

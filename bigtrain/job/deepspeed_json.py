@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import ConfigError, as_word
+from bigtrain.errors import ConfigError, as_word, unquoted_word
 from bigtrain.job.deepspeed_schedules import (
     HIGHEST,
     Schedule,
@@ -307,5 +307,5 @@ def refusal(
     fix = f'Use {as_word(ours, wanted)}, or write "auto" in the file'
     if key == "scheduler.type":
         fix = f"Leave {ours} out, or the scheduler out of the file"
-    now = as_word(ours, ours_value).strip("'")
+    now = unquoted_word(ours, ours_value)
     return ConfigError(f"{path}: {key}={shown(written)}, but {now}. {fix}.")

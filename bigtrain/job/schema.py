@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from bigtrain.errors import ConfigError, as_word
+from bigtrain.errors import ConfigError, as_word, unquoted_word
 from bigtrain.job.deepspeed_json import check_agreement
 from bigtrain.units import parse_bytes
 
@@ -187,7 +187,7 @@ def foreign_key_fault(optim: OptimConfig) -> str | None:
         if value != type(optim).model_fields[key].default:
             names = ", ".join(_OWN_KEYS[key])
             return (
-                f"{as_word(key, value)} is for {names}, and name is {optim.name}. "
+                f"{unquoted_word(key, value)} is for {names}, and name is {optim.name}. "
                 f"Leave optim.{key} out, or set optim.name={_OWN_KEYS[key][0]}"
             )
     if optim.nesterov and (not optim.momentum or optim.dampening):
