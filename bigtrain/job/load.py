@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import said_of_job
 from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
+from bigtrain.job.public_names import public_hint, refuse_yacs
 from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
 
@@ -81,6 +82,7 @@ def load_job(
         ConfigError: with the file, the line and the nearest valid key.
     """
     tree = read_preset("jobs", config or "default", "--config")
+    refuse_yacs(tree.values, str(config))
     words = parse_overrides(overrides)
     named = (("--strategy", strategy), ("--plan", plan), ("strategy", words.strategy))
     for asked, text in named:
@@ -272,6 +274,9 @@ def _shown(value: object) -> str:
 
 
 def _suggest(path: KeyPath, known: list[str], kind: type[BaseModel]) -> str:
+    public = public_hint(path)
+    if public is not None:
+        return f", did you mean {public}?"
     close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     if close:
         return f", did you mean {'.'.join((*path[:-1], close[0]))}?"
