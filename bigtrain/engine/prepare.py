@@ -22,7 +22,7 @@ from bigtrain.engine.example import example_batch
 from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import sections_of
+from bigtrain.job.deepspeed_json import typed_sections
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
@@ -134,7 +134,7 @@ def prepare(
 def _left_to_the_loop(job: Job) -> list[str]:
     """What of a DeepSpeed file a loop of the user's own does itself."""
     path = job.strategy.deepspeed_file
-    parts = sections_of(path, ("optimizer", "scheduler")) if path is not None else []
+    parts = typed_sections(path, ("optimizer", "scheduler")) if path is not None else []
     if not parts:
         return []
     return [f"{path}: not used: {', '.join(parts)}: the loop has its own optimizer and its rate"]

@@ -170,19 +170,10 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
             f"there are. Use train.global_batch_size={samples // sharing * sharing} or less."
         )
-    defaults = model_defaults(
-        job.model.name,
-        num_classes=data.task.num_classes,
-        sequence_length=_length_of(data) if data.task.name == "language" else None,
-    )
-    args = {**defaults, **job.model.args}
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
     total_steps = _total_steps(job, order)
     schedule = _file_schedule(job, order, total_steps)
-    blueprint = describe(lambda: make_model(job.model.name, args))
-    if job.model.pretrained is not None:
-        given = (job.model.name, job.model.pretrained, job.model.pretrained_except)
-        begin_with(blueprint, *given)
+    blueprint = _described(job, data)
     loss = data.task.loss()
     if job.model.loss is not None:
         loss = as_loss(load_object(job.model.loss, "model.loss"))
@@ -218,6 +209,21 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
         schedule=schedule,
     )
+
+
+def _described(job: Job, data: Data) -> Blueprint:
+    """The model, with what the data says of its arguments, and where it begins."""
+    model = job.model
+    defaults = model_defaults(
+        model.name,
+        num_classes=data.task.num_classes,
+        sequence_length=_length_of(data) if data.task.name == "language" else None,
+    )
+    args = {**defaults, **model.args}
+    blueprint = describe(lambda: make_model(model.name, args))
+    if model.pretrained is not None:
+        begin_with(blueprint, model.name, model.pretrained, model.pretrained_except)
+    return blueprint
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:

@@ -106,7 +106,7 @@ def json_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def sections_of(path: str, names: Iterable[str]) -> list[str]:
+def typed_sections(path: str, names: Iterable[str]) -> list[str]:
     """Those of these sections that a file has with a type of their own."""
     config = deepspeed_config(path)
     return [n for n in names if json_section(config, n).get("type", AUTO_VALUE) != AUTO_VALUE]

@@ -225,12 +225,12 @@ class OneCycle(Schedule):
         return steps * stairs // length / stairs if stairs else steps / length
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
+DEEPSPEED_SCHEDULES: dict[str, type[Schedule]] = {
     kind.__name__.lower(): kind
     for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """By DeepSpeed's names in small letters."""
-HIGHEST = [kind.own_highest for kind in SCHEDULES.values() if kind.own_highest]
+HIGHEST = [kind.own_highest for kind in DEEPSPEED_SCHEDULES.values() if kind.own_highest]
 """The parameters that "auto" makes the job's rate of."""
 
 
@@ -251,9 +251,9 @@ def read_schedule(
     named = section.get("type", "auto")
     if named in ("auto", None):
         return None
-    kind = SCHEDULES.get(str(named).lower())
+    kind = DEEPSPEED_SCHEDULES.get(str(named).lower())
     if kind is None:
-        names = [each.__name__ for each in SCHEDULES.values()]
+        names = [each.__name__ for each in DEEPSPEED_SCHEDULES.values()]
         raise ConfigError(
             f"{path}: scheduler.type={named}{did_you_mean(str(named), names)} A job takes "
             f"{', '.join(names)}, or its own optim.schedule where the file has no scheduler."
