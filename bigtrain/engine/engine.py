@@ -258,6 +258,7 @@ class Engine:
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
             raise error.in_step(self.steps_done + 1) from None
+        top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
         if self.first_steps is not None and checks:
@@ -276,7 +277,7 @@ class Engine:
             peak_memory_bytes=self.meter.peak_bytes(),
             sent_bytes=volume.sent_bytes if volume else None,
             received_bytes=volume.received_bytes if volume else None,
-            top1=None if accuracy is None else self._share(*accuracy.end()),
+            top1=top1,
         )
 
     def _share(self, part: float, whole: float) -> float:

@@ -121,7 +121,7 @@ def prepare(
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
-    for line in (*resolved.notes, *_left_to_the_loop(job)) if context.is_main else ():
+    for line in (*resolved.notes, *left_to_the_loop(job)) if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
         thaw = ExitStack()
@@ -131,7 +131,7 @@ def prepare(
     return engine
 
 
-def _left_to_the_loop(job: Job) -> list[str]:
+def left_to_the_loop(job: Job) -> list[str]:
     """What of a DeepSpeed file a loop of the user's own does itself."""
     path = job.strategy.deepspeed_file
     parts = typed_sections(path, ("optimizer", "scheduler")) if path is not None else []

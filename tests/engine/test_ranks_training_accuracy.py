@@ -77,7 +77,7 @@ TWO = {
 
 @pytest.mark.parametrize("strategy", ["single", "single+full"])
 def test_one_rank_counts_what_a_plain_loop_counts(strategy, plain):
-    assert run_ranks(shares, 1, strategy)[0] == plain
+    assert run_ranks(shares, 1, strategy, ("train.check_first_steps=2",))[0] == plain
     assert len(set(plain)) > 2
 
 

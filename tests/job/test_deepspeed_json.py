@@ -9,8 +9,9 @@ import pytest
 from support.deepspeed_files import written
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.prepare import left_to_the_loop
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import load_job
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.config import deepspeed_settings
 
@@ -207,6 +208,18 @@ def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     with pytest.raises(ConfigError, match=words) as said:
         load_job(None, None, [f"strategy.deepspeed={path}"])
     assert "\n" not in str(said.value)
+
+
+def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):
+    path = written(tmp_path)
+    job = job_from_keys("zero2", {"strategy.deepspeed": path})
+    (line,) = left_to_the_loop(job)
+    assert line == (
+        f"{path}: not used: optimizer, scheduler: the loop has its own optimizer and its rate"
+    )
+    path = written(tmp_path, optimizer={"type": "auto"}, scheduler={})
+    assert left_to_the_loop(job_from_keys("zero2", {"strategy.deepspeed": path})) == []
+    assert left_to_the_loop(job_from_keys("zero2", {})) == []
 
 
 def test_another_technique_beside_the_file_is_refused(tmp_path):
