@@ -44,12 +44,15 @@ def variants(file: PublicFile) -> dict[str, tuple[dict[str, Any], str | None]]:
     return found
 
 
+TRAINING = [n for n, f in FILES.items() if None in [said for _, said in variants(f).values()]]
+"""Those that run, as they are or with bf16 for fp16."""
+
+
 def test_there_are_thirty_of_them_from_many_repositories():
     repositories = {file.source.split()[0] for file in FILES.values()}
     assert len(FILES) >= 30
     assert len(repositories) >= 12
-    runs = [f for f in FILES.values() if None in [said for _, said in variants(f).values()]]
-    assert len(runs) >= 18
+    assert len(TRAINING) >= 18
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -88,7 +91,7 @@ def two_steps(context, path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [n for n, f in FILES.items() if f.in_bf16 is None])
+@pytest.mark.parametrize("name", TRAINING)
 def test_what_is_not_refused_trains(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():
         if expected is None:
