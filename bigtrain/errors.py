@@ -7,6 +7,7 @@ needed (with the numbers), and the fix, as words to paste.
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
 
@@ -97,3 +98,30 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the closest of `known`, or "." where none is close."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else "."
+
+
+def as_word(key: str, value: object) -> str:
+    """`KEY=VALUE` as it is pasted behind a command: in quotes where a shell would take it apart.
+
+    Args:
+        key: of a job.
+        value: as YAML holds it: null for None, lists without spaces.
+    """
+    return shlex.quote(unquoted_word(key, value))
+
+
+def unquoted_word(key: str, value: object) -> str:
+    """`KEY=VALUE` as it is told, and as YAML holds the value; see `as_word`."""
+    return f"{key}={_yaml_word(value)}"
+
+
+def _yaml_word(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_yaml_word, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_yaml_word(each)}' for key, each in value.items())}}}"
+    return str(value)

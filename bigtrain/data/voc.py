@@ -20,7 +20,7 @@ from bigtrain.data.images import (
     need_torchvision,
 )
 from bigtrain.data.source import Data, PositiveCount, PositiveFactor, existing_folder
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.losses.tasks import SegmentationTask
 
 NUM_CLASSES = 21
@@ -167,7 +167,7 @@ class VocSource:
         if self.scale[0] > self.scale[1]:
             raise ConfigError(
                 f"data.args.scale={list(self.scale)} must be the least and then the most. Write it "
-                f"as data.args.scale=[{self.scale[1]},{self.scale[0]}]."
+                f"as {as_word('data.args.scale', self.scale[::-1])}."
             )
         if self.path is None or not self.download:
             self._root()

@@ -52,6 +52,7 @@ from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_every
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
+from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
 from bigtrain.losses.loss import Loss, as_loss, count_targets
 from bigtrain.losses.tasks import CustomTask, Task
@@ -93,6 +94,8 @@ class StepResult:
     sent_bytes: int | None = None
     """What this rank sent in this step; None where it cannot be counted."""
     received_bytes: int | None = None
+    top1: float | None = None
+    """The share of the global batch that was right; with `log.accuracy` only."""
 
 
 class Engine:
@@ -251,12 +254,16 @@ class Engine:
             self.first_steps.begin(micro_batches, lr if self._learning_rate else None)
             began = time.perf_counter()
         self.runner.module.train()
+        accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
+        if accuracy is not None:
+            accuracy.begin()
         try:
             with self._explaining(), self.meter.step(self.steps_done + 1):
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
             raise error.in_step(self.steps_done + 1) from None
+        top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
         if self.first_steps is not None and checks:
@@ -275,7 +282,16 @@ class Engine:
             peak_memory_bytes=self.meter.peak_bytes(),
             sent_bytes=volume.sent_bytes if volume else None,
             received_bytes=volume.received_bytes if volume else None,
+            top1=top1,
         )
+
+    def _share(self, part: float, whole: float) -> float:
+        """One sum over all ranks by another. Collective.
+
+        Ranks that compute the same count it several times, in both sums.
+        """
+        rows = self.context.all_gather_rows([part, whole])
+        return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
         """Measure the task over batches: each replica's own, as many as the others have."""

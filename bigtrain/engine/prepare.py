@@ -23,6 +23,7 @@ from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import typed_sections
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
@@ -132,7 +133,7 @@ def prepare(
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
-    for line in resolved.notes if context.is_main else ():
+    for line in (*resolved.notes, *left_to_the_loop(job)) if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
         thaw = ExitStack()
@@ -140,6 +141,15 @@ def prepare(
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine
+
+
+def left_to_the_loop(job: Job) -> list[str]:
+    """What of a DeepSpeed file a loop of the user's own does itself."""
+    path = job.strategy.deepspeed_file
+    parts = typed_sections(path, ("optimizer", "scheduler")) if path is not None else []
+    if not parts:
+        return []
+    return [f"{path}: not used: {', '.join(parts)}: the loop has its own optimizer and its rate"]
 
 
 def _engine(

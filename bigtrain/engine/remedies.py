@@ -6,6 +6,7 @@ thumb but the order in which changes are tried: what costs the least time comes 
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ class Remedy:
 
     def __str__(self) -> str:
         """The words and what is predicted with them."""
-        return f"{' '.join(self.words)}  (predicted peak {format_bytes(self.peak_bytes)})"
+        return f"{shlex.join(self.words)}  (predicted peak {format_bytes(self.peak_bytes)})"
 
 
 @dataclass(frozen=True)

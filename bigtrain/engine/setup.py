@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.checkpoint.folders import find_checkpoint
@@ -26,13 +26,18 @@ from bigtrain.engine.engine import Engine
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import schedule_of
+from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
-from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.accuracy import TrainingAccuracy
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
-from bigtrain.optim.factory import learning_rate, optimizer_factory
+from bigtrain.models.pretrained import begin_with
+from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 
@@ -54,6 +59,8 @@ class RunSetup:
     total_steps: int
     parameters: int
     """Numbers in the whole model, before anything is sharded."""
+    schedule: Schedule | None = None
+    """The scheduler of a DeepSpeed file, where one sets the learning rates."""
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +89,8 @@ class RunSetup:
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
+        if self.schedule is not None:
+            return self.schedule.rate(step, self.job.optim.lr)
         batch, epoch = self.plan.batch.global_size, self.order.steps_per_epoch
         return learning_rate(self.job.optim, step, self.total_steps, batch, epoch)
 
@@ -169,14 +178,10 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
             f"there are. Use train.global_batch_size={samples // sharing * sharing} or less."
         )
-    defaults = model_defaults(
-        job.model.name,
-        num_classes=data.task.num_classes,
-        sequence_length=_length_of(data) if data.task.name == "language" else None,
-    )
-    args = {**defaults, **job.model.args}
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
-    blueprint = describe(lambda: make_model(job.model.name, args))
+    total_steps = _total_steps(job, order)
+    schedule = _file_schedule(job, order, total_steps)
+    blueprint = _described(job, data)
     loss = data.task.loss()
     if job.model.loss is not None:
         loss = as_loss(load_object(job.model.loss, "model.loss"))
@@ -196,6 +201,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             several_waiting=several_waiting,
             device_type=plan.device_type,
         )
+    loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(blueprint.model, example, loss, optimizer, blueprint.whole_bytes)
     # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
@@ -207,9 +213,57 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         workload=workload,
         resolved=resolved,
         order=order,
-        total_steps=_total_steps(job, order),
+        total_steps=total_steps,
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
+        schedule=schedule,
     )
+
+
+def _described(job: Job, data: Data) -> Blueprint:
+    """The model, with what the data says of its arguments, and where it begins."""
+    model = job.model
+    defaults = model_defaults(
+        model.name,
+        num_classes=data.task.num_classes,
+        sequence_length=_length_of(data) if data.task.name == "language" else None,
+    )
+    args = {**defaults, **model.args}
+    blueprint = describe(lambda: make_model(model.name, args))
+    if model.pretrained is not None:
+        begin_with(blueprint, model.name, model.pretrained, model.pretrained_except)
+    return blueprint
+
+
+def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
+    """The loss that a run is trained with; it counts what is right where the job asks for that.
+
+    Raises:
+        ConfigError: it cannot be counted from the loss of this job.
+    """
+    if not job.log.accuracy:
+        return loss
+    if data.task.name != "classification" or type(loss) is not CrossEntropy:
+        own = f"model.loss={job.model.loss}" if job.model.loss else f"data.name={job.data.name}"
+        own = "model.chunked_loss=true" if isinstance(loss, ChunkedCrossEntropy) else own
+        raise ConfigError(
+            f"log.accuracy=true counts the right classes of samples by the task's own cross "
+            f"entropy, and {own} has another loss. Use log.accuracy=false."
+        )
+    if plan.replicate.servers:
+        raise ConfigError(
+            "log.accuracy=true adds up the counts of all ranks after each step, and with "
+            "parameter servers they are not in the same step. Use log.accuracy=false."
+        )
+    return replace(loss, accuracy=TrainingAccuracy())
+
+
+def _file_schedule(job: Job, order: GlobalOrder, total_steps: int) -> Schedule | None:
+    """The scheduler of the job's DeepSpeed file; None where there is no such file or scheduler."""
+    path = job.strategy.deepspeed_file
+    if path is None:
+        return None
+    warmup = warmup_length(job.optim, order.steps_per_epoch)
+    return schedule_of(path, dict(job.optim), warmup, total_steps)
 
 
 def _example(data: Data, micro_size: int, loss: Loss) -> MicroBatch:

@@ -1,35 +1,63 @@
-"""A DeepSpeed configuration file as a user wrote it, held against the keys of the job."""
+"""A DeepSpeed configuration file as a user wrote it, as keys of the job.
+
+What the file says stands above the job file, as a strategy does; a word of the command line that
+says otherwise is refused, and "auto" is what the job says.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word, unquoted_word
+from bigtrain.job.deepspeed_schedules import (
+    HIGHEST,
+    Schedule,
+    read_schedule,
+)
+from bigtrain.job.deepspeed_sections import check_sections, is_true, modern, shown
 
 AUTO_VALUE = "auto"
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
-_SCHEDULES = {
-    "warmuplr": "constant",
-    "warmupdecaylr": "linear",
-    "warmupcosinelr": "cosine",
-}
+_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+_SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+"""What DeepSpeed's optimizers take where a file with a type says nothing."""
+_TORCH_ADAMW_DECAY = 0.01
+"""With "torch_adam": true it is torch's own AdamW, which decays where nothing is said."""
 _NEUTRAL = {
     "adam_w_mode": True,
     "bias_correction": True,
     "amsgrad": False,
-    "nesterov": False,
     "maximize": False,
-    "dampening": 0,
-    "warmup_min_lr": 0,
-    "warmup_min_ratio": 0,
-    "warmup_type": "linear",
+    "capturable": False,
+    "differentiable": False,
 }
 """What a file may say beside the job's keys: this is what is done here anyhow."""
-_KERNELS = ("torch_adam", "foreach", "fused", "fp32_optimizer_states", "total_num_steps")
-"""What changes no number, or what the job says by `train.steps`."""
+_KERNELS = ("torch_adam", "foreach", "fused", "fp32_optimizer_states", "set_grad_none")
+"""What changes no number."""
+_LIKE = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+"""The job's own schedule that is of the kind of DeepSpeed's."""
+_BATCH = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.accumulation_steps",
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a file says of a key of the job."""
+
+    key: str
+    """The file's, with dots."""
+    written: Any
+    """What stands there."""
+    value: Any
+    """The same as the job has it."""
+    implied: bool = False
+    """It stands nowhere: DeepSpeed's default, which a word of the command line may displace."""
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
@@ -61,104 +89,223 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     return parsed
 
 
+def deepspeed_config(path: str) -> dict[str, Any]:
+    """Read a file, in DeepSpeed's words of today; every key of it is known and supported.
+
+    Raises:
+        ConfigError: it cannot be read, or has a key that would be passed over, by its name.
+    """
+    config = modern(path, read_deepspeed_json(path))
+    check_sections(path, config)
+    return config
+
+
 def json_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A part of the configuration, empty where it is left out."""
     part = values.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def check_optimizer_section(path: str, optim: Mapping[str, Any]) -> None:
-    """Refuse an `optimizer` or `scheduler` section that says other than the job does.
+def typed_sections(path: str, names: Iterable[str]) -> list[str]:
+    """Those of these sections that a file has with a type of their own."""
+    config = deepspeed_config(path)
+    return [n for n in names if json_section(config, n).get("type", AUTO_VALUE) != AUTO_VALUE]
+
+
+def said_of_job(path: str) -> dict[str, Said]:
+    """What a file says of the job, by the job's keys; what is "auto" there is not among it.
+
+    Raises:
+        ConfigError: see `deepspeed_config`, and for an optimizer or a scheduler that a job has not.
+    """
+    config = deepspeed_config(path)
+    found = {
+        ours: Said(key, config[key], config[key])
+        for key, ours in _BATCH.items()
+        if config.get(key, AUTO_VALUE) != AUTO_VALUE
+    }
+    clip = config.get("gradient_clipping", AUTO_VALUE)
+    if clip != AUTO_VALUE:
+        found["optim.clip_norm"] = Said("gradient_clipping", clip, clip or None)
+    enabled = json_section(config, "bf16").get("enabled", AUTO_VALUE)
+    if enabled != AUTO_VALUE and is_true(enabled):
+        found["train.precision"] = Said("bf16.enabled", enabled, "bf16")
+    section = json_section(config, "optimizer")
+    found |= _of_optimizer(path, section.get("type") or AUTO_VALUE, section.get("params") or {})
+    found |= _of_scheduler(path, json_section(config, "scheduler"))
+    return found
+
+
+def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[str, Said]:
+    """The job's `optim` by an `optimizer` section; a type means DeepSpeed's defaults of it."""
+    name = str(kind).lower()
+    if name not in ("auto", "adam", "adamw", "sgd"):
+        raise ConfigError(
+            f"{path}: optimizer.type={kind} is none of a job's. Write AdamW, Adam or SGD, or leave "
+            "the optimizer out, and set optim.name (adamw, adam, sgd, adafactor, adamw_8bit, "
+            "adamw_4bit)."
+        )
+    is_adamw = name == "adamw" or is_true(params.get("adam_w_mode", True))
+    defaults: dict[str, Any] = dict(_SGD if name == "sgd" else {} if name == "auto" else _ADAM)
+    if is_adamw and defaults and is_true(params.get("torch_adam", False)):
+        defaults["weight_decay"] = _TORCH_ADAMW_DECAY
+    known = defaults or {**_ADAM, **_SGD}
+    found: dict[str, Said] = {}
+    if name != "auto":
+        ours = "sgd" if name == "sgd" else "adamw" if is_adamw else "adam"
+        found["optim.name"] = Said("optimizer.type", kind, ours)
+    for key, value in {**defaults, **params}.items():
+        if key in known and value != AUTO_VALUE:
+            said = Said(f"optimizer.params.{key}", value, value, implied=key not in params)
+            found[f"optim.{key}"] = said
+        elif key not in known:
+            _refuse_parameter(path, key, value, is_adam=name.startswith("adam"))
+    return found
+
+
+def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None:
+    """Refuse what the job has no key for and what would be left out silently."""
+    if key in _KERNELS or value == AUTO_VALUE or (key == "adam_w_mode" and is_adam):
+        return
+    neutral = _NEUTRAL.get(key)
+    if neutral is not None and is_true(value) == neutral:
+        return
+    fix = "Leave it out of the file"
+    if key == "max_grad_norm":
+        fix = f'Write "gradient_clipping": {shown(value)} beside the optimizer'
+    allowed = "none" if neutral is None else f"{str(neutral).lower()} only"
+    raise ConfigError(
+        f"{path}: optimizer.params.{key}={shown(value)}, and a job has {allowed}. {fix}."
+    )
+
+
+def _of_scheduler(path: str, section: Mapping[str, Any]) -> dict[str, Said]:
+    """The job's keys of the learning rate by a `scheduler` section that has a type."""
+    fill = dict.fromkeys(("total_num_steps", "warmup_num_steps", *HIGHEST), 1)
+    schedule = read_schedule(path, section, fill, has_betas=False)
+    if schedule is None:
+        return {}
+    kind = section["type"]
+    params = section.get("params") or {}
+
+    def said(ours: str, key: str, value: Any) -> tuple[str, Said]:
+        if key in params:
+            return f"optim.{ours}", Said(f"scheduler.params.{key}", params[key], value)
+        shape = f"{kind} ({key} is {value} where it is left out)" if key else kind
+        return f"optim.{ours}", Said("scheduler.type", shape, value)
+
+    found = [said("schedule", "", "deepspeed"), said("milestones", "", [])]
+    found.append(said("base_batch_size", "", None))
+    if params.get("warmup_num_steps") != AUTO_VALUE:
+        key = "warmup_num_steps" if hasattr(schedule, "warmup_num_steps") else ""
+        found.append(said("warmup_steps", key, getattr(schedule, key, 0)))
+        found.append(said("warmup_epochs", "", 0))
+    found.append(said("warmup_factor", "", None))
+    if params.get("cos_min_ratio") != AUTO_VALUE:
+        key = "cos_min_ratio" if hasattr(schedule, "cos_min_ratio") else ""
+        found.append(said("final_lr_share", key, getattr(schedule, key, 0)))
+    highest = schedule.own_highest
+    value = getattr(schedule, highest, None)
+    if value is not None and params.get(highest) != AUTO_VALUE:
+        found.append(said("lr", highest, value))
+    return dict(found)
+
+
+def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a job that says otherwise than its file.
 
     Args:
         path: of the file.
-        optim: the job's `optim` section by its keys.
+        sections: `optim` and `train` of the job, by their keys.
 
     Raises:
         ConfigError: with both keys, both values and the fix.
     """
-    config = read_deepspeed_json(path)
-    optimizer_section = json_section(config, "optimizer")
-    optimizer_type = optimizer_section.get("type", AUTO_VALUE)
-    name = _OPTIMIZERS.get(str(optimizer_type).lower())
-    if optimizer_type != AUTO_VALUE and name != optim["name"]:
-        fix = f"optim.name={name}" if name else f"optim.name=adamw with type AdamW in {path}"
-        raise _refusal(path, "optimizer.type", optimizer_type, "name", optim["name"], fix)
-    params = json_section(optimizer_section, "params")
-    if (
-        optimizer_type != AUTO_VALUE
-        and str(optimizer_type).lower() == "adam"
-        and params.get("adam_w_mode") is False
-    ):
-        raise _refusal(path, "optimizer.params.adam_w_mode", False, "name", optim["name"], "AdamW")
-    expected = {k: optim[k] for k in ("lr", "weight_decay", "betas", "momentum")} | {"eps": 1e-8}
-    for key, ours in expected.items():
-        value = params.get(key, AUTO_VALUE)
-        if value != AUTO_VALUE and not same_value(value, ours):
-            shown = list(ours) if isinstance(ours, tuple) else ours
-            fix = f"optim.{key}={value}" if key != "eps" else f"eps {ours}"
-            raise _refusal(path, f"optimizer.params.{key}", value, key, shown, fix)
-    _refuse_others(path, "optimizer", params, expected)
-    _compare_schedule(path, json_section(config, "scheduler"), optim)
+    for ours, one in said_of_job(path).items():
+        section, _, key = ours.partition(".")
+        value = sections[section][key]
+        if one.implied or (key == "accumulation_steps" and value is None):
+            continue  # the latter is worked out from the other two, and compared then
+        if ours == "optim.schedule" and value == _LIKE.get(str(one.written).lower()):
+            continue  # the kind of the file's, whose rates are taken
+        if not same_value(one.value, value):
+            raise refusal(path, one.key, one.written, ours, value, one.value)
+    kinds = json_section(deepspeed_config(path), "scheduler")
+    optim, train = sections["optim"], sections["train"]
+    fill = _fill(optim, optim["warmup_steps"] or 1, train["steps"] or 1)
+    read_schedule(path, kinds, fill, has_betas=optim["name"] != "sgd")
 
 
-def _refuse_others(
-    path: str, part: str, params: Mapping[str, Any], compared: Collection[str]
-) -> None:
-    """Refuse what the job has no key for and what would be left out silently."""
-    for key, value in params.items():
-        if key in compared or key in _KERNELS or value == AUTO_VALUE:
-            continue
-        neutral = _NEUTRAL.get(key)
-        if neutral is None or not (value == neutral or same_value(value, neutral)):
-            shown = str(value).lower() if isinstance(value, bool) else value
-            allowed = "none" if neutral is None else f"{str(neutral).lower()} only"
-            raise ConfigError(
-                f"{path}: {part}.params.{key}={shown}, and a job has {allowed}. "
-                f"Leave it out of the file."
-            )
+def schedule_of(
+    path: str, optim: Mapping[str, Any], warmup_steps: int, total_steps: int
+) -> Schedule | None:
+    """The schedule that a file's `scheduler` means in a run; None where it names none.
+
+    Args:
+        path: of the file.
+        optim: the job's, by its keys.
+        warmup_steps: the job's, for "auto".
+        total_steps: of the run, for "auto".
+
+    Raises:
+        ConfigError: the run is longer than what the schedule decays over.
+    """
+    section = json_section(deepspeed_config(path), "scheduler")
+    fill = _fill(optim, warmup_steps, total_steps)
+    schedule = read_schedule(path, section, fill, has_betas=optim["name"] != "sgd")
+    total = None if schedule is None else schedule.total()
+    if total is not None and total < total_steps:
+        raise ConfigError(
+            f"{path}: scheduler.params.total_num_steps={total}, but the run has {total_steps} "
+            f"steps, the last of which would change nothing. Use train.steps={total}, or write "
+            '"auto" in the file.'
+        )
+    return schedule
 
 
-def _compare_schedule(path: str, scheduler: dict[str, Any], optim: Mapping[str, Any]) -> None:
-    scheduler_type = scheduler.get("type", AUTO_VALUE)
-    if scheduler_type != AUTO_VALUE:
-        schedule = _SCHEDULES.get(str(scheduler_type).lower())
-        if schedule != optim["schedule"]:
-            fix = f"optim.schedule={schedule}" if schedule else "optim.schedule, and no scheduler"
-            raise _refusal(
-                path, "scheduler.type", scheduler_type, "schedule", optim["schedule"], fix
-            )
-    params = json_section(scheduler, "params")
-    pairs = (
-        ("warmup_num_steps", "warmup_steps"),
-        ("warmup_max_lr", "lr"),
-        ("cos_min_ratio", "final_lr_share"),
-    )
-    for key, ours in pairs:
-        value = params.get(key, AUTO_VALUE)
-        if value != AUTO_VALUE and not same_value(value, optim[ours]):
-            fix = f"optim.{ours}={value}"
-            raise _refusal(path, f"scheduler.params.{key}", value, ours, optim[ours], fix)
-    _refuse_others(path, "scheduler", params, [key for key, _ in pairs])
+def _fill(optim: Mapping[str, Any], warmup_steps: int, total_steps: int) -> dict[str, Any]:
+    """What "auto" stands for in a scheduler's parameters; others have DeepSpeed's defaults."""
+    return {
+        "warmup_num_steps": warmup_steps,
+        "total_num_steps": total_steps,
+        "cos_min_ratio": optim["final_lr_share"],
+        **dict.fromkeys(HIGHEST, optim["lr"]),
+    }
 
 
 def same_value(value: Any, ours: Any) -> bool:
     """Whether a value of the file is one of the job's: as numbers, however they are written."""
-    if isinstance(ours, tuple):
+    if isinstance(ours, tuple | list):
         return (
             isinstance(value, list)
             and len(value) == len(ours)
             and all(map(same_value, value, ours))
         )
+    if value is None or ours is None or (isinstance(value, str) and isinstance(ours, str)):
+        return bool(value == ours)
+    if isinstance(ours, bool):
+        return is_true(value) == ours
     try:
         return float(value) == float(ours)
     except (TypeError, ValueError):
         return False
 
 
-def _refusal(path: str, key: str, value: Any, ours: str, ours_value: Any, fix: str) -> ConfigError:
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return ConfigError(
-        f"{path}: {key}={shown}, but optim.{ours}={ours_value}. Use {fix}, or write "
-        '"auto" in the file.'
-    )
+def refusal(
+    path: str, key: str, written: Any, ours: str, ours_value: Any, wanted: Any
+) -> ConfigError:
+    """A job that says otherwise than its file.
+
+    Args:
+        path: of the file.
+        key: of the file.
+        written: what stands there.
+        ours: the key of the job.
+        ours_value: of the job.
+        wanted: the value of the job that would agree.
+    """
+    fix = f'Use {as_word(ours, wanted)}, or write "auto" in the file'
+    if key == "scheduler.type":
+        fix = f"Leave {ours} out, or the scheduler out of the file"
+    now = unquoted_word(ours, ours_value)
+    return ConfigError(f"{path}: {key}={shown(written)}, but {now}. {fix}.")

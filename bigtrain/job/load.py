@@ -17,8 +17,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import said_of_job
 from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
-from bigtrain.job.schema import Job
+from bigtrain.job.public_names import public_hint, refuse_yacs
+from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
 
 
@@ -80,6 +82,7 @@ def load_job(
         ConfigError: with the file, the line and the nearest valid key.
     """
     tree = read_preset("jobs", config or "default", "--config")
+    refuse_yacs(tree.values, str(config))
     words = parse_overrides(overrides)
     named = (("--strategy", strategy), ("--plan", plan), ("strategy", words.strategy))
     for asked, text in named:
@@ -120,15 +123,47 @@ def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
     for beside in (False, True):
         for path, origin in words.origins.items():
             tree.put(path, _value_at(words.values, path), origin, beside=beside)
+        if not beside:
+            _lay_deepspeed_file(tree, words.values)
     return validate_job(Job, tree)
+
+
+def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
+    """Put what a DeepSpeed file says over the job file; words of the command line stay.
+
+    Of the three keys of the batch, one that only a lower layer says is left to the others, and the
+    accumulation where all are said: the plan's is compared with the file's.
+    """
+    path = deepspeed_file_in(tree.values.get("strategy"))
+    if path is None:
+        return
+    said = {tuple(key.split(".")): one for key, one in said_of_job(path).items()}
+    given = {key for key in said if _is_given(words, key)}
+    for key, one in said.items():
+        if key not in given:
+            tree.put(key, one.value, f"{path}: {one.key}")
+    batch = [("train", key) for key in BATCH_KEYS]
+    firm = [key for key in batch if key in said or _is_given(words, key)]
+    for key in batch if len(firm) >= len(batch) - 1 else ():
+        derived = key not in firm or (len(firm) == len(batch) and key == batch[-1])
+        if derived and not _is_given(words, key):
+            tree.put(key, None, path)
+
+
+def _is_given(values: Any, path: KeyPath) -> bool:
+    for key in path:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True
 
 
 def job_from_keys(strategy: str, keys: Mapping[str, Any]) -> Job:
     """A job from a strategy and dotted keys alone, without a job file."""
-    tree = read_strategy(strategy, "strategy")
+    tree, words = read_strategy(strategy, "strategy"), ConfigTree()
     for key, value in keys.items():
-        tree.put(tuple(key.split(".")), value, f"{key}={value!r}")
-    return validate_job(Job, tree)
+        words.put(tuple(key.split(".")), value, f"{key}={value!r}", beside=True)
+    return _overridden(tree, words)
 
 
 def _value_at(values: Any, path: KeyPath) -> Any:
@@ -239,6 +274,9 @@ def _shown(value: object) -> str:
 
 
 def _suggest(path: KeyPath, known: list[str], kind: type[BaseModel]) -> str:
+    public = public_hint(path)
+    if public is not None:
+        return f", did you mean {public}?"
     close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
     if close:
         return f", did you mean {'.'.join((*path[:-1], close[0]))}?"

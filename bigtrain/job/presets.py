@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.job.schema import keys_without_use
 
 KeyPath = tuple[str, ...]
 _LISTED = 20
@@ -80,14 +81,17 @@ def _merge(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> None:
 
 
 def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any]) -> None:
-    """Drop what a higher layer displaces: another model's arguments, the other length."""
+    """Drop what a higher layer displaces: another model's or optimizer's own, a length."""
     if path == ("train",):
         for said, displaced in (("steps", "epochs"), ("epochs", "steps")):
             if over.get(said) is not None and displaced not in over:
                 base.pop(displaced, None)
+    if path == ("optim",) and over.get("name", base.get("name")) != base.get("name"):
+        for key in keys_without_use(over["name"]):
+            base.pop(key, None)
     if path in (("model",), ("data",)) and over.get("name", base.get("name")) != base.get("name"):
-        base.pop("args", None)
-        base.pop("path", None)
+        for key in ("args", "path", "pretrained", "pretrained_except"):
+            base.pop(key, None)
 
 
 class _Loader(yaml.SafeLoader):

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import check_optimizer_section
+from bigtrain.errors import ConfigError, as_word, unquoted_word
+from bigtrain.job.deepspeed_json import check_agreement
 from bigtrain.units import parse_bytes
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -50,6 +50,12 @@ class ModelConfig(ConfigSection):
     """A built-in name (gpt-10m, lenet, resnet50, ...) or `package.module:Class`."""
     args: dict[str, Any] = {}
     """Arguments of its constructor; what the data decides (number of classes) may be left out."""
+    pretrained: str | None = None
+    """The state dict that it begins with: a file, or `cache` for the one that torchvision has
+    fetched before (nothing is downloaded)."""
+    pretrained_except: tuple[str, ...] = ()
+    """Modules, by their names, that begin with initial weights all the same: a head for other
+    classes."""
     loss: str | None = None
     """`package.module:function`, a mean loss of (output, target); left out, the task's own."""
     chunked_loss: bool | None = None
@@ -61,6 +67,15 @@ class ModelConfig(ConfigSection):
     out, what is customary for the model's kind."""
     head: str | None = None
     """The linear layer that makes the logits, by its name; left out, it is found."""
+
+    @model_validator(mode="after")
+    def _begins_somewhere(self) -> ModelConfig:
+        if self.pretrained_except and self.pretrained is None:
+            raise ValueError(
+                f"{as_word('pretrained_except', self.pretrained_except)} leaves out parts of a "
+                "file, and there is none. Set model.pretrained=FILE, or leave it out"
+            )
+        return self
 
 
 class DataConfig(ConfigSection):
@@ -84,25 +99,36 @@ class DataConfig(ConfigSection):
 class OptimConfig(ConfigSection):
     """How the parameters are updated."""
 
-    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
-    """adafactor keeps a row and a column of its second moment; the last two keep 8 or 4 bits for
-    each moment, in torchao's formats."""
+    name: Literal["adamw", "adam", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
+    """adam adds weight decay to the gradient, adamw takes it from the weight; adafactor keeps a row
+    and a column of its second moment; the last two keep 8 or 4 bits for each moment, in torchao's
+    formats."""
     lr: float = Field(1e-3, ge=0)
     """The highest learning rate, for a global batch of `base_batch_size` where that is given."""
     base_batch_size: int | None = Field(None, ge=1)
     """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: float = Field(1e-8, ge=0)
+    """Added to the root of the second moment, for adamw and adam in all their forms."""
     momentum: float = Field(0.0, ge=0, lt=1)
+    dampening: float = Field(0.0, ge=0, le=1)
+    """For sgd: what of a new gradient is left out of the momentum."""
+    nesterov: bool = False
+    """For sgd: the step looks ahead along the momentum."""
     decay_norms_and_biases: bool = True
     """False: weight decay leaves out parameters of one dim, those of norms and biases (He et al.
     2018, arXiv 1812.01187, section 3.1)."""
     warmup_steps: int = Field(0, ge=0)
     warmup_epochs: float = Field(0.0, ge=0)
     """The same in passes over the training data, whatever the batch; give one of the two."""
-    schedule: Literal["constant", "cosine", "linear", "poly", "step"] = "constant"
+    warmup_factor: float | None = Field(None, ge=0, le=1)
+    """The share of the rate in the first step, from which it rises to all of it in the step after
+    the warm-up; left out, one warm-up step's share, and all of it in the warm-up's last step."""
+    schedule: Literal["constant", "cosine", "linear", "poly", "step", "deepspeed"] = "constant"
     """The rate after warm-up: held, let down to `final_lr_share` by the end of the last step (as a
-    power of what remains: poly), or multiplied by `step_factor` at each of `milestones`."""
+    power of what remains: poly), multiplied by `step_factor` at each of `milestones`, or with its
+    warm-up what the scheduler of `strategy.deepspeed` sets (written by bigtrain itself)."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
     poly_power: float = Field(0.9, gt=0)
     milestones: tuple[float, ...] = ()
@@ -138,12 +164,50 @@ class OptimConfig(ConfigSection):
 LOW_BIT = {"adamw_8bit": 8, "adamw_4bit": 4}
 
 
+_ADAMS = ("adamw", "adam", "adamw_8bit", "adamw_4bit")
+_OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "betas": _ADAMS,
+    "eps": _ADAMS,
+    "momentum": ("sgd",),
+    "dampening": ("sgd",),
+    "nesterov": ("sgd",),
+}
+"""Keys that not every optimizer has, and which have them."""
+
+
+def keys_without_use(name: object) -> list[str]:
+    """The keys that an optimizer of this name has not."""
+    return [key for key, names in _OWN_KEYS.items() if name not in names]
+
+
+def foreign_key_fault(optim: OptimConfig) -> str | None:
+    """What is given that the optimizer has not; None where nothing is."""
+    for key in keys_without_use(optim.name):
+        value = getattr(optim, key)
+        if value != type(optim).model_fields[key].default:
+            names = ", ".join(_OWN_KEYS[key])
+            return (
+                f"{unquoted_word(key, value)} is for {names}, and name is {optim.name}. "
+                f"Leave optim.{key} out, or set optim.name={_OWN_KEYS[key][0]}"
+            )
+    if optim.nesterov and (not optim.momentum or optim.dampening):
+        return (
+            f"nesterov=true looks ahead along a momentum without dampening, and "
+            f"momentum={optim.momentum:g} dampening={optim.dampening:g}. Use optim.momentum=0.9 "
+            "optim.dampening=0, or optim.nesterov=false"
+        )
+    return None
+
+
 def optimizer_fault(optim: OptimConfig) -> str | None:
     """What is wrong with these keys together, with the fix; None where nothing is."""
     name, rounded = optim.name, optim.state == "bf16" or not optim.master_weights
+    foreign = foreign_key_fault(optim)
+    if foreign is not None:
+        return foreign
     if optim.state == "bf16" and name != "adamw":
         return f"state=bf16 is for name=adamw, and name is {name}. Leave optim.state out"
-    if not optim.master_weights and name in ("sgd", "adafactor"):
+    if not optim.master_weights and name in ("sgd", "adam", "adafactor"):
         return (
             f"master_weights=false is for adamw, adamw_8bit and adamw_4bit, and name is {name}, "
             "which would lose every change below 1/256 of a weight. Use optim.name=adamw, or "
@@ -176,6 +240,11 @@ def schedule_fault(optim: OptimConfig) -> str | None:
         return (
             f"warmup_steps={optim.warmup_steps} and warmup_epochs={optim.warmup_epochs} both say "
             "how long the rate rises. Give one, as optim.warmup_steps=0"
+        )
+    if optim.warmup_factor is not None and not (optim.warmup_steps or optim.warmup_epochs):
+        return (
+            f"warmup_factor={optim.warmup_factor:g} is where a warm-up begins, and there is none. "
+            "Give optim.warmup_steps or optim.warmup_epochs, or leave optim.warmup_factor out"
         )
     given = list(optim.milestones)
     if (optim.schedule == "step") != bool(given):
@@ -232,6 +301,10 @@ class TrainConfig(ConfigSection):
                 "give one (train.epochs=null drops the other)"
             )
         return self
+
+
+BATCH_KEYS = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+"""Any two of them give the third."""
 
 
 class MeshConfig(ConfigSection):
@@ -291,6 +364,17 @@ class StrategyConfig(ConfigSection):
     def _short_form(cls, value: object, info: ValidationInfo) -> object:
         return long_form(str(info.field_name), value)
 
+    @property
+    def deepspeed_file(self) -> str | None:
+        """The DeepSpeed configuration that is followed, however it is named.
+
+        Raises:
+            ConfigError: `deepspeed` and what stands beside it contradict each other.
+        """
+        if self.deepspeed is not None:
+            return _file_of(zero_from_file(self.replicate, self.deepspeed))
+        return _file_of(self.replicate)
+
     def roles(self) -> dict[Role, RoleConfig]:
         """The roles that are filled, in the order of composition."""
         filled: dict[Role, RoleConfig] = {}
@@ -301,6 +385,28 @@ class StrategyConfig(ConfigSection):
             if config is not None:
                 filled[role] = config
         return filled
+
+
+def _file_of(replicate: RoleConfig | None) -> str | None:
+    """The DeepSpeed file that `zero` on DeepSpeed is given."""
+    if replicate is None or replicate.name != "zero":
+        return None
+    options = replicate.options
+    path = options.get("config")
+    on_deepspeed = options.get("engine", "deepspeed") == "deepspeed"
+    return path if on_deepspeed and isinstance(path, str) else None
+
+
+def deepspeed_file_in(strategy: object) -> str | None:
+    """The DeepSpeed file that a `strategy` names, before it is checked; None without one."""
+    if not isinstance(strategy, dict):
+        return None
+    path, replicate = strategy.get("deepspeed"), strategy.get("replicate")
+    if isinstance(path, str):
+        return path
+    if not isinstance(replicate, dict) or not isinstance(replicate.get("name"), str):
+        return None
+    return _file_of(RoleConfig.model_validate(replicate))
 
 
 def long_form(role: str, value: object) -> object:
@@ -388,6 +494,9 @@ class LogConfig(ConfigSection):
     every: int = Field(10, ge=1)
     """Steps between log lines where the output is not a terminal."""
     tensorboard: bool = False
+    accuracy: bool = False
+    """`top1` of each training step in metrics.jsonl: the share of the global batch that was right,
+    from the outputs of the step itself. For data with a class for each sample."""
 
 
 class Job(ConfigSection):
@@ -406,7 +515,12 @@ class Job(ConfigSection):
 
     @model_validator(mode="after")
     def _deepspeed_agrees(self) -> Job:
-        if self.strategy.deepspeed is not None:
-            self.strategy.roles()  # refuses a technique that the file contradicts
-            check_optimizer_section(self.strategy.deepspeed, dict(self.optim))
+        path = self.strategy.deepspeed_file  # refuses a technique that the file contradicts
+        if path is not None:
+            check_agreement(path, {"optim": dict(self.optim), "train": dict(self.train)})
+        elif self.optim.schedule == "deepspeed":
+            raise ConfigError(
+                "optim.schedule=deepspeed is the scheduler of a DeepSpeed file, and there is none. "
+                "Set strategy.deepspeed=FILE, or another optim.schedule."
+            )
         return self

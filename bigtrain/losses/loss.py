@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bigtrain.errors import ConfigError
+from bigtrain.losses.accuracy import TrainingAccuracy
 
 DICT_AUXILIARY_WEIGHT = 0.5
 """Weight of {"aux": ...} beside {"out": ...}, as segmentation models are usually trained."""
@@ -120,12 +121,15 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     auxiliary_weight: float | None = None
     """Weight of every auxiliary head; None takes the customary one of the output's kind."""
+    accuracy: TrainingAccuracy | None = field(default=None, compare=False, repr=False)
+    """Is shown the main logits of a training step."""
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
         """The sum over the valid targets, auxiliary heads added with their weights."""
-        del count
         (main, _), *auxiliary = _heads(output)
         total = self._sum(main, target)
+        if self.accuracy is not None:
+            self.accuracy.see(main.detach(), target, self.ignore_index, count)
         for logits, customary in auxiliary:
             weight = customary if self.auxiliary_weight is None else self.auxiliary_weight
             if weight:

@@ -20,7 +20,7 @@ import pickle
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.models.init_recorder import InitRecorder
 from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
+from bigtrain.tensors.shards import StateTensor
 
 
 def initial_seed(seed: int, name: str) -> int:
@@ -64,6 +65,8 @@ class Blueprint:
     """The modules; deferred, their tensors are on meta until they are materialised."""
     reason: str = ""
     """Why the model is not deferred, in one line; empty where it is."""
+    values: Mapping[str, StateTensor] = field(default_factory=dict)
+    """What tensors begin with in place of their initial values, by their first names."""
     _make: Callable[[], nn.Module] | None = None
     _recording: InitRecording | None = None
     _origins: dict[str, _Origin] = field(default_factory=dict)
@@ -101,9 +104,11 @@ class Blueprint:
 
     def twin(self) -> Blueprint:
         """The same model described anew, or a copy of one that was given already built."""
-        return (
-            Blueprint.of(copy.deepcopy(self.model)) if self._make is None else describe(self._make)
-        )
+        if self._make is None:
+            return Blueprint.of(copy.deepcopy(self.model))
+        twin = describe(self._make)
+        twin.values = self.values
+        return twin
 
     def materialize(
         self, device: torch.device | str, *, seed: int, only: Collection[str] | None = None
@@ -131,6 +136,7 @@ class Blueprint:
         with kept_random_state():
             if self._recording is not None:
                 self._replay(self._recording, tensors, torch.device(device), seed)
+                self._take_values(self._chosen(only))
                 return self.model
             if self._make is not None:
                 torch.default_generator.manual_seed(seed)
@@ -138,7 +144,16 @@ class Blueprint:
                 _build_again(self._make, self.model)
         for tensor in tensors.values():
             tensor.data = tensor.data.to(device)
+        self._take_values(tensors)
         return self.model
+
+    @torch.no_grad()
+    def _take_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put the values of a file in the place of initial ones, a tensor at a time."""
+        for name, tensor in tensors.items():
+            saved = self.values.get(self._first_names.get(name, name))
+            if saved is not None:
+                tensor.copy_(saved.values().view(tensor.shape))
 
     def _chosen(self, only: Collection[str] | None) -> dict[str, torch.Tensor]:
         """The wanted tensors by their first name, in the order of the model."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, did_you_mean
@@ -91,6 +93,38 @@ def check_torchvision(name: str, args: Mapping[str, Any]) -> None:
     describe(lambda: make_torchvision(name, args))
 
 
+def cached_weights(name: str) -> Path:
+    """The file of a model's trained weights where torchvision keeps what it has fetched.
+
+    Raises:
+        ConfigError: it is none of torchvision's models, has no trained weights, or none are there.
+    """
+    known = torchvision_names() if ":" not in name else []
+    if name not in known:
+        raise ConfigError(
+            f"model.pretrained=cache is torchvision's, and model.name={name} is none of its "
+            "models. Give the path of a file."
+        )
+    weights = _models().get_model_weights(name)
+    urls = [str(each.url) for each in (*_default(weights), *weights)]
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    files = [folder / url.rpartition("/")[2] for url in urls]
+    there = next((file for file in files if file.is_file()), None)
+    if there is None:
+        wanted = f"no {files[0].name} in {folder}" if files else "none to be had"
+        raise ConfigError(
+            f"model.pretrained=cache: there is {wanted}, and nothing is downloaded. Fetch it with "
+            f"python -c \"import torchvision; torchvision.models.get_model('{name}', "
+            "weights='DEFAULT')\", or give the path of a file."
+        )
+    return there
+
+
+def _default(weights: Any) -> list[Any]:
+    """The best of a model's trained weights, where there are any."""
+    return [weights.DEFAULT] if len(weights) else []
+
+
 def _models() -> Any:
     try:
         import torchvision.models
@@ -108,7 +142,8 @@ def _refuse(name: str, args: Mapping[str, Any]) -> None:
         if args.get(key):
             raise ConfigError(
                 f"model.args.{key}={args[key]!r}: {name} starts from initial weights, nothing is "
-                f"downloaded. Leave model.args.{key} out."
+                f"downloaded. Leave model.args.{key} out; model.pretrained=FILE (or cache, for "
+                "what torchvision has fetched) has it begin with trained ones."
             )
     small_images = args.get(_SMALL_IMAGES, False)
     if not isinstance(small_images, bool):

@@ -65,13 +65,17 @@ def _torch_factory(config: OptimConfig) -> MakeOptimizer:
                 parameters,
                 lr=config.lr,
                 momentum=config.momentum,
+                dampening=config.dampening,
+                nesterov=config.nesterov,
                 weight_decay=config.weight_decay,
                 **kernels,
             )
-        return torch.optim.AdamW(
+        kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+        return kind(
             parameters,
             lr=config.lr,
             betas=config.betas,
+            eps=config.eps,
             weight_decay=config.weight_decay,
             **kernels,
         )
@@ -84,6 +88,7 @@ def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
         keys: dict[str, Any] = {
             "lr": config.lr,
             "betas": config.betas,
+            "eps": config.eps,
             "weight_decay": config.weight_decay,
             "stochastic_rounding": config.stochastic_rounding is not False,
             "seed": seed,
@@ -96,6 +101,11 @@ def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
     return make
 
 
+def warmup_length(config: OptimConfig, steps_per_epoch: int) -> int:
+    """The steps of the warm-up, however a job says it."""
+    return config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
+
+
 def learning_rate(
     config: OptimConfig,
     step: int,
@@ -105,14 +115,17 @@ def learning_rate(
 ) -> float:
     """The rate of optimizer step `step`, counted from 0.
 
-    Linear warm-up, then constant, down in steps, or half a cosine, a line or a power of a line
-    down to `final_lr_share` of the highest rate. With `base_batch_size` the rate grows in
-    proportion to the global batch (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+    Linear warm-up (from `warmup_factor`, where there is one), then constant, down in steps, or half
+    a cosine, a line or a power of a line down to `final_lr_share` of the highest rate. With
+    `base_batch_size` the rate grows in proportion to the global batch (Goyal et al. 2017, arXiv
+    1706.02677, section 2.1).
     """
     highest = config.lr
     if config.base_batch_size is not None:
         highest *= global_batch_size / config.base_batch_size
-    warmup = config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
+    warmup = warmup_length(config, steps_per_epoch)
+    if step < warmup and config.warmup_factor is not None:
+        return highest * (config.warmup_factor + (1 - config.warmup_factor) * step / warmup)
     if step < warmup:
         return highest * (step + 1) / warmup
     if config.schedule == "constant":

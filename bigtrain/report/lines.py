@@ -37,6 +37,7 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> It
     where = f"{_ranks(context.world_size)} on {context.device.type}"
     yield f"strategy {parts.plan.strategy.name}: {where}"
     yield batch_line(parts)
+    yield from schedule_lines(parts)
     if not engine.blueprint.deferred:
         yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
     if engine.layout is not None:
@@ -60,8 +61,9 @@ def closing_lines(parts: RunSetup, folder: Path) -> Iterator[str]:
 
 def model_line(parts: RunSetup) -> str:
     """The model and its size."""
-    count = parts.parameters
-    return f"{parts.job.model.name}: {format_count(count)} parameters"
+    count, model = parts.parameters, parts.job.model
+    start = "" if model.pretrained is None else f" from {model.pretrained}"
+    return f"{model.name}: {format_count(count)} parameters{start}"
 
 
 def batch_line(parts: RunSetup) -> str:
@@ -74,6 +76,22 @@ def batch_line(parts: RunSetup) -> str:
     )
 
 
+def schedule_lines(parts: RunSetup) -> Iterator[str]:
+    """The learning rates that a DeepSpeed file sets, where it has a scheduler."""
+    if parts.schedule is None:
+        return
+    kind, steps = type(parts.schedule).__name__, parts.total_steps
+    first, last = parts.learning_rate(0), parts.learning_rate(steps - 1)
+    highest = max(parts.learning_rate(step) for step in range(steps))
+    more, total = "", parts.schedule.total()
+    if total is not None and total != steps:
+        more = f"; it goes down over {total} steps, of which this run has {steps}"
+    yield (
+        f"learning rate: {kind} of {parts.job.strategy.deepspeed_file}, {first:g} in step 1, "
+        f"{highest:g} at most, {last:g} in step {steps}{more}"
+    )
+
+
 def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     """What is warned of, the resolved job, the plan, and the predicted peak of one rank."""
     yield from plan.warnings
@@ -81,6 +99,7 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
     yield model_line(parts)
     yield batch_line(parts)
+    yield from schedule_lines(parts)
     workload, layout = parts.workload, parts.resolved.layout
     if layout is not None:
         yield from layout.lines()

@@ -192,14 +192,15 @@ class RunLog:
         first, self._stepped = not self._stepped, True
         if not self._main:
             return
-        values = {**asdict(result), **(figures or {})}
+        told = {k: v for k, v in asdict(result).items() if k != "top1" or v is not None}
+        values = {**told, **(figures or {})}
         if first and self._predicted_seconds is not None:
             values["predicted_step_seconds"] = self._predicted_seconds
         if first and self._predicted_volume is not None:
             values["predicted_sent_bytes"] = self._predicted_volume.sent_bytes
             values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
-        self._board_scalars("train", {**asdict(result), **(figures or {})}, result.step)
+        self._board_scalars("train", {**told, **(figures or {})}, result.step)
         if self._progress is not None:
             self._progress.update(self._task, completed=result.step, description=self._line(result))
         elif result.step % self._job.log.every == 0 or result.step in (1, self._total):
@@ -255,7 +256,8 @@ class RunLog:
         per_second = f"{result.samples_per_second:.1f} samples/s"
         if result.tokens_per_second is not None:
             per_second = f"{result.tokens_per_second:,.0f} tokens/s"
-        line = f"loss {result.loss:.4f}  {per_second}"
+        right = "" if result.top1 is None else f"top1 {result.top1:.4f}  "
+        line = f"loss {result.loss:.4f}  {right}{per_second}"
         peak = result.peak_memory_bytes
         if peak is not None:
             share = f" ({peak / self._capacity:.1%})" if self._capacity else ""

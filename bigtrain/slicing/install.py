@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.rules import (
     attention,
@@ -163,9 +163,10 @@ def _by_tensor(model: nn.Module, slices: Mapping[str, Slices], size: int) -> dic
             continue
         own = slices[name]
         if own.most_ranks < size:
+            kept = as_word("strategy.slice.keep", [name.rpartition(".")[0] or name])
             raise ConfigError(
                 f"strategy.slice: {name} can be dealt out to {own.most_ranks} ranks, and mesh.tp="
-                f"{size}. Keep it whole: strategy.slice.keep=[{name.rpartition('.')[0] or name}]."
+                f"{size}. Keep it whole: {kept}."
             )
         other, before = found.setdefault(id(tensor), (name, own))
         if before != own:

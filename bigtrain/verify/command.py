@@ -24,7 +24,8 @@ _SGD = (
     *("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.01", "optim.warmup_steps=0"),
     *("optim.schedule=constant", "optim.implementation=auto", "optim.state=fp32"),
     *("optim.master_weights=true", "optim.stochastic_rounding=null"),
-    *("optim.release_gradients=false", "optim.base_batch_size=null"),
+    *("optim.release_gradients=false", "optim.base_batch_size=null", "optim.milestones=[]"),
+    *("optim.warmup_factor=null", "optim.dampening=0", "optim.nesterov=false"),
 )
 _QUIET = (
     *("train.eval_every=0", "checkpoint.at_end=false", "checkpoint.every=0"),

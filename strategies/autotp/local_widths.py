@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.core.workload import Workload
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.install import slice_modules, slice_tensors
 from bigtrain.slicing.sliced_tensor import SlicedTensor
@@ -226,5 +226,5 @@ def _shown(call: _Call) -> str:
 
 
 def _refusal(where: str, what: str) -> ConfigError:
-    fix = f"Keep it whole: strategy.slice.keep=[{where}], or use" if where else "Use"
+    fix = f"Keep it whole: {as_word('strategy.slice.keep', [where])}, or use" if where else "Use"
     return ConfigError(f"strategy autotp: {where or 'the model'} {what}. {fix} --strategy tensor.")

@@ -67,7 +67,10 @@ CHECKPOINT_ACTIONS = {
     "diff": {"--exit-code"},
 }
 HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")
-READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}
+READ_INDIRECTLY = {
+    **{f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES},
+    "strategy.deepspeed": "in StrategyConfig.deepspeed_file",
+}
 
 
 def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():

@@ -24,6 +24,7 @@ FULL = {
     "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 1,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
+    "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
     "_usual": 61,
     "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,

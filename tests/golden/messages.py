@@ -33,7 +33,7 @@ LOADED: list[tuple[str, list[str]]] = [
     ("{}", ["device=tpu"]),
     ("{}", ["memory.cap=much"]),
     ("{}", ["model.chunk_size=0"]),
-    ("{}", ["optim.name=adam"]),
+    ("{}", ["optim.name=adamx"]),
     ("{}", ["optim.betas=[0.9, 1.5]"]),
     ("{}", ["optim.name=sgd", "optim.master_weights=false"]),
     ("{}", ["optim.stochastic_rounding=true"]),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
 from support.deepspeed_files import written
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.prepare import left_to_the_loop
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import load_job
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.config import deepspeed_settings
 
@@ -18,7 +20,6 @@ def keys_of(path: str, **more: Any) -> list[str]:
     keys = {
         "train.global_batch_size": 8,
         "train.micro_batch_size": 2,
-        "optim.schedule": "constant",
         **more,
     }
     return [f"strategy.deepspeed={path}", *(f"{key}={value}" for key, value in keys.items())]
@@ -59,6 +60,14 @@ def test_the_stage_is_the_files(tmp_path):
 
 CONTRADICTIONS = {
     "batch": ({"train_batch_size": 16}, "train_batch_size=16.*train.global_batch_size=8"),
+    "ranks": (
+        {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+        },
+        r"train_batch_size=8 is not .* = 2 \* 1 \* 2 = 4. Start as many ranks",
+    ),
     "micro": (
         {"train_micro_batch_size_per_gpu": 4},
         "per_gpu=4.*train.micro_batch_size=2. Use train.micro_batch_size=4",
@@ -68,27 +77,46 @@ CONTRADICTIONS = {
         {"gradient_clipping": 1.0},
         "clipping=1.0, but optim.clip_norm=null. Use optim.clip_norm=1.0",
     ),
-    "bf16": ({"bf16": {"enabled": True}}, "bf16.enabled=true.*Use train.precision=bf16"),
+    "bf16": (
+        {"bf16": {"enabled": "true"}},
+        "bf16.enabled=true, but train.precision=fp32. Use train.precision=bf16",
+    ),
     "fp16": ({"fp16": {"enabled": True}}, "fp16.enabled=true.*bf16"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, "shards nothing.*--strategy ddp"),
     "no stage": ({"zero_optimization": {"stage": 7}}, "stage=7 is no stage"),
     "lr": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}},
-        r"optimizer.params.lr=0.5, but optim.lr=0.*Use optim.lr=0.5",
+        r"optimizer.params.lr=0.5, but optim.lr=0.25. Use optim.lr=0.5, or",
     ),
     "betas": (
         {"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}}},
-        r"betas=\[0.8, 0.9\], but optim.betas=\[0.9",
+        r"betas=\[0.8, 0.9\], but optim.betas=\[0.9,0.95\]. Use 'optim.betas=\[0.8,0.9\]', or",
     ),
     "type": ({"optimizer": {"type": "SGD"}}, "type=SGD, but optim.name=adamw. Use optim.name=sgd"),
-    "foreign": ({"optimizer": {"type": "Lamb"}}, "type=Lamb, but optim.name=adamw"),
+    "foreign": (
+        {"optimizer": {"type": "Lamb"}},
+        "optimizer.type=Lamb is none of a job's. Write AdamW, Adam or SGD",
+    ),
     "schedule": (
+        {
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "total_num_steps": "auto",
+                    "warmup_num_steps": "auto",
+                    "warmup_max_lr": "auto",
+                },
+            }
+        },
+        "scheduler.type=WarmupDecayLR, but optim.schedule=constant. Leave optim.schedule out",
+    ),
+    "no length": (
         {"scheduler": {"type": "WarmupDecayLR"}},
-        "scheduler.type=WarmupDecayLR.*optim.schedule=linear",
+        'WarmupDecayLR needs params.total_num_steps. Write "auto"',
     ),
     "warm-up": (
-        {"scheduler": {"type": "auto", "params": {"warmup_num_steps": 17}}},
-        "warmup_num_steps=17, but optim.warmup_steps=",
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 17}}},
+        "warmup_num_steps=17, but optim.warmup_steps=3. Use optim.warmup_steps=17",
     ),
     "another kind": (
         {"optimizer": {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True}}},
@@ -99,26 +127,76 @@ CONTRADICTIONS = {
         "optimizer.params.max_coeff=0.3, and a job has none. Leave it out",
     ),
     "another warm-up": (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}},
-        "scheduler.params.warmup_min_lr=1e-05, and a job has 0 only",
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
+        "scheduler.params.warmup_type='cubic': .*'log' or 'linear', as DeepSpeed has it",
+    ),
+    "no warm-up": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+        'warmup_num_steps=0: .* Write "auto" with optim.warmup_steps=0 for none',
+    ),
+    "a typing error": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
+        "scheduler.params.warmup_steps: WarmupLR has none, did you mean 'warmup_num_steps'?",
+    ),
+    "another schedule": (
+        {"scheduler": {"type": "CosineAnnealingLR"}},
+        "scheduler.type=CosineAnnealingLR. A job takes WarmupLR, WarmupDecayLR, Warm.*OneCycle",
+    ),
+    "no such warm-up": (
+        {"scheduler": {"type": "WarmupLR"}},
+        r"WarmupLR \(warmup_num_steps is 1000 where it is left out\), but optim.warmup_steps=3.",
     ),
     "no number": ({"gradient_clipping": [1]}, r"clipping=\[1\], but optim.clip_norm=null"),
     "unknown": (
         {"zero_optimization": {"stage": 2, "no_such_key": 1}},
-        "DeepSpeed does not take it: .*no_such_key",
+        "zero_optimization.no_such_key is no key of DeepSpeed's.",
     ),
-    "removed": ({"sparse_gradients": True}, "DeepSpeed does not take it: .*has been removed"),
+    "DeepSpeed's own": (
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
+        "DeepSpeed does not take it: .*reduce_bucket_size",
+    ),
+    "removed": ({"sparse_gradients": True}, "sparse_gradients=true is not supported"),
 }
+CONTRADICTED = (
+    *("optim.clip_norm=null", "optim.lr=0.25", "optim.betas=[0.9,0.95]", "optim.name=adamw"),
+    *("train.precision=fp32", "optim.warmup_steps=3"),
+)
+"""What the command line says, and the files say otherwise."""
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
     changes, words = CONTRADICTIONS[case]
     path = written(tmp_path, **changes)
+    given = [*keys_of(path), *CONTRADICTED]
+    given += ["optim.schedule=constant"] if case == "schedule" else []
     with pytest.raises(ConfigError, match=words) as said:
-        make_plan(load_job(None, None, [*keys_of(path), "optim.clip_norm=null"]), 2, "cpu")
+        make_plan(load_job(None, None, given), 2, "cpu")
     assert "\n" not in str(said.value)
     assert path in str(said.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"betas": [0.8, 0.9], "lr": 1e-05},
+        {"weight_decay": 0, "eps": 1e-06, "betas": [0, 0.9]},
+        {"adam_w_mode": False, "betas": [0.9, 0.95]},
+    ],
+)
+def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path):
+    kind = "Adam" if "adam_w_mode" in params else "AdamW"
+    path = written(tmp_path, optimizer={"type": kind, "params": params}, gradient_clipping=0)
+    words = [*keys_of(path), *CONTRADICTED, "optim.eps=1e-7", "optim.weight_decay=0.5"]
+    for _ in range(len(CONTRADICTED) + 2):
+        try:
+            job = load_job(None, None, words)
+            break
+        except ConfigError as refused:
+            words += shlex.split(str(refused).partition(" Use ")[2].partition(", or write ")[0])
+    assert list(job.optim.betas) == params["betas"]
+    assert job.optim.name == kind.lower()
+    assert job.optim.clip_norm is None
 
 
 @pytest.mark.parametrize(
@@ -130,6 +208,18 @@ def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     with pytest.raises(ConfigError, match=words) as said:
         load_job(None, None, [f"strategy.deepspeed={path}"])
     assert "\n" not in str(said.value)
+
+
+def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):
+    path = written(tmp_path)
+    job = job_from_keys("zero2", {"strategy.deepspeed": path})
+    (line,) = left_to_the_loop(job)
+    assert line == (
+        f"{path}: not used: optimizer, scheduler: the loop has its own optimizer and its rate"
+    )
+    path = written(tmp_path, optimizer={"type": "auto"}, scheduler={})
+    assert left_to_the_loop(job_from_keys("zero2", {"strategy.deepspeed": path})) == []
+    assert left_to_the_loop(job_from_keys("zero2", {})) == []
 
 
 def test_another_technique_beside_the_file_is_refused(tmp_path):

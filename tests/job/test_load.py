@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
 
 import pytest
 import yaml
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, as_word
 from bigtrain.job.load import job_from_keys, load_job, override_job, parse_overrides
 from bigtrain.job.presets import preset_names, read_yaml
 from bigtrain.job.schema import Job
@@ -204,3 +205,28 @@ def test_a_name_does_not_displace_what_is_said_beside_it(turned):
     lengths = ["train.steps=5", "train.epochs=2"]
     with pytest.raises(ConfigError, match="steps=5 and epochs=2.0 both say how long"):
         load_job(None, None, lengths[::-1] if turned else lengths)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        1e-5,
+        "a b",
+        "x;y",
+        [0.9, 0.999],
+        [],
+        ("a.b", "c"),
+        {"name": "ddp", "n": [1, 2]},
+    ],
+)
+def test_words_that_are_advised_come_through_a_shell_as_they_were(value):
+    word = as_word("data.args.some", value)
+    (pasted,) = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {word}"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    found = parse_overrides([pasted]).values["data"]["args"]["some"]
+    expected = list(value) if isinstance(value, tuple) else value
+    assert (float(found) if isinstance(value, float) else found) == expected

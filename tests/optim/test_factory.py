@@ -59,13 +59,14 @@ def test_the_rate_grows_with_the_global_batch():
     assert rates(1, batch=1024, lr=0.1) == [0.1]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_every_implementation_takes_the_same_step(name):
     results = []
     for implementation in ("auto", "fused", "foreach", "loop"):
         torch.manual_seed(0)
         layer = nn.Linear(5, 5)
-        config = OptimConfig(name=name, implementation=implementation, momentum=0.5, lr=0.1)
+        own = {"momentum": 0.5} if name == "sgd" else {"eps": 1e-3}
+        config = OptimConfig(name=name, implementation=implementation, lr=0.1, **own)
         optimizer = optimizer_factory(config)(layer.parameters())
         for _ in range(3):
             layer(torch.ones(2, 5)).square().sum().backward()

@@ -51,6 +51,8 @@ def wide():
 
 RUNS = {
     "adafactor": ADAFACTOR,
+    "adam": {"optim.name": "adam", "optim.eps": 1e-6},
+    "nesterov": {"optim.name": "sgd", "optim.momentum": 0.9, "optim.nesterov": True},
     "bf16 state": {"optim.state": "bf16"},
     "8 bits": {"optim.name": "adamw_8bit"},
     "4 bits": {"optim.name": "adamw_4bit"},

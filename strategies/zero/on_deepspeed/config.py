@@ -7,7 +7,8 @@ from typing import Any
 from bigtrain.core.strategy import Plan
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import json_section, read_deepspeed_json, same_value
+from bigtrain.job.deepspeed_json import deepspeed_config, json_section, refusal, same_value
+from bigtrain.job.deepspeed_sections import engine_part, is_true, unused_sections
 from bigtrain.strategies.zero import Zero
 
 _AUTO = "auto"
@@ -21,7 +22,7 @@ def zero_stage_of(options: Zero) -> int:
     """
     if options.config is None:
         return options.stage
-    stage = json_section(read_deepspeed_json(options.config), "zero_optimization").get("stage", 0)
+    stage = json_section(deepspeed_config(options.config), "zero_optimization").get("stage", 0)
     if stage == _AUTO:
         return options.stage
     if not isinstance(stage, int) or stage not in range(4):
@@ -71,11 +72,9 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
         defaults["data_types"] = {"grad_accum_dtype": "fp32"}
     if options.config is None:
         return defaults
-    user_file = read_deepspeed_json(options.config)
+    user_file = deepspeed_config(options.config)
     _refuse_contradictions(options.config, user_file, defaults, plan)
-    filled: dict[str, Any] = _fill(user_file, defaults)
-    filled.pop("optimizer", None)  # compared with optim.* when the job was read
-    filled.pop("scheduler", None)
+    filled: dict[str, Any] = _fill(engine_part(user_file), defaults)
     for key, value in defaults.items():
         if key not in ("zero_optimization", "data_types"):
             filled.setdefault(key, value)
@@ -165,49 +164,16 @@ def _fill(given: Any, ours: Any) -> Any:
 def _refuse_contradictions(
     path: str, user_file: dict[str, Any], defaults: dict[str, Any], plan: Plan
 ) -> None:
-    batch = plan.batch
-    pairs: list[tuple[str, object, str, object]] = [
-        (
-            "train_batch_size",
-            user_file.get("train_batch_size", _AUTO),
-            "train.global_batch_size",
-            batch.global_size,
-        ),
-        (
-            "train_micro_batch_size_per_gpu",
-            user_file.get("train_micro_batch_size_per_gpu", _AUTO),
-            "train.micro_batch_size",
-            batch.micro_size,
-        ),
-        (
-            "gradient_accumulation_steps",
-            user_file.get("gradient_accumulation_steps", _AUTO),
-            "train.accumulation_steps",
-            batch.accumulation_steps,
-        ),
-    ]
-    for key, value, ours_key, ours_value in pairs:
-        if value not in (_AUTO, ours_value):
-            raise _contradiction(path, key, value, ours_key, ours_value, f"{ours_key}={value}")
+    """Hold the file against what the job came to; `deepspeed_json` has compared the keys."""
+    _refuse_batch(path, user_file, plan)
     clip = user_file.get("gradient_clipping", _AUTO)
     if clip != _AUTO and not same_value(clip, defaults["gradient_clipping"]):
-        wanted = clip or "null"
-        raise _contradiction(
-            path, "gradient_clipping", clip, "optim.clip_norm", plan.clip_norm,
-            f"optim.clip_norm={wanted}",
-        )  # fmt: skip
-    if json_section(user_file, "fp16").get("enabled") is True:
-        raise ConfigError(
-            f"{path}: fp16.enabled=true, and train.precision={plan.precision}: there is no fp16 "
-            "here. Write bf16 instead of fp16 in the file, and use train.precision=bf16."
-        )
+        wanted = clip or None
+        raise refusal(path, "gradient_clipping", clip, "optim.clip_norm", plan.clip_norm, wanted)
     bf16 = json_section(user_file, "bf16").get("enabled", _AUTO)
-    if bf16 not in (_AUTO, defaults["bf16"]["enabled"]):
-        wanted = "bf16" if bf16 else "fp32"
-        raise _contradiction(
-            path, "bf16.enabled", bf16, "train.precision", plan.precision,
-            f"train.precision={wanted}",
-        )  # fmt: skip
+    if bf16 != _AUTO and is_true(bf16) != defaults["bf16"]["enabled"]:
+        wanted = "bf16" if is_true(bf16) else "fp32"
+        raise refusal(path, "bf16.enabled", bf16, "train.precision", plan.precision, wanted)
     for name, place in (
         ("offload_optimizer", plan.offload_tiers.optimizer),
         ("offload_param", plan.offload_tiers.parameters),
@@ -218,17 +184,34 @@ def _refuse_contradictions(
         known = {"none": "device", "cpu": "cpu", "nvme": "disk"}.get(str(device), device)
         if place != "device" and known not in (_AUTO, place):
             key = "optimizer" if name == "offload_optimizer" else "parameters"
-            raise _contradiction(
-                path, f"zero_optimization.{name}.device", device, f"strategy.offload.{key}",
-                place, f"strategy.offload.{key}={known}",
-            )  # fmt: skip
+            theirs, ours = f"zero_optimization.{name}.device", f"strategy.offload.{key}"
+            raise refusal(path, theirs, device, ours, place, known)
 
 
-def _contradiction(
-    path: str, key: str, value: object, ours_key: str, ours_value: object, fix: str
-) -> ConfigError:
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return ConfigError(
-        f"{path}: {key}={shown}, but {ours_key}={'null' if ours_value is None else ours_value}. "
-        f'Use {fix}, or write "auto" in the file.'
+def _refuse_batch(path: str, user_file: dict[str, Any], plan: Plan) -> None:
+    """Refuse a batch that is none of these ranks', or not the job's."""
+    batch = plan.batch
+    pairs = (
+        ("train_batch_size", "train.global_batch_size", batch.global_size),
+        ("train_micro_batch_size_per_gpu", "train.micro_batch_size", batch.micro_size),
+        ("gradient_accumulation_steps", "train.accumulation_steps", batch.accumulation_steps),
     )
+    written = [user_file.get(key, _AUTO) for key, _, _ in pairs]
+    if _AUTO not in written and all(isinstance(value, int) for value in written):
+        total, micro, accumulation = written
+        if total != micro * accumulation * batch.dp_size:
+            raise ConfigError(
+                f"{path}: train_batch_size={total} is not train_micro_batch_size_per_gpu * "
+                f"gradient_accumulation_steps * ranks = {micro} * {accumulation} * "
+                f"{batch.dp_size} = {micro * accumulation * batch.dp_size}. Start as many ranks "
+                'as the file is for, or write "auto" for one of the three.'
+            )
+    for (key, ours, value), said in zip(pairs, written, strict=True):
+        if said != _AUTO and not same_value(said, value):
+            raise refusal(path, key, said, ours, value, said)
+
+
+def unused_line(path: str | None) -> str | None:
+    """What of a user's file has no use here; None where nothing is."""
+    names = [] if path is None else unused_sections(deepspeed_config(path))
+    return f"{path}: not used: {', '.join(names)}" if names else None

@@ -44,6 +44,7 @@ from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file
 from bigtrain.strategies.zero.on_deepspeed.config import (
     bucket_elements,
     deepspeed_settings,
+    unused_line,
     zero_stage_of,
 )
 from bigtrain.strategies.zero.on_deepspeed.in_pipeline import share_engine, shared_forecast
@@ -113,8 +114,9 @@ class DeepSpeed(Zero):
         return stage_3_linear() if self.traits.replaces_products else nullcontext()
 
     def warning(self) -> str | None:
-        """See `Strategy.warning`."""
-        return DEEPSPEED.warning()
+        """See `Strategy.warning`: another DeepSpeed, and what of a file has no use."""
+        lines = (DEEPSPEED.warning(), unused_line(self.config))
+        return "; ".join(line for line in lines if line is not None) or None
 
     def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""

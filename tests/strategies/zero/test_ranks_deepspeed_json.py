@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 
 
 def test_it_trains_to_the_numbers_of_one_process(tmp_path):
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     zero = {
         "stage": 1,
         "reduce_bucket_size": 500,

@@ -1,0 +1,116 @@
+"""Weights that a model begins with, from a file: all of its names, or those that are asked for.
+
+Nothing is downloaded. Of torchvision's models the file may be the one in torchvision's own cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from bigtrain.checkpoint.foreign.state_dicts import is_state_dict, open_state_dict
+from bigtrain.errors import CheckpointError, ConfigError, as_word
+from bigtrain.models.blueprint import Blueprint
+from bigtrain.models.names import named_tensors
+from bigtrain.models.torchvision_models import cached_weights
+from bigtrain.tensors.shards import StateTensor
+
+CACHE = "cache"
+"""In place of a path: the file that torchvision has fetched before."""
+_LISTED = 3
+
+
+def begin_with(blueprint: Blueprint, name: str, source: str, kept: Sequence[str]) -> Path:
+    """Let a described model begin with the values of a file instead of initial ones.
+
+    Args:
+        blueprint: of the model; it is changed.
+        name: of the model (`model.name`).
+        source: the path of a state dict, or `cache`.
+        kept: modules or tensors that begin with initial values (`model.pretrained_except`).
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: there is no such file, it holds no state dict, or a name or a shape is another.
+    """
+    path = cached_weights(name) if source == CACHE else Path(source)
+    key = f"model.pretrained={source}"
+    if not path.exists():
+        raise ConfigError(
+            f"{key}: there is no file {path}. Give the path of a state dict (.pth, .safetensors), "
+            f"or {CACHE} for what torchvision has fetched."
+        )
+    if not is_state_dict(path):
+        raise ConfigError(
+            f"{key}: {path} is no state dict by its name. Give a .pth, .pt, .bin or .safetensors."
+        )
+    try:
+        saved = open_state_dict(path).model
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {error}. Give a state dict of {name}.") from None
+    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, kept)}
+    wanted = named_tensors(blueprint.model)
+    _check_kept(kept, wanted)
+    wanted = {n: tensor for n, tensor in wanted.items() if not _is_in(n, kept)}
+    _check(key, name, saved, wanted)
+    blueprint.values = saved
+    return path
+
+
+def _is_in(name: str, modules: Sequence[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _check_kept(kept: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
+    for module in kept:
+        if not any(_is_in(name, [module]) for name in wanted):
+            known = sorted({name.split(".")[0] for name in wanted})
+            raise ConfigError(
+                f"model.pretrained_except: the model has no {module!r}. It has {', '.join(known)}."
+            )
+
+
+def _check(
+    key: str,
+    model: str,
+    saved: Mapping[str, StateTensor],
+    wanted: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse what would leave a tensor with other values than the file is meant to give."""
+    others = [n for n in wanted if n in saved and tuple(wanted[n].shape) != saved[n].shape]
+    if others:
+        first = others[0]
+        modules = list(dict.fromkeys(n.rpartition(".")[0] or n for n in others))
+        raise ConfigError(
+            f"{key}: {first} is {list(saved[first].shape)} in the file and "
+            f"{list(wanted[first].shape)} in {model}{_more(others)}: another number of classes, or "
+            f"another model. Set {as_word('model.pretrained_except', modules)} to begin there "
+            "with initial weights."
+        )
+    # Files of before torch 0.4.1 have no such counters; torch takes 0 for them, too.
+    missing = [n for n in wanted if n not in saved and not n.endswith(".num_batches_tracked")]
+    spare = [n for n in saved if n not in wanted]
+    for found, where, how in (
+        (missing, "the file has no", "to begin there with initial weights"),
+        (spare, f"{model} has no", "to leave them out"),
+    ):
+        if found and len(found) < len(wanted) // 2:
+            modules = list(dict.fromkeys(n.rpartition(".")[0] or n for n in found))[:8]
+            raise ConfigError(
+                f"{key}: {where} {found[0]}{_more(found)}. Set "
+                f"{as_word('model.pretrained_except', modules)} {how}."
+            )
+        if found:
+            raise ConfigError(
+                f"{key}: {where} {', '.join(found[:_LISTED])}{_more(found, _LISTED)}: it is of "
+                f"another model than {model}, or its names have a prefix. Give a state dict of "
+                f"{model}; bigtrain checkpoint convert and export make one of a checkpoint."
+            )
+
+
+def _more(names: Sequence[str], shown: int = 1) -> str:
+    return f" and {len(names) - shown} more" if len(names) > shown else ""
