@@ -15,8 +15,10 @@ from pydantic.errors import PydanticUserError
 
 from bigtrain.data.source import Data, Source
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.files.regular import check_name
 from bigtrain.job.import_path import load_object
 from bigtrain.job.load import describe_fault
+from bigtrain.job.schema import refuse_truth
 
 SOURCES = {
     "cifar10": "bigtrain.data.images:Cifar10Source",
@@ -74,6 +76,8 @@ def check_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: as `open_data`, as far as it can be known cheaply.
     """
+    if path is not None:
+        check_name(path, "data.path")
     _source(name, path, args).check()
 
 
@@ -176,6 +180,10 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
+    try:
+        refuse_truth(hint, value)
+    except ValueError as error:
+        raise ConfigError(f"data.args.{key}: {error}.") from None
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:

@@ -10,6 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -39,7 +40,7 @@ def parse_json(data: bytes | str, place: object, fix: str = "") -> Any:
     try:
         found = json.loads(data, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
-        shown = f"{place}:{error.lineno}" if "\n" in error.doc else place
+        shown = f"{place}:{error.lineno}" if isinstance(place, os.PathLike) else place
         raise UnreadableError(shown, f"it is not JSON ({error.msg})", fix) from None
     except RecursionError:
         raise UnreadableError(place, _deep("its values are"), fix) from None
@@ -57,7 +58,7 @@ def read_json(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT
     Raises:
         UnreadableError: see `read_bytes` and `parse_json`.
     """
-    return parse_json(read_bytes(path, fix, most), path, fix)
+    return parse_json(read_bytes(path, fix, most), Path(path), fix)
 
 
 def read_json_object(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.files.regular import is_regular
 from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, read_preset
 from bigtrain.job.schema import ROLES, long_form
 
@@ -42,6 +43,8 @@ def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
     if not isinstance(strategy, dict):
         raise ConfigError(f"{asked}: {strategy!r} names none. Write words, as ddp+full.")
     name = strategy.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{asked}.name: {name!r} names none. Write words, as ddp+full.")
     if _SPELLED_OUT & strategy.keys() or not isinstance(name, str):
         return None, strategy
     return name, {key: value for key, value in strategy.items() if key != "name"}
@@ -54,7 +57,7 @@ def split_words(text: str, asked: str) -> list[str]:
         ConfigError: there is nothing beside a `+`, something else between words, or `auto`, which
             is none.
     """
-    if is_file(text) and Path(text).is_file():  # a path may have a + in it
+    if is_file(text) and is_regular(text):  # a path may have a + in it
         return [text]
     words = [word.strip() for word in text.split("+")]
     if "" in words:

@@ -182,7 +182,7 @@ def test_a_missing_or_unknown_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"a strategy file has no key 'modle'"):
         load_job(strategy=write(tmp_path, "modle: {}\n"))
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_yaml(tmp_path / "bad.yaml")
 
 
