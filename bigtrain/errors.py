@@ -31,6 +31,7 @@ class UnreadableError(ConfigError):
         reason: what is wrong with it, without a full stop.
         fix: what helps, as a sentence.
         missing: whether it is not there at all.
+        system: whether the system does not give it, and not what is in it is wrong.
         said: the whole message, where that is another one.
     """
 
@@ -41,6 +42,7 @@ class UnreadableError(ConfigError):
         fix: str = "",
         *,
         missing: bool = False,
+        system: bool = False,
         said: str | None = None,
     ) -> None:
         shown = os.fspath(place) if isinstance(place, os.PathLike) else str(place)
@@ -48,6 +50,7 @@ class UnreadableError(ConfigError):
         super().__init__(text)
         self.reason = reason
         self.missing = missing
+        self.system = system
 
 
 def plain_text(text: object, most: int = 300) -> str:

@@ -76,8 +76,6 @@ def check_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: as `open_data`, as far as it can be known cheaply.
     """
-    if path is not None:
-        check_name(path, "data.path")
     _source(name, path, args).check()
 
 
@@ -125,12 +123,21 @@ def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _source(name: str, path: str | None, args: Mapping[str, Any]) -> Source:
+    if path is not None:
+        check_name(path, "data.path")
     factory = _load(name)
     checked = _checked(name, factory, args)
     if isinstance(factory, type) and hasattr(factory, "open"):
-        source: Source = factory(path=None if path is None else Path(path).expanduser(), **checked)
+        source: Source = factory(path=None if path is None else _expanded(path), **checked)
         return source
     return _Function(factory, path, checked)
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ConfigError(f"data.path={path}: {error}. Write the folder out.") from None
 
 
 def _load(name: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import BinaryIO
+from io import FileIO
 
 from bigtrain.errors import UnreadableError
 
@@ -25,7 +25,7 @@ MOST_TEXT = 64 << 20
 """Bytes of a file that is read as a whole, where nothing else is said."""
 
 
-def open_regular(path: str | os.PathLike[str], fix: str = "") -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:
     """Open a file to read its bytes, without a buffer.
 
     Args:
@@ -43,8 +43,9 @@ def open_regular(path: str | os.PathLike[str], fix: str = "") -> BinaryIO:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise UnreadableError(path, f"it is {_kind(mode)}, and a file is needed", fix)
-        return os.fdopen(descriptor, "rb", buffering=0)
+            reason = f"it is {_kind(mode)}, and a file is needed"
+            raise UnreadableError(path, reason, fix, system=True)
+        return FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
@@ -174,7 +175,8 @@ def unreadable(
     """What the system says of a path, as the one error."""
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
-        return UnreadableError(path, reason, fix, missing=error.errno in _ABSENT)
+        missing = error.errno in _ABSENT
+        return UnreadableError(path, reason, fix, missing=missing, system=True)
     reason = "its name has a NUL character"
     if isinstance(error, UnicodeError):
         reason = "its name has half of a character (a lone surrogate)"

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 
 from bigtrain.devices import device_names
+from bigtrain.errors import UnreadableError
+from bigtrain.files.drafts import read_cache, write_cache
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
     MeasuredRates,
@@ -119,10 +120,8 @@ def _key(ranks: int) -> str:
 def _entries() -> dict[str, dict[str, Any]]:
     """What is in the cache; a file that is damaged has nothing in it."""
     try:
-        cache = json.loads(cache_file().read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(cache, dict):
+        cache = read_cache(cache_file())
+    except UnreadableError:
         return {}
     return {key: entry for key, entry in cache.items() if isinstance(entry, dict)}
 
@@ -133,7 +132,7 @@ def _rates_of(values: object) -> MeasuredRates | None:
     if not isinstance(values, dict) or set(values) != names or values["problems"] != {}:
         return None
     flops = values["flops"]
-    if not isinstance(flops, dict) or set(flops) != set(PRODUCT_TYPES):
+    if not isinstance(flops, dict) or {*flops} != {*PRODUCT_TYPES}:
         return None
     kinds = values["link_kinds"]
     if not isinstance(kinds, dict) or not all(_is_link(found) for found in kinds.values()):
@@ -142,6 +141,8 @@ def _rates_of(values: object) -> MeasuredRates | None:
     scalar_names = names - {"device", "flops", "problems", "link_kinds"}
     numbers = [values[n] for n in scalar_names if not (n in optional and values[n] is None)]
     if not all(_is_positive(number) for number in (*numbers, *flops.values())):
+        return None
+    if not isinstance(values["device"], str):
         return None
     return MeasuredRates(**values)
 
@@ -177,14 +178,8 @@ def _keep(rates: MeasuredRates) -> None:
         "rates": asdict(rates),
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    path = cache_file()
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix="rates-", encoding="utf-8", delete=False
-        ) as file:
-            json.dump(entries, file, indent=1)
-        os.replace(file.name, path)  # another process reads the old file or the new one
+        write_cache(cache_file(), entries, indent=1)
 
 
 @contextlib.contextmanager

@@ -13,18 +13,19 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import device_type_of
 from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import UnreadableError
+from bigtrain.files.drafts import read_cache, say_damaged, write_cache
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.rate_cache import cache_file, lock_file
@@ -240,7 +241,7 @@ class BlockTimer:
                     by_rows = {one.rows: one for one in (*kept, *map(_from_json, found))}
                     kept = [by_rows[rows] for rows in sorted(by_rows)]
                     _write(path, key, kept, sizes_asked | set(request.rows))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             self.source = f"blocks could not be timed: {error}"
             return []
         return kept
@@ -342,37 +343,61 @@ def _ratio(seconds: float, known: float) -> float:
     return seconds / known if known > 0 else 1.0
 
 
-def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
-    pairs = [(float(a), float(b)) for a, b in values["sections"]]
-    shares = {variant: (a, b) for variant, (a, b) in values["shares"].items()}
-    return BlockSeconds(values["rows"], pairs, values["update"], values["trained"], shares)
+def _from_json(values: Any) -> BlockSeconds:
+    """What ranks have timed, or a cache has kept.
+
+    Raises:
+        ValueError: it is none: a figure is missing, of another kind, or no time.
+    """
+    if not isinstance(values, dict) or {*values} != {one.name for one in fields(BlockSeconds)}:
+        raise ValueError("an entry has other figures")
+    sections, shares = values["sections"], values["shares"]
+    if not isinstance(sections, list) or not isinstance(shares, dict):
+        raise ValueError("its sections are no list, or its shares no object")
+    pairs = [*sections, *shares.values()]
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError("its figures are no pairs")
+    numbers = [values["update"], *(number for pair in pairs for number in pair)]
+    if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers):
+        raise ValueError("a figure is no time")
+    if not (_is_count(values["rows"]) and _is_count(values["trained"])):
+        raise ValueError("its rows or numbers are no count")
+    if not {*shares} <= {*get_args(BlockVariant)}:
+        raise ValueError("its shares are of other ways")
+    timed = [(float(a), float(b)) for a, b in sections]
+    shared = {variant: (float(a), float(b)) for variant, (a, b) in shares.items()}
+    return BlockSeconds(values["rows"], timed, values["update"], values["trained"], shared)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _read(path: Path, key: str) -> tuple[list[BlockSeconds], set[int]]:
     """What is kept, and the sizes that were asked for: of large ones there may be no time."""
     try:
-        entry = json.loads(path.read_text("utf-8"))[key]
-        return [_from_json(one) for one in entry["timed"]], set(map(int, entry["sizes"]))
-    except (OSError, ValueError, KeyError, TypeError):  # there is nothing, or it is damaged
+        entry = read_cache(path).get(key)
+    except UnreadableError:
+        return [], set()
+    if entry is None:
+        return [], set()
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError("an entry is no object")
+        timed, sizes = entry.get("timed"), entry.get("sizes")
+        if not (isinstance(timed, list) and isinstance(sizes, list) and all(map(_is_count, sizes))):
+            raise ValueError("an entry has no lists of times and sizes")
+        return [_from_json(one) for one in timed], set(sizes)
+    except ValueError as error:
+        say_damaged(path, str(error))
         return [], set()
 
 
 def _write(path: Path, key: str, timed: Sequence[BlockSeconds], sizes: set[int]) -> None:
     """Keep it beside others; to be called with the lock. A full disk costs the next one seconds."""
-    entries: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text("utf-8"))
-        entries = known if isinstance(known, dict) else {}
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    entries.pop(key, None)  # so that it is the newest
-    entries[key] = {"timed": [asdict(t) for t in timed], "sizes": sorted(sizes), "when": when}
-    newest = dict(list(entries.items())[-MAX_KEPT_MODELS:])
-    with (
-        contextlib.suppress(OSError),
-        tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix="blocks-", encoding="utf-8", delete=False
-        ) as file,
-    ):
-        json.dump(newest, file)
-        file.flush()
-        os.replace(file.name, path)
+    with contextlib.suppress(OSError, UnreadableError):
+        entries = read_cache(path)
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        entries.pop(key, None)  # so that it is the newest
+        entries[key] = {"timed": [asdict(t) for t in timed], "sizes": sorted(sizes), "when": when}
+        write_cache(path, dict(list(entries.items())[-MAX_KEPT_MODELS:]))
