@@ -16,6 +16,7 @@ from bigtrain.files.regular import check_name, is_regular, is_there, names_in, r
 
 LATEST, BEST = "latest", "best"
 """Files with the name of a checkpoint beside them."""
+_LOCK = ".lock"
 _DRAFT, _ASIDE = ".step-", ".replaced-"
 
 
@@ -48,7 +49,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # whoever saves there will say it
         yield
         return
@@ -65,10 +66,19 @@ def sole_writer(folder: Path) -> Iterator[None]:
             yield
             return
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(descriptor, _own_words().encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def has_own_lock(folder: Path) -> bool:
+    """Whether the lock of `sole_writer` is there and this process's: a folder may be removed."""
+    return read_pointer(folder / _LOCK) == _own_words()
+
+
+def _own_words() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def is_complete(path: Path) -> bool:
