@@ -23,6 +23,8 @@ _KINDS = (
 )
 MOST_TEXT = 64 << 20
 """Bytes of a file that is read as a whole, where nothing else is said."""
+MOST_LINES = 1 << 36
+"""Bytes of one that grows with every step of a run, or with the model."""
 
 
 def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:

@@ -27,6 +27,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.devices import accelerator, device_names
 from bigtrain.errors import UnreadableError
 from bigtrain.files.drafts import read_cache, write_cache
+from bigtrain.files.parse import parse_json
 from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import cpu_name
 from bigtrain.memory.cap import ACCELERATOR_BYTES, NON_TENSOR_BYTES
@@ -236,7 +237,7 @@ def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
 
 def _step_key(device_key: str) -> str:
     """What the seconds of runs on a device are kept under, beside the bytes of its ranks."""
-    return json.dumps({"step_seconds": json.loads(device_key)})
+    return json.dumps({"step_seconds": parse_json(device_key, "a key")})
 
 
 def _default(engine: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, unwrappe
 from bigtrain.checkpoint.foreign.torch_files import TorchTensor, read_torch_file
 from bigtrain.checkpoint.read import FileTensor, tensors_of_file
 from bigtrain.errors import CheckpointError
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import is_regular, read_text
 from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -52,7 +53,7 @@ def open_state_dict(path: Path) -> ForeignState:
         raise CheckpointError(f"{path} has no tensors of a model under names")
     names = unwrapped_names(found)
     config = path / "config.json"
-    texts = {"config.json": config.read_text("utf-8")} if config.is_file() else {}
+    texts = {"config.json": read_text(config)} if is_regular(config) else {}
     notes = (f"Left out: {', '.join(sorted(set(more)))}.",) if more else ()
     model = {names[name]: tensor for name, tensor in found.items()}
     return ForeignState(kind, model, notes=notes, texts=texts)
@@ -63,10 +64,11 @@ def _files_of(path: Path) -> list[str]:
     if not path.name.endswith(".index.json"):
         return [path.name]
     try:
-        places: Mapping[str, str] = json.loads(path.read_text("utf-8"))["weight_map"]
+        places: Mapping[str, str] = read_json_object(path)["weight_map"]
         names = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+        reason = getattr(error, "reason", error)
+        raise CheckpointError(f"{path} is not readable: {reason}") from None
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path} names the file {name}, outside of its folder")
