@@ -107,6 +107,12 @@ class CheckpointError(BigtrainError):
     """A checkpoint is missing, damaged, cannot be written, or does not belong to this model."""
 
 
+class ForeignFileError(CheckpointError):
+    """A file of weights that was named on the command line is not of its format."""
+
+    exit_status = 2
+
+
 class UnequalRanksError(BigtrainError):
     """Ranks that hold the same tensor have other values in it: from some step on they drifted."""
 

@@ -84,7 +84,8 @@ class Manifest:
                 f"{path / MANIFEST} is damaged: its contents changed on disk."
             )
         opened = cls(path, FORMAT, found.get("piece_bytes", 0), found.get("files", {}))
-        if not _is_count(opened.piece_bytes, 1) or not opened._has_records():
+        fits = _is_count(opened.piece_bytes, 1) and opened._has_records()
+        if not fits or STATE not in opened.files:
             raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: it is no list of files.")
         return opened
 

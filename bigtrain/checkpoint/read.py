@@ -14,7 +14,12 @@ from torch import Tensor
 
 from bigtrain.checkpoint.layout import DTYPE_CODES, PIECE_BYTES
 from bigtrain.checkpoint.manifest import STATE, Manifest
-from bigtrain.errors import CheckpointError, DamagedCheckpointError, UnreadableError
+from bigtrain.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    ForeignFileError,
+    UnreadableError,
+)
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import open_regular
 from bigtrain.files.tensor_header import read_tensor_header
@@ -164,12 +169,12 @@ def tensors_of_file(path: Path) -> dict[str, FileTensor]:
     """The tensors of a safetensors file by name.
 
     Raises:
-        CheckpointError: it is none; see `read_tensor_header`.
+        ForeignFileError: it is none; see `read_tensor_header`.
     """
     try:
         header = read_tensor_header(path, _ITEMSIZES)
     except UnreadableError as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error.reason}") from None
+        raise ForeignFileError(f"{path} is no safetensors file: {error.reason}") from None
     return {
         name: FileTensor(path, entry.begin, _DTYPE_OF[entry.code], entry.shape)
         for name, entry in header.items()

@@ -16,6 +16,7 @@ FULL = {
     "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen_for"
     "_in_seconds": 1,
     "checkpoint/test_damage.py::test_a_thousand_random_damages_are_refused": 1,
+    "checkpoint/test_drawn_damages.py::test_a_thousand_damages_are_refused_and_gone_back_from": 1,
     "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 3,
     "checkpoint/test_ranks_slices.py::test_what_optimizers_keep_in_slices_is_saved_and_opened": 2,
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,

@@ -32,7 +32,6 @@ ALLOWED = {
     ("recorder.star", "pickle.loads"): "the same",
     ("ranks.failure_hub", "json.loads"): "messages between the ranks of one run",
     ("ranks.rendezvous", "os.open"): "the port that rank 0 writes for its own ranks",
-    ("ranks.rendezvous", "os.fdopen"): "the same",
     ("ranks.rendezvous", "read_text"): "the same",
 }
 """Who may, and why: what is read there is not a file of others, or was opened by bigtrain.files."""
