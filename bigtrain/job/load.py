@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from bigtrain.errors import ConfigError, UnreadableError, plain_text
 from bigtrain.files.parse import parse_yaml
-from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
+from bigtrain.job.presets import COMMAND_LINE, ConfigTree, KeyPath, read_preset
 from bigtrain.job.schema import Job
 from bigtrain.job.strategy_words import read_strategy, words_in
 
@@ -64,7 +64,7 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
             if tree.strategy is not None:
                 said = {(key, name): config for name, config in inner.items()}
         for path, config in said.items():
-            tree.put(path, config, f"command line, {key}", beside=True)
+            tree.put(path, config, f"{COMMAND_LINE}, {key}", beside=True)
     return tree
 
 
@@ -179,7 +179,7 @@ def format_validation_error(
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
     place = tree.origin(path) if tree else None
-    prefix = f"{place}: " if place and not place.startswith("command line") else ""
+    prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
     name = section + ".".join(path)

@@ -17,6 +17,8 @@ from bigtrain.files.parse import MOST_YAML, parse_yaml
 from bigtrain.files.regular import check_name, is_there, read_text
 
 KeyPath = tuple[str, ...]
+COMMAND_LINE = "command line"
+"""How the place of a key begins that was said there."""
 _LISTED = 20
 """The most names that a message lists."""
 
@@ -58,8 +60,30 @@ class ConfigTree:
             node = child
         if not beside:
             _forget_arguments(node, path[:-1], {path[-1]: value})
+        if beside:
+            value = self._with_keys_beside(path, value, node.get(path[-1]))
         node[path[-1]] = value
         self.origins[path] = origin
+
+    def _with_keys_beside(self, path: KeyPath, value: Any, there: Any) -> Any:
+        """A value with the keys below it that are said beside it by words of their own.
+
+        Raises:
+            ConfigError: it is no mapping, or says one of these keys, too.
+        """
+        kept = {}
+        for other, place in self.origins.items():
+            is_below = len(other) > len(path) and other[: len(path)] == path
+            if not is_below or not place.startswith(COMMAND_LINE) or not isinstance(there, dict):
+                continue
+            key = other[len(path)]
+            if not isinstance(value, dict) or (key in value and value[key] != there.get(key)):
+                raise ConfigError(
+                    f"{'.'.join(path)} is said as a whole, and {'.'.join(other)} beside it. Leave "
+                    "one of the two out."
+                )
+            kept[key] = there[key]
+        return {**kept, **value} if kept else value
 
     def merge(self, other: ConfigTree) -> None:
         """Lay another tree over this one; a strategy replaces the whole strategy."""

@@ -66,7 +66,9 @@ def _files_of(path: Path) -> list[str]:
     try:
         places: Mapping[str, str] = read_json_object(path)["weight_map"]
         names = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("its weight_map has something else than names of files")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         reason = getattr(error, "reason", error)
         raise CheckpointError(f"{path} is not readable: {reason}") from None
     for name in names:
