@@ -380,7 +380,7 @@ def _entry_ways(
         "a shape that is a text": change(shape="24"),
         "an unknown type": change(dtype="F33"),
         "a type that is a list": change(dtype=["F32"]),
-        "another type": change(dtype="F64"),
+        "another type": change(dtype="U8"),
         "one key more": change(more=1),
         "one key less": lambda: one.pop(draw.choice(("dtype", "shape", "data_offsets"))),
         "no object": lambda: header.update({name: [1, 2]}),

@@ -330,7 +330,9 @@ def _json_text(draw: random.Random, right: Any) -> bytes:
 
 def _deepspeed(draw: random.Random) -> HostileInput:
     files = {"ds.json": _json_text(draw, _DEEPSPEED)}
-    return HostileInput("deepspeed", _train(*SMALL, "strategy.deepspeed=ds.json"), files)
+    agreed = ("optim.schedule=constant", "optim.warmup_steps=0", "optim.clip_norm=1.0")
+    words = _train(*SMALL, *agreed, "strategy.deepspeed=ds.json")
+    return HostileInput("deepspeed", words, files)
 
 
 _KEPT = {
@@ -387,7 +389,7 @@ _VARIABLES = (
     ),
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "BIGTRAIN_RESTART", "BIGTRAIN_LAUNCH"),
-    *("XDG_CACHE_HOME", "HOME", "TMPDIR", "COLUMNS", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
+    *("XDG_CACHE_HOME", "HOME", "TMPDIR", "COLUMNS", "SLURM_RESTART_COUNT"),
 )
 _ODD = (
     *(
@@ -490,9 +492,9 @@ class HostileRuns:
         for name, data in given.files.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_bytes(data)
-        (place / "tmp").mkdir()  # ranks of one launch keep others quiet by a file there
-        own = {"XDG_CACHE_HOME": str(place / "cache"), "HOME": str(place)}
-        own["TMPDIR"] = str(place / "tmp")
+        # Ranks of one launch keep each other quiet, and all inputs are started by one process.
+        own = {"PMIX_NAMESPACE": f"{seed}-{number}-{os.getpid()}"}
+        own |= {"XDG_CACHE_HOME": str(place / "cache"), "HOME": str(place)}
         environ = {**self._environ, **own, **given.environ}
         began = time.monotonic()
         status, problem = None, None

@@ -95,18 +95,14 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _json_fault(found: Any) -> str | None:
     """What is wrong with a value although it is JSON; without recursion."""
-    level = [found]
+    level: list[Any] = [[found]]
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
         for one in level:
-            if isinstance(one, str):
-                if not _is_whole_text(one):
-                    return "it has half of a character (a lone surrogate)"
-            elif isinstance(one, dict):
-                inner += one
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
+            values = [*one, *one.values()] if isinstance(one, dict) else one
+            if not all(_is_whole_text(value) for value in values if isinstance(value, str)):
+                return "it has half of a character (a lone surrogate)"
+            inner += [value for value in values if isinstance(value, dict | list)]
         if not inner:
             return None
         level = inner

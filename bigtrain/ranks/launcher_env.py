@@ -114,7 +114,7 @@ def launch_key(environ: Mapping[str, str]) -> str:
     """
     parts = [environ.get(name, "") for name in _LAUNCH_VARIABLES]
     parts += [str(os.getuid()), _read_text("/proc/sys/kernel/random/boot_id"), *_starter()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+    return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 
 def _has_pmi(environ: Mapping[str, str]) -> bool:
