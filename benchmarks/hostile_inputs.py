@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import random
 import shutil
 import struct
@@ -118,6 +119,33 @@ YAML_ONLY = (
     *("!!null x", "!!merge <<", "!!str", "!!map []", "!!seq {}", "@a", "%YAML 9.9", "--- a\n--- b"),
     *("&a [*a]", "&a {a: *a}", "[" * 500, "{a: " * 500, "[" * _DEEP, "- " * 3000, "!!int '0x'"),
 )
+PLAUSIBLE = (
+    *("0", "1", "2", "3", "4", "8", "16", "1000000", "0.5", "1.0e-3", "true", "false", "null"),
+    *("[0.9, 0.95]", "[1, 2]", "[]", "{}", "ddp", "full", "selective", "zero", "adamw", "sgd"),
+    *(
+        "cosine",
+        "linear",
+        "poly",
+        "step",
+        "bf16",
+        "fp64",
+        "text",
+        "text.txt",
+        "runs",
+        "first",
+        "auto",
+    ),
+    *(
+        "1GiB",
+        "64KiB",
+        "100%",
+        "{name: ddp}",
+        "{name: zero, stage: 2}",
+        "{every: 2}",
+        "cpu",
+        "loss",
+    ),
+)
 KEYS = (
     *("model.name", "model.args.width", "model.args", "model.loss", "model.head", "data.name"),
     *(
@@ -155,7 +183,7 @@ KEYS = (
 
 def _value(draw: random.Random, depth: int = 0) -> str:
     """A value as YAML's flow writes it."""
-    pool = draw.choice((NUMBERS, NUMBERS, WORDS, WORDS, YAML_ONLY))
+    pool = draw.choice((NUMBERS, WORDS, YAML_ONLY, PLAUSIBLE, PLAUSIBLE))
     if depth < 3 and draw.random() < 0.2:
         inner = ", ".join(_value(draw, depth + 1) for _ in range(draw.randrange(4)))
         return f"[{inner}]"
@@ -171,7 +199,7 @@ def _value(draw: random.Random, depth: int = 0) -> str:
 def _yaml_text(draw: random.Random, keys: tuple[str, ...] = KEYS) -> str:
     """A file of nested keys, some of them right."""
     lines: list[str] = []
-    for key in draw.sample(keys, draw.randint(1, 5)):
+    for key in draw.sample(keys, draw.randint(1, 3)):
         parts = key.split(".")
         for depth, part in enumerate(parts[:-1]):
             lines.append("  " * depth + f"{part}:")
@@ -440,7 +468,7 @@ _ODD = (
 
 
 def _environment(draw: random.Random) -> HostileInput:
-    names = draw.sample(_VARIABLES, draw.randint(1, 5))
+    names = draw.sample(_VARIABLES, draw.randint(1, 3))
     families = (
         "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
         "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS",
