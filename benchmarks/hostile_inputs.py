@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -41,6 +42,8 @@ SMALL = (
 )
 """The words of a job that takes no time; those of an input come after them."""
 _DEEP = 100_000
+_MOST_LETTERS = 5200
+"""Of a line that says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -248,8 +251,12 @@ def _mutated(draw: random.Random, data: bytes) -> bytes:
 
 def _yaml_bytes(draw: random.Random, right: str, keys: tuple[str, ...] = KEYS) -> bytes:
     way = draw.random()
-    if way < 0.45:
+    if way < 0.25:
         return _yaml_text(draw, keys).encode("utf-8", "surrogatepass")
+    if way < 0.45:  # one value of what is right
+        places = [match.span(1) for match in re.finditer(r": ([^\s,{}]+)", right)]
+        begin, end = draw.choice(places)
+        return (right[:begin] + _value(draw) + right[end:]).encode("utf-8", "surrogatepass")
     if way < 0.55:
         return _bomb(draw).encode()
     if way < 0.6:
@@ -300,7 +307,8 @@ def _train(*words: str) -> tuple[str, ...]:
 
 def _config(draw: random.Random) -> HostileInput:
     files = {"job.yaml": _yaml_bytes(draw, _JOB)}
-    return HostileInput("job", _train("--config", "job.yaml", "device=cpu"), files)
+    words = SMALL if draw.random() < 0.3 else ("device=cpu",)
+    return HostileInput("job", _train("--config", "job.yaml", *words), files)
 
 
 def _strategy(draw: random.Random) -> HostileInput:
@@ -316,7 +324,7 @@ def _plan(draw: random.Random) -> HostileInput:
 
 def _overrides(draw: random.Random) -> HostileInput:
     words = list(SMALL)
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
         key = draw.choice((*KEYS, *KEYS, ".", "a" * 300, "train..steps", "a." * 400, "TRAIN.STEPS"))
         text = _value(draw).replace("\0", "")[:100_000]
         words += [f"{key}={text}"] if draw.random() < 0.9 else [key, text]
@@ -557,7 +565,7 @@ def _fault(done: subprocess.CompletedProcess[str]) -> str | None:
         own = [line for line in said.splitlines() if line.startswith(("bigtrain: ", "usage: "))]
         if not own:
             return f"exit status 2 without a line: {said[-200:]}"
-        if max(map(len, own)) > 3000:
+        if max(map(len, own)) > _MOST_LETTERS:
             return f"a line of {max(map(len, own))} letters: {own[0][:200]}"
     return None
 

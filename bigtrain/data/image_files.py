@@ -114,7 +114,9 @@ def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
 
 
 def check_whole(files: Sequence[Path], most: int) -> None:
-    """Refuse images that are cut off: only those are decoded whose last bytes are not an end.
+    """Refuse images that are cut off, or are none.
+
+    Of all the header is read; only those are decoded whose last bytes are not an end.
 
     Args:
         files: JPEG, PNG or what else Pillow reads.
@@ -135,7 +137,9 @@ def check_whole(files: Sequence[Path], most: int) -> None:
             raise _damaged(path, error.reason) from None
         except OSError as error:
             raise _damaged(path, str(error.strerror)) from error
-        if not whole:
+        if whole:
+            image_header(path)
+        else:
             decode_image(path)
 
 

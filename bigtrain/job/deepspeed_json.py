@@ -40,7 +40,7 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     """
     check_name(path, "strategy.deepspeed")
     try:
-        return read_json_object(path)
+        return read_json_object(path, "Give the path of a DeepSpeed configuration (JSON).")
     except UnreadableError as error:
         if error.missing:
             raise ConfigError(

@@ -19,6 +19,8 @@ from bigtrain.files.regular import is_regular
 from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, read_preset
 from bigtrain.job.schema import ROLES, long_form
 
+_MOST_LETTERS = 5000
+"""Of words with paths among them."""
 KIND = "strategies"
 """The folder of the presets, below configs/."""
 PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
@@ -60,6 +62,11 @@ def split_words(text: str, asked: str) -> list[str]:
     if is_file(text) and is_regular(text):  # a path may have a + in it
         return [text]
     words = [word.strip() for word in text.split("+")]
+    if len(text) > _MOST_LETTERS:
+        raise ConfigError(
+            f"{asked}: a strategy of {len(text)} letters, {_MOST_LETTERS} are the most. Write "
+            "words like ddp+full."
+        )
     if "" in words:
         fault = "has no word beside a +" if text.strip() else "names no strategy"
         raise ConfigError(f"{asked}: {text!r} {fault}. Write words like ddp+full.")

@@ -306,7 +306,8 @@ class RunLog:
             OSError: that cannot be done now.
             ConfigError: another run has begun in that folder.
         """
-        if not os.path.isdir(self.folder):
+        gone = not os.path.isdir(self.folder)
+        if gone:
             self.folder.mkdir(parents=True)
             lines = sum(_contents(file).count(b"\n") for file in self._files.values())
             lost = ", and its tensorboard" if self._board is not None else ""
@@ -314,8 +315,7 @@ class RunLog:
                 f"warning: {self.folder} was removed during the run. It is made again with its "
                 f"{lines} lines so far; checkpoints that were in it{lost} are lost."
             )
-            self._lock_again()
-            self._write_plan(self._job, self._plan, self._predicted)
+            self._keep_plan()
             if self._board is not None:
                 self._board = _open_board(self.folder, 0)
         for name, file in list(self._files.items()):
@@ -327,17 +327,25 @@ class RunLog:
                 draft = path.with_name(f".{name}")
                 draft.write_bytes(_contents(file))
                 draft.replace(path)
-            else:
+                fault = "removed, and is written again with its lines so far,"
+            if not gone:
                 self.print_line(f"warning: {path} was {fault} during the run.")
-                self._lock_again()
+                self._keep_plan()
             self._files[name] = self._opened(name)
             file.close()
 
-    def _lock_again(self) -> None:
-        """Raises ConfigError: another run has taken the folder meanwhile."""
+    def _keep_plan(self) -> None:
+        """Make again what stands beside the lines: its lock, and the job and plan.
+
+        Raises:
+            OSError: it cannot be written.
+            ConfigError: another run has taken the folder meanwhile.
+        """
         checkpoints = self.folder / "checkpoints"
         if not has_own_lock(checkpoints):
             self._locks.enter_context(sole_writer(checkpoints))
+        if not is_there(self.folder / "plan.yaml"):
+            self._write_plan(self._job, self._plan, self._predicted)
 
     def _leave(self, name: str, text: str) -> None:
         """Write a file of the end; a run is not lost for it."""
