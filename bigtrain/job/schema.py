@@ -446,7 +446,7 @@ class LogConfig(ConfigSection):
     @field_validator("name")
     @classmethod
     def _stays_below(cls, value: str | None) -> str | None:
-        parts = PurePath(value or "run").parts
+        parts = PurePath(value or "").parts
         if value is not None and (not parts or ".." in parts or PurePath(value).is_absolute()):
             raise ValueError(
                 f"{value!r} leads out of log.dir. Give a name such as log.name=first, and "

@@ -9,13 +9,14 @@ A preset or file may itself name its strategy by words; what else it says lies o
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, did_you_mean
-from bigtrain.files.regular import is_regular
+from bigtrain.files.regular import check_name, is_regular
 from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, read_preset
 from bigtrain.job.schema import ROLES, long_form
 
@@ -135,7 +136,9 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
 
 def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
     """One preset or file; where it names words itself, those with its other keys over them."""
-    key = str(Path(word).resolve()) if is_file(word) else word
+    if is_file(word):
+        check_name(word, asked)
+    key = os.path.realpath(word) if is_file(word) else word  # of a loop of links, too
     if key in within:
         raise ConfigError(f"{asked}: {word} names itself. Name another strategy there.")
     tree = read_preset(KIND, word, asked) if is_file(word) else _read_preset_word(word, asked)

@@ -19,7 +19,7 @@ import torch
 
 from bigtrain.devices import device_names
 from bigtrain.errors import UnreadableError
-from bigtrain.files.drafts import read_cache, write_cache
+from bigtrain.files.drafts import read_cache, say_damaged, write_cache
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
     MeasuredRates,
@@ -81,7 +81,10 @@ def _cores(number: int) -> str:
 def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
     """The rates that are kept for this hardware, torch and number of ranks; None without any."""
     entry = _entries().get(_key(link_ranks(ranks)))
-    return None if entry is None else _rates_of(entry.get("rates"))
+    found = None if entry is None else _rates_of(entry.get("rates"))
+    if entry is not None and found is None:
+        say_damaged(cache_file(), "the rates of this machine are none")
+    return found
 
 
 def cache_file() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -254,6 +255,42 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     slow = timer(rows=(1, 2, 4))
     assert slow.seconds(bf16_parameters=False) == []
     assert slow.source == "blocks could not be timed: 2 ranks did not answer in 180 s"
+
+
+GOOD = {"rows": 1, "sections": [[0.1, 0.2]], "update": 0.3, "trained": 7, "shares": {}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ([], "an entry is no object"),
+        ({}, "no lists of times and sizes"),
+        ({"timed": [GOOD], "sizes": [math.inf]}, "no lists of times and sizes"),
+        ({"timed": [GOOD], "sizes": [True]}, "no lists of times and sizes"),
+        ({"timed": {}, "sizes": [1]}, "no lists of times and sizes"),
+        ({"timed": [[1]], "sizes": [1]}, "an entry has other figures"),
+        ({"timed": [{**GOOD, "more": 1}], "sizes": [1]}, "an entry has other figures"),
+        ({"timed": [{**GOOD, "shares": []}], "sizes": [1]}, "its shares no object"),
+        ({"timed": [{**GOOD, "shares": {"split": [1]}}], "sizes": [1]}, "no pairs"),
+        ({"timed": [{**GOOD, "shares": {"other": [1, 1]}}], "sizes": [1]}, "of other ways"),
+        ({"timed": [{**GOOD, "sections": [[0.1, "x"]]}], "sizes": [1]}, "a figure is no time"),
+        ({"timed": [{**GOOD, "sections": [[0.1, math.nan]]}], "sizes": [1]}, "is no time"),
+        ({"timed": [{**GOOD, "update": -1}], "sizes": [1]}, "a figure is no time"),
+        ({"timed": [{**GOOD, "rows": 1.5}], "sizes": [1]}, "its rows or numbers are no count"),
+    ],
+)
+def test_an_entry_that_is_none_is_said_and_timed_anew(entry, reason, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bigtrain.files.drafts._SAID", set())
+    path = tmp_path / "blocks.json"
+    path.write_text(json.dumps({"key": entry, "other": {"timed": [GOOD], "sizes": [1]}}))
+    assert block_seconds._read(path, "key") == ([], set())
+    said = capsys.readouterr().err
+    assert reason in said
+    assert said.count("\n") == 1
+    timed, sizes = block_seconds._read(path, "other")
+    assert (timed, sizes) == ([BlockSeconds(1, [(0.1, 0.2)], 0.3, 7)], {1})
+    block_seconds._write(path, "key", timed, sizes)
+    assert block_seconds._read(path, "key") == (timed, sizes)
 
 
 def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():
