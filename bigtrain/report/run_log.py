@@ -82,8 +82,8 @@ def _choose(job: Job) -> Path:
             "Use --resume auto to continue it, or another log.name."
         )
     if job.checkpoint.resume not in (None, "auto") and (folder / "metrics.jsonl").exists():
-        place = Path(str(job.checkpoint.resume)).resolve()
-        if folder.resolve() not in (place, *place.parents):
+        place = Path(os.path.realpath(str(job.checkpoint.resume)))
+        if Path(os.path.realpath(folder)) not in (place, *place.parents):
             raise ConfigError(
                 f"log.name={job.log.name}: {folder} holds a run already, and checkpoint.resume="
                 f"{job.checkpoint.resume} is not of that run. Use another log.name."

@@ -79,6 +79,7 @@ FULL = {
     "strategies/zero/test_ranks_on_torch.py::test_the_numbers_are_those_of_one_process": 4,
     "timing/test_block_seconds.py::test_ranks_of_this_machine_time_a_job": 1,
     "test_golden.py::test_what_is_known_without_running_is_what_it_was": 1,
+    "test_hostile_inputs.py::test_hundreds_of_inputs_end_in_a_line_or_run": 2,
     "test_ranks_survival.py::test_a_rank_that_stands_still_is_ended": 1,
     "test_ranks_survival.py::test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named": 1,
     "test_ranks_faults.py::test_faults_at_random_change_no_number": 2,

@@ -125,15 +125,19 @@ def test_a_folder_that_is_removed_is_made_again_with_all_lines(log: Log, when: s
 
 def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
     hold = (
-        "import sys\nfrom pathlib import Path\n"
-        "from bigtrain.checkpoint.folders import sole_writer\n"
-        "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True)\n    input()\n"
+        "import fcntl, os, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'process {os.getpid()} on elsewhere')\n"
+        "file.flush()\n"
+        "print('held', flush=True)\ninput()\n"
     )
     with log.open() as writer:
         writer.step(result(1))
         shutil.rmtree(log.folder)
+        (log.folder / "checkpoints").mkdir(parents=True)
         other = subprocess.Popen(
-            [sys.executable, "-c", hold, str(log.folder / "checkpoints")],
+            [sys.executable, "-c", hold, str(log.folder / "checkpoints" / ".lock")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -20,3 +20,4 @@ def _benchmark(name: str) -> Any:
 
 
 damages = _benchmark("damages")
+hostile_inputs = _benchmark("hostile_inputs")
