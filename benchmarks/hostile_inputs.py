@@ -331,6 +331,31 @@ def _overrides(draw: random.Random) -> HostileInput:
     return HostileInput("words", _train(*words))
 
 
+_SIZES = (
+    *("model.args.width", "model.args.num_layers", "model.args.num_heads", "train.steps"),
+    *("data.args.sequence_length", "data.args.validation_samples", "train.global_batch_size"),
+    *(
+        "train.micro_batch_size",
+        "train.accumulation_steps",
+        "train.epochs",
+        "train.seed",
+        "mesh.pp",
+    ),
+    *("mesh.tp", "mesh.dp", "optim.base_batch_size", "optim.warmup_steps", "optim.lr", "log.every"),
+    *("checkpoint.every", "checkpoint.keep", "memory.cap", "memory.track_steps", "data.workers"),
+    *("model.chunk_size", "mesh.timeout", "train.eval_every", "train.check_first_steps"),
+    *("strategy.recompute.every", "optim.warmup_epochs", "checkpoint.snapshot_bytes"),
+)
+
+
+def _sizes(draw: random.Random) -> HostileInput:
+    """Numbers that are of the right kind, and beyond all that there is."""
+    numbers = ("0", "1", "3", "7", "1000", "1000003", "10000000000", str(1 << 31), str(1 << 40))
+    numbers += (str((1 << 63) - 1), str(1 << 63), str(10**18), str(10**30), "9" * 400)
+    keys = draw.sample(_SIZES, draw.choice((1, 1, 2, 3)))
+    return HostileInput("sizes", _train(*SMALL, *(f"{k}={draw.choice(numbers)}" for k in keys)))
+
+
 def _json_text(draw: random.Random, right: Any) -> bytes:
     """JSON that is nearly right, or none."""
     text = json.dumps(right)
@@ -494,6 +519,7 @@ KINDS: dict[str, Callable[[random.Random], HostileInput]] = {
     "strategy": _strategy,
     "plan": _plan,
     "words": _overrides,
+    "sizes": _sizes,
     "deepspeed": _deepspeed,
     "cache": _cache,
     "header": _header,
