@@ -28,9 +28,9 @@ GPT2_VOCABULARY = 50257
 
 
 _MOST = {
-    "num_layers": 1 << 17,
-    "width": 1 << 22,
-    "num_heads": 1 << 22,
+    "num_layers": 1 << 13,
+    "width": 1 << 17,
+    "num_heads": 1 << 17,
     "vocab_size": 1 << 30,
     "sequence_length": 1 << 32,
 }
