@@ -1,6 +1,7 @@
 """Runs that lose a rank at a random moment end with the numbers of one that does not.
 
     python benchmarks/faults.py [--runs 0..99] [--output benchmarks/results/faults.json]
+    python benchmarks/faults.py --damage 1000 --seed 1    damages of checkpoints: see damages.py
 
 A small model trains under several strategies by `bigtrain train -n N --restarts 2`, with a
 checkpoint every second step, in half of the runs written beside training. In each run one rank is
@@ -335,7 +336,10 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="processes import all by themselves")
     parser.add_argument("--at-once", type=int, default=2, metavar="K", help="runs at a time")
     parser.add_argument("--output", type=Path, help="added to, where it has runs of this seed")
+    parser.add_argument("--damage", type=int, metavar="N", help="damage N checkpoints, run nothing")
     options = parser.parse_args()
+    if options.damage is not None:
+        return damage(options.damage, options.seed, options.output)
 
     from harness import surroundings
 
@@ -360,6 +364,19 @@ def main() -> int:
             keep_runs(options.output, options.seed, python, every)
     print(table(list(outcomes.values())))
     return 1 if any(outcome["problem"] for outcome in outcomes.values()) else 0
+
+
+def damage(number: int, seed: int, output: Path | None) -> int:
+    """Damage so many checkpoints; the exit status."""
+    from damages import damage_all
+    from harness import keep
+
+    found = damage_all(number, seed)
+    keep(output, found)
+    for kind, row in found["by_kind"].items():
+        print(f"{kind:12} {row['damages']:5} damages, {row['failed']} failed")
+    print(f"{number} damages, {found['failed']} loaded or not said, {found['seconds']} s")
+    return 1 if found["failed"] else 0
 
 
 def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:

@@ -7,6 +7,7 @@ needed (with the numbers), and the fix, as words to paste.
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Iterable
 
@@ -21,6 +22,42 @@ class ConfigError(BigtrainError, ValueError):
     """The user's input is at fault; raised before any process group exists."""
 
     exit_status = 2
+
+
+class UnreadableError(ConfigError):
+    """A file, folder or variable that others have written cannot be used.
+
+    Args:
+        place: its path, with a line where that is known, or its name.
+        reason: what is wrong with it, without a full stop.
+        fix: what helps, as a sentence.
+        missing: whether it is not there at all.
+        system: whether the system does not give it, and not what is in it is wrong.
+        said: the whole message, where that is another one.
+    """
+
+    def __init__(
+        self,
+        place: object,
+        reason: str,
+        fix: str = "",
+        *,
+        missing: bool = False,
+        system: bool = False,
+        said: str | None = None,
+    ) -> None:
+        shown = os.fspath(place) if isinstance(place, os.PathLike) else str(place)
+        text = said or f"{plain_text(shown)} cannot be read: {reason}. {fix}".rstrip()
+        super().__init__(text)
+        self.reason = reason
+        self.missing = missing
+        self.system = system
+
+
+def plain_text(text: object, most: int = 300) -> str:
+    """A text in one line, as it can be shown anywhere: no control character, no half of one."""
+    found = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    return found if len(found) <= most else f"{found[: most - 3]}..."
 
 
 class LaunchError(BigtrainError):
@@ -72,6 +109,12 @@ class OutOfMemoryError(BigtrainError):
 
 class CheckpointError(BigtrainError):
     """A checkpoint is missing, damaged, cannot be written, or does not belong to this model."""
+
+
+class ForeignFileError(CheckpointError):
+    """A file of weights that was named on the command line is not of its format."""
+
+    exit_status = 2
 
 
 class UnequalRanksError(BigtrainError):

@@ -27,8 +27,8 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MARK = "<!-- rooms -->"
 GROUPS = {
     "ground": (
-        *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
-        "slicing",
+        *("files", "versions", "job", "recorder", "memory", "ranks", "machine", "tensors"),
+        *("checkpoint", "slicing"),
     ),
     "learning": ("losses", "data", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
@@ -38,7 +38,7 @@ GROUPS = {
 }
 MOST_LINES = {
     "README.md": 150,
-    "architecture.md": 151,
+    "architecture.md": 160,
     "checkpoints.md": 125,
     "measured.md": 160,
     "CONTRIBUTING.md": 200,

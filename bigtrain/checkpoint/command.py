@@ -23,7 +23,12 @@ from bigtrain.checkpoint.manifest import MANIFEST, Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.state_differences import StateDifference, compare_states
 from bigtrain.checkpoint.write import write_tensors
-from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from bigtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    ForeignFileError,
+)
 from bigtrain.job.arguments import OWN_CHECKPOINTS, checkpoint_parser
 from bigtrain.memory.allocator import return_large_blocks
 from bigtrain.ranks.context import RunContext
@@ -224,8 +229,13 @@ def _convert(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ConfigError(f"convert: --{name} {value}: at least 0 is needed")
-    opened = open_source(Path(options.source), key=options.key, strip=options.strip)
-    opened = with_tied(opened, options.tie)
+    try:
+        opened = open_source(Path(options.source), key=options.key, strip=options.strip)
+        opened = with_tied(opened, options.tie)
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:  # what was named is at fault, and nothing is begun
+        raise ForeignFileError(str(error)) from None
     made = convert(opened, Path(options.target), options.step, options.samples)
     source, notes = made.source, list(made.source.notes)
     if not source.optimizer:

@@ -7,14 +7,16 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bigtrain.checkpoint.manifest import MANIFEST, STATE
-from bigtrain.errors import ConfigError
+from bigtrain.checkpoint.manifest import MANIFEST, STATE, Manifest
+from bigtrain.errors import CheckpointError, ConfigError, UnreadableError
+from bigtrain.files.regular import check_name, is_regular, is_there, names_in, read_pointer
 
 LATEST, BEST = "latest", "best"
 """Files with the name of a checkpoint beside them."""
+_LOCK = ".lock"
 _DRAFT, _ASIDE = ".step-", ".replaced-"
 
 
@@ -22,17 +24,19 @@ def checkpoints_of(folder: Path) -> list[Path]:
     """The checkpoints of a folder that were written to the end, the newest first.
 
     That is the one that `latest` points at, then those of the highest steps. One that was about to
-    be replaced by another of its step when the process ended counts, too.
+    be replaced by another of its step when the process ended counts, too. Whether they are whole
+    shows when they are read.
+
+    Raises:
+        CheckpointError: there is a folder, and it may not be looked into.
     """
     numbered = {number: path for number, path in _numbered(folder, "step-") if is_complete(path)}
     for number, path in _numbered(folder, _ASIDE):
         if number not in numbered and is_complete(path):
             numbered[number] = path
     found = [numbered[number] for number in sorted(numbered, reverse=True)]
-    pointer = folder / LATEST
-    if pointer.is_file():
-        target = folder / pointer.read_text(encoding="utf-8", errors="replace").strip()
-        found.sort(key=lambda path: path != target)
+    latest = folder / read_pointer(folder / LATEST)
+    found.sort(key=lambda path: path != latest)
     return found
 
 
@@ -45,7 +49,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:  # whoever saves there will say it
         yield
         return
@@ -62,15 +66,27 @@ def sole_writer(folder: Path) -> Iterator[None]:
             yield
             return
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(descriptor, _own_words().encode(), 0)
         yield
     finally:
         os.close(descriptor)
 
 
+def has_own_lock(folder: Path) -> bool:
+    """Whether the lock of `sole_writer` is there and this process's: a folder may be removed."""
+    return read_pointer(folder / _LOCK) == _own_words()
+
+
+def _own_words() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint has been written to its end; it may have been damaged since."""
-    return (path / MANIFEST).is_file() or (path / STATE).is_file()
+    """Whether a checkpoint has been written to its end; it may have been damaged since.
+
+    One that may not be looked into counts: that is said when it is read, and not passed over.
+    """
+    return is_there(path / MANIFEST) or is_there(path / STATE)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -80,11 +96,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `best` points at; None where there is none."""
-    pointer = folder / BEST
-    if not pointer.is_file():
-        return None
-    path = folder / pointer.read_text(encoding="utf-8", errors="replace").strip()
-    return path if path.parent == folder and is_complete(path) else None
+    name = read_pointer(folder / BEST)
+    path = folder / name
+    return path if name and path.parent == folder and is_complete(path) else None
 
 
 def find_checkpoint(path: str) -> Path:
@@ -93,19 +107,21 @@ def find_checkpoint(path: str) -> Path:
     Of the latter two the newest; `checkpoints/best` and `checkpoints/latest` are what they name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or no file can have such a name.
+        CheckpointError: there is a folder, and it may not be looked into.
     """
+    check_name(path, "checkpoint.resume")
     candidate = Path(path)
-    if candidate.is_file() and candidate.name in (LATEST, BEST):
-        candidate = candidate.parent / candidate.read_text(errors="replace").strip()
+    if is_regular(candidate) and candidate.name in (LATEST, BEST):
+        candidate = candidate.parent / read_pointer(candidate)
     if is_complete(candidate):
         return candidate
     for folder in (candidate, candidate / "checkpoints"):
-        newest = newest_checkpoint(folder) if folder.is_dir() else None
+        newest = newest_checkpoint(folder)
         if newest is not None:
             return newest
     theirs = ""
-    if Path(path).exists():
+    if is_there(path):
         theirs = (
             " One of another library, or weights alone, becomes one by: bigtrain checkpoint "
             f"convert {path} TARGET"
@@ -136,6 +152,7 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
         step: optimizer steps done.
         keep: how many of those written last stay, this one among them: after a resume from an
             older step that need not be those of the highest numbers. The best stays in any case.
+            What is not whole does not count, and stays as long as an older one that is.
         best: whether `best` is to point at it, too.
 
     Returns:
@@ -154,12 +171,28 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     kept = best_checkpoint(folder)
     there = (path for _, path in _numbered(folder, "step-") if path != kept or path == final)
     written = sorted(there, key=lambda path: (path == final, path.stat().st_mtime_ns))
-    for old in written[:-keep]:
+    for old in written[: _first_kept(written, keep)]:
         _remove(old)
     for prefix in (_DRAFT, _ASIDE):  # those of a process that was killed, too
         for left in folder.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
     return final
+
+
+def _first_kept(written: Sequence[Path], keep: int) -> int:
+    """The place of the first that stays: from there on so many look whole, the last among them."""
+    missing, place = keep - 1, len(written) - 1
+    while missing and place:
+        place -= 1
+        missing -= _looks_whole(written[place])
+    return place if not missing else 0
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        return Manifest.open(path).looks_whole
+    except CheckpointError:
+        return False
 
 
 def _remove(path: Path) -> None:
@@ -190,7 +223,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    for path in folder.glob(f"{prefix}*"):
-        number = path.name.removeprefix(prefix).partition(".")[0]
-        if number.isdigit():
-            yield int(number), path
+    """Raises CheckpointError: there is a folder, and it may not be looked into."""
+    try:
+        names = names_in(folder)
+    except UnreadableError as error:
+        if error.missing:  # below a file
+            return
+        raise CheckpointError(
+            f"{folder} cannot be looked into for checkpoints: {error.reason}. Make it readable, or "
+            "use another log.name."
+        ) from None
+    for name in names:
+        number = name.removeprefix(prefix).partition(".")[0]
+        if name.startswith(prefix) and number.isascii() and number.isdecimal():
+            yield int(number), folder / name

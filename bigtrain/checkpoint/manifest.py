@@ -13,7 +13,9 @@ from typing import Any
 import xxhash
 
 from bigtrain.checkpoint.layout import PIECE_BYTES, STATE_PARTS
-from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.errors import CheckpointError, DamagedCheckpointError, UnreadableError
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import is_there, open_regular, unreadable
 
 FORMAT = 2
 """1 had one file for each part, and no manifest: `state.json` had their hashes."""
@@ -71,38 +73,46 @@ class Manifest:
         Raises:
             CheckpointError: it is missing or damaged, or its format is a newer one.
         """
-        if not (path / MANIFEST).is_file() and (path / STATE).is_file():
+        if not is_there(path / MANIFEST) and is_there(path / STATE):
             return cls._of_format_1(path)
-        try:
-            text = (path / MANIFEST).read_bytes()
-            found: dict[str, Any] = json.loads(text)
-            own_hash, version = found.pop("sha256"), int(found["format"])
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise DamagedCheckpointError(f"{path / MANIFEST} is not readable: {error}.") from None
+        found = _read_object(path / MANIFEST)
+        own_hash, version = found.pop("sha256", None), found.get("format")
         # A newer format may be hashed in another way.
         _refuse_newer(path, version)
         if version != FORMAT or own_hash != _own_hash(found):
             raise DamagedCheckpointError(
                 f"{path / MANIFEST} is damaged: its contents changed on disk."
             )
-        return cls(path, version, int(found["piece_bytes"]), found["files"])
+        opened = cls(path, FORMAT, found.get("piece_bytes", 0), found.get("files", {}))
+        fits = _is_count(opened.piece_bytes, 1) and opened._has_records()
+        if not fits or STATE not in opened.files:
+            raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: it is no list of files.")
+        return opened
+
+    def _has_records(self) -> bool:
+        """Whether every file has a plain name, a size, and a hash for each of its pieces."""
+        return isinstance(self.files, dict) and all(
+            _is_plain(name) and _is_record(record, self.piece_bytes)
+            for name, record in self.files.items()
+        )
 
     @classmethod
     def _of_format_1(cls, path: Path) -> Manifest:
-        try:
-            state: dict[str, Any] = json.loads((path / STATE).read_text("utf-8"))
-            version, files = int(state["format"]), dict(state.get("files", {}))
-            whole = {
-                name: {"bytes": int(one["bytes"]), "sha256": [str(one["sha256"])]}
-                for name, one in files.items()
-            }
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise DamagedCheckpointError(f"{path / STATE} is not readable: {error}.") from None
+        state = _read_object(path / STATE)
+        version = state.get("format")
         _refuse_newer(path, version)
         if version != 1:  # a later one, whose manifest is gone
             raise DamagedCheckpointError(f"{path / MANIFEST} is missing.")
-        longest = max((int(one["bytes"]) for one in files.values()), default=1)
-        return cls(path, version, max(1, longest), whole)
+        files, sizes = state.get("files", {}), [1]
+        whole: dict[str, dict[str, Any]] = {}
+        for name, one in files.items() if isinstance(files, dict) else ():
+            record = one if isinstance(one, dict) else {}
+            whole[name] = {"bytes": record.get("bytes"), "sha256": [record.get("sha256")]}
+            sizes += [record["bytes"]] if _is_count(record.get("bytes")) else []
+        opened = cls(path, 1, max(sizes), whole)  # a file is one piece
+        if not isinstance(files, dict) or not opened._has_records():
+            raise DamagedCheckpointError(f"{path / STATE} is damaged: it has no list of files.")
+        return opened
 
     @property
     def tensor_files(self) -> list[str]:
@@ -117,22 +127,45 @@ class Manifest:
             name: of the file.
             share: (i, n): only every n-th piece is looked at, from the i-th on.
         """
-        path, record = self.path / name, self.files[name]
-        if not path.is_file():
-            return f"{path} is missing."
-        size = path.stat().st_size
-        if size != record["bytes"]:
-            return f"{path} is damaged: it has {size} bytes, {record['bytes']} were written."
-        first, step = share
-        kind = next((kind for kind in _HASHES if kind in record), None)
-        if kind is None:
-            return f"{path} cannot be checked: its hash is none of {', '.join(_HASHES)}."
-        with path.open("rb", buffering=0) as file:
+        path = self.path / name
+        try:
+            return self._damage(path, self.files[name], share)
+        except UnreadableError as error:
+            if error.missing:
+                return f"{path} is missing."
+            return f"{path} is not readable: {error.reason}."
+        except OSError as error:
+            return f"{path} is not readable: {unreadable(path, error).reason}."
+
+    def _damage(self, path: Path, record: Mapping[str, Any], share: tuple[int, int]) -> str | None:
+        """See `damage`.
+
+        Raises:
+            UnreadableError: the file cannot be opened.
+            OSError: it cannot be read.
+        """
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record["bytes"]:
+                return f"{path} is damaged: it has {size} bytes, {record['bytes']} were written."
+            first, step = share
+            kind = next(kind for kind in _HASHES if kind in record)
             for piece in range(first, len(record[kind]), step):
                 if self._hash_of(kind, file.fileno(), piece) != record[kind][piece]:
                     place = "" if len(record[kind]) == 1 else f" (piece {piece})"
                     return f"{path} is damaged: its contents changed on disk{place}."
         return None
+
+    @property
+    def looks_whole(self) -> bool:
+        """Whether every file is there with its size; none is read."""
+        try:
+            return all(
+                os.stat(self.path / name).st_size == record["bytes"]
+                for name, record in self.files.items()
+            )
+        except OSError:
+            return False
 
     def _hash_of(self, kind: str, descriptor: int, piece: int) -> str:
         """In blocks: the memory that it takes is not that of a piece."""
@@ -155,9 +188,45 @@ class Manifest:
         return None
 
 
-def _refuse_newer(path: Path, version: int) -> None:
-    if version > FORMAT:
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: there is none.
+    """
+    try:
+        return read_json_object(path)
+    except UnreadableError as error:
+        raise DamagedCheckpointError(f"{path} is not readable: {error.reason}.") from None
+
+
+def _refuse_newer(path: Path, version: object) -> None:
+    if not _is_count(version, 1):
+        raise DamagedCheckpointError(f"{path} is damaged: its files say no format.")
+    if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, this bigtrain reads up to {FORMAT}. "
             "Run: pip install --upgrade bigtrain"
         )
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file in the checkpoint's own folder."""
+    return name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+
+
+def _is_record(record: object, piece_bytes: int) -> bool:
+    """Whether this is what `record_of` makes."""
+    if not isinstance(record, dict) or not _is_count(record.get("bytes")):
+        return False
+    hashes = next((record[kind] for kind in _HASHES if kind in record), None)
+    pieces = max(1, -(-int(record["bytes"]) // piece_bytes))
+    return (
+        isinstance(hashes, list)
+        and len(hashes) == pieces
+        and all(isinstance(one, str) for one in hashes)
+    )

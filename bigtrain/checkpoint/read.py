@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +14,19 @@ from torch import Tensor
 
 from bigtrain.checkpoint.layout import DTYPE_CODES, PIECE_BYTES
 from bigtrain.checkpoint.manifest import STATE, Manifest
-from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    ForeignFileError,
+    UnreadableError,
+)
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import open_regular
+from bigtrain.files.tensor_header import read_tensor_header
 from bigtrain.tensors.shards import Extent, read_whole
 
 _DTYPE_OF = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_ITEMSIZES = {code: dtype.itemsize for code, dtype in _DTYPE_OF.items()}
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,15 @@ class FileTensor:
         wanted = [extent.scaled(self.dtype.itemsize) for extent in extents]
         result = torch.empty(sum(extent.size for extent in wanted), dtype=torch.uint8)
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open_regular(self.path) as file:
                 position = 0
                 for extent in wanted:
                     values = result[position : position + extent.size]
                     self._read_extent(file.fileno(), extent, values)
                     position += extent.size
-        except OSError as error:
-            raise DamagedCheckpointError(f"{self.path} is not readable: {error}.") from None
+        except (OSError, UnreadableError) as error:
+            reason = error.reason if isinstance(error, UnreadableError) else error
+            raise DamagedCheckpointError(f"{self.path} is not readable: {reason}.") from None
         return result.view(self.dtype)
 
     def _read_extent(self, descriptor: int, extent: Extent, target: Tensor) -> None:
@@ -104,7 +112,7 @@ class Checkpoint:
         found = self.manifest.find_damage() if verify else self._small_damage()
         if found is not None:
             raise DamagedCheckpointError(found)
-        self.meta: dict[str, Any] = json.loads((path / STATE).read_text("utf-8"))
+        self.meta = _read_state(path / STATE)
         self._tensors: dict[str, FileTensor] | None = None
 
     def _small_damage(self) -> str | None:
@@ -122,7 +130,12 @@ class Checkpoint:
             self._tensors = {}
             for name in self.manifest.tensor_files:
                 part = name.partition("-" if self.manifest.format > 1 else ".")[0]
-                for key, tensor in tensors_of_file(self.path / name).items():
+                try:
+                    found = tensors_of_file(self.path / name)
+                except CheckpointError as error:
+                    self._tensors = None
+                    raise DamagedCheckpointError(f"{error}.") from None
+                for key, tensor in found.items():
                     self._tensors[f"{part}.{key}"] = tensor
         return self._tensors
 
@@ -136,26 +149,33 @@ class Checkpoint:
         return read_whole(self.tensors[name])
 
 
+def _read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors.
+
+    Raises:
+        DamagedCheckpointError: it is not what a run writes.
+    """
+    try:
+        found = read_json_object(path)
+    except UnreadableError as error:
+        raise DamagedCheckpointError(f"{path} is not readable: {error.reason}.") from None
+    for key in ("step", "samples_seen"):
+        if type(found.get(key)) is not int or found[key] < 0:
+            raise DamagedCheckpointError(f"{path} is damaged: it has no whole number {key}.")
+    return found
+
+
 def tensors_of_file(path: Path) -> dict[str, FileTensor]:
     """The tensors of a safetensors file by name.
 
     Raises:
-        CheckpointError: it is none.
+        ForeignFileError: it is none; see `read_tensor_header`.
     """
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size - 8:
-                raise ValueError(f"its header says that it is {length} bytes long")
-            header: dict[str, Any] = json.loads(file.read(length))
-        found = {}
-        for name, one in header.items():
-            if name != "__metadata__":
-                begin, end = one["data_offsets"]
-                dtype, shape = _DTYPE_OF[one["dtype"]], tuple(one["shape"])
-                tensor = found[name] = FileTensor(path, 8 + length + begin, dtype, shape)
-                if tensor.nbytes != end - begin or 8 + length + end > path.stat().st_size:
-                    raise ValueError(f"{name} has other bytes than its type and shape need")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
-    return found
+        header = read_tensor_header(path, _ITEMSIZES)
+    except UnreadableError as error:
+        raise ForeignFileError(f"{path} is no safetensors file: {error.reason}") from None
+    return {
+        name: FileTensor(path, entry.begin, _DTYPE_OF[entry.code], entry.shape)
+        for name, entry in header.items()
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bigtrain.checkpoint.folders import sole_writer
+from bigtrain.checkpoint.folders import has_own_lock, sole_writer
 from bigtrain.checkpoint.save import CheckpointWriting
 from bigtrain.checkpoint.write import HostBuffer
 from bigtrain.errors import CheckpointError, ConfigError
@@ -54,6 +54,8 @@ class Saver:
             ConfigError: another one saves there; the same on all ranks.
         """
         if folder in self._reserved:
+            if self._context.is_main and not has_own_lock(folder):  # it was removed meanwhile
+                self._locks.enter_context(sole_writer(folder))
             return
         problem = ""
         if self._context.is_main:

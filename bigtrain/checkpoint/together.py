@@ -30,6 +30,8 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
         checkpoint = Checkpoint(path, verify=False)
         damage = checkpoint.find_damage((context.local_rank, context.local_world_size))
         problem = None if damage is None else DamagedCheckpointError(damage)
+        if problem is None:
+            len(checkpoint.tensors)  # the headers are read here, so that all ranks hear of a fault
     except CheckpointError as error:
         problem = error
     context.barrier()  # has patience: to hash a large one takes longer than exchanges may

@@ -24,6 +24,7 @@ from bigtrain.compare.rows import TRACKED_STEPS, ComparisonRow
 from bigtrain.compare.subprocess_runs import run_bigtrain
 from bigtrain.devices import accelerator, device_count, device_names
 from bigtrain.errors import ConfigError
+from bigtrain.files.regular import read_text
 from bigtrain.machine.versions import hardware_and_versions
 from bigtrain.units import format_bytes
 
@@ -156,7 +157,7 @@ def run_check(check: Check, before: Mapping[str, CheckedRun], folder: Path) -> C
     row = None
     if ended.reason is None:
         row = ComparisonRow.of_run(check.name, check.ranks, folder / check.name)
-    printed = (folder / f"{check.name}.log").read_text("utf-8", "replace").splitlines()
+    printed = read_text(folder / f"{check.name}.log", errors="replace").splitlines()
     shown = ("bigtrain", *line[:-2])
     run = CheckedRun(
         check.name,

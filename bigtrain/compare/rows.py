@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from bigtrain.files.parse import parse_json, read_json, read_json_object
+from bigtrain.files.regular import MOST_LINES, is_there, read_text
 
 Status = Literal["ok", "refused", "out of memory", "time limit", "failed"]
 
@@ -56,9 +58,9 @@ class ComparisonRow:
     @classmethod
     def of_run(cls, strategy: str, num_ranks: int, folder: Path) -> ComparisonRow:
         """Read what a run has left in its folder."""
-        memory = json.loads((folder / "memory.json").read_text("utf-8"))
-        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-        steps = [json.loads(line) for line in lines]
+        memory = read_json_object(folder / "memory.json")
+        lines = read_text(folder / "metrics.jsonl", most=MOST_LINES).splitlines()
+        steps = [parse_json(line, folder / "metrics.jsonl") for line in lines]
         highest = max(memory["ranks"], key=lambda rank: rank["peak_bytes"] or 0)
         process = [r["process_peak_bytes"] for r in memory["ranks"] if r["process_peak_bytes"]]
         seconds = _untracked(steps)
@@ -78,7 +80,7 @@ class ComparisonRow:
             predicted_sent_bytes=_most_sent(memory["ranks"], "predicted_sent_bytes"),
             samples_per_second=steps[-1]["samples"] / seconds if seconds else None,
             losses=tuple(step["loss"] for step in steps),
-            timeline=json.loads(timeline.read_text("utf-8")) if timeline.exists() else None,
+            timeline=read_json(timeline) if is_there(timeline) else None,
         )
 
     def with_largest(self, value: int | None, reason: str | None) -> ComparisonRow:

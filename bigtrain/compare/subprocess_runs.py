@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigtrain.files.regular import MOST_LINES, read_text
+
 END_TIMEOUT_S = 20.0
 """Seconds that a run gets to end its ranks by itself, before all of them are killed."""
 
@@ -126,6 +128,6 @@ def reason_in(log: Path, status: int) -> str:
 
 
 def _lines(log: Path) -> Iterator[str]:
-    for line in log.read_text("utf-8", errors="replace").splitlines():
+    for line in read_text(log, most=MOST_LINES, errors="replace").splitlines():
         if line.strip():
             yield line.strip()

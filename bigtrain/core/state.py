@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import CheckpointError
+from bigtrain.files.parse import parse_json
 from bigtrain.optim.update import Update
 from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
@@ -56,7 +57,8 @@ NOT_JSON = object()
 def as_json(state: Any) -> Any:
     """A state as it comes back from JSON; NOT_JSON where it does not."""
     try:
-        copied = json.loads(json.dumps(state, allow_nan=False))
+        # Read as it will be: a level deeper, and with the same bounds.
+        copied = parse_json(json.dumps({"": {"": state}}, allow_nan=False), "")[""][""]
         return copied if bool(copied == state) else NOT_JSON
     except (TypeError, ValueError, RecursionError, RuntimeError):
         return NOT_JSON

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
@@ -31,7 +31,7 @@ from bigtrain.cutting.cut import copy_modules
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.job.batch import Batch
-from bigtrain.job.schema import Precision, Role, StrategyConfig
+from bigtrain.job.schema import Precision, Role, StrategyConfig, refuse_truth
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.optim.state_store import StateStore
@@ -333,6 +333,12 @@ class Strategy(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[str(info.field_name)]
+        return refuse_truth(field.annotation, value, field.metadata)
 
     name: ClassVar[str]
     role: ClassVar[Role]

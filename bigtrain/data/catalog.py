@@ -15,8 +15,10 @@ from pydantic.errors import PydanticUserError
 
 from bigtrain.data.source import Data, Source
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.files.regular import check_name
 from bigtrain.job.import_path import load_object
 from bigtrain.job.load import describe_fault
+from bigtrain.job.schema import refuse_truth
 
 SOURCES = {
     "cifar10": "bigtrain.data.images:Cifar10Source",
@@ -121,12 +123,21 @@ def _takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _source(name: str, path: str | None, args: Mapping[str, Any]) -> Source:
+    if path is not None:
+        check_name(path, "data.path")
     factory = _load(name)
     checked = _checked(name, factory, args)
     if isinstance(factory, type) and hasattr(factory, "open"):
-        source: Source = factory(path=None if path is None else Path(path).expanduser(), **checked)
+        source: Source = factory(path=None if path is None else _expanded(path), **checked)
         return source
     return _Function(factory, path, checked)
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ConfigError(f"data.path={path}: {error}. Write the folder out.") from None
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -176,6 +187,10 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
+    try:
+        refuse_truth(hint, value)
+    except ValueError as error:
+        raise ConfigError(f"data.args.{key}: {error}.") from None
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:

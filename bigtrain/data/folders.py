@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole
+from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, read_colours
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -26,6 +27,7 @@ from bigtrain.data.source import (
     existing_folder,
 )
 from bigtrain.errors import ConfigError
+from bigtrain.files.regular import names_in
 from bigtrain.losses.tasks import ClassificationTask
 
 _VALIDATION_FOLDERS = ("val", "valid", "validation")
@@ -38,7 +40,7 @@ def _classes(folder: Path) -> list[str]:
     Raises:
         ConfigError: there are none.
     """
-    class_names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    class_names = [n for n in names_in(folder) if os.path.isdir(folder / n)]
     if not class_names:
         raise ConfigError(
             f"data.path: {folder} has no folders, and one per class is needed. "
@@ -96,10 +98,10 @@ class ImageFolderSource:
     def _folders(self) -> tuple[Path, Path | None]:
         needs = "give the folder with one folder of images per class."
         root = existing_folder(self.path, needs)
-        beside = [root / name for name in _VALIDATION_FOLDERS if (root / name).is_dir()]
+        beside = [root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)]
         train = root / "train"
         # Only if it holds classes; else it may be a class itself, of vehicles.
-        if train.is_dir() and any(entry.is_dir() for entry in train.iterdir()):
+        if os.path.isdir(train) and any(os.path.isdir(train / n) for n in names_in(train)):
             return root / "train", beside[0] if beside else None
         return root, None
 
@@ -129,8 +131,10 @@ class ImageFolderSource:
         folder, beside = self._folders()
         augmented, plain = _transforms(self.size, self.augment)
         with explain_data_errors(self._name, folder):
-            images = ImageFolder(folder, transform=augmented, allow_empty=True)
-            second = ImageFolder(beside or folder, transform=plain, allow_empty=True)
+            images = ImageFolder(folder, transform=augmented, allow_empty=True, loader=read_colours)
+            second = ImageFolder(
+                beside or folder, transform=plain, allow_empty=True, loader=read_colours
+            )
         for listed in (images, second) if beside is not None else (images,):
             _check_images(listed)
         train: Samples = LabelledImages(images, deterministic=not self.augment)
@@ -176,7 +180,7 @@ class ImageNetSource:
         needs = "imagenet needs the folder that holds train and val."
         root = existing_folder(self.path, needs)
         for name in ("train", "val"):
-            if not (root / name).is_dir():
+            if not os.path.isdir(root / name):
                 raise ConfigError(
                     f"data.path: {root / name} does not exist, and imagenet needs train/CLASS "
                     "and val/CLASS. Give the folder that has both, or use "

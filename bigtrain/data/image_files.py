@@ -7,22 +7,30 @@ here reads a pickle.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import math
+import os
 import struct
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, UnreadableError
+from bigtrain.files.regular import is_there, open_regular, read_bytes
 
 _UNSIGNED_BYTE = 8
 """The code of an IDX file's type that all of MNIST's have."""
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
+_MOST_IDX = 256 << 20
+"""Bytes that an IDX file may be unpacked to: few packed ones can stand for very many."""
 MOST_LOOKED_AT = 10_000
 """Images whose ends are looked at before a run: all of VOC's, an even part of ImageNet's."""
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
@@ -31,7 +39,7 @@ _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 
 def packed_or_plain(path: Path) -> Path | None:
     """The file, or beside it the same with .gz; None where neither is there."""
-    return next((file for file in (path, Path(f"{path}.gz")) if file.is_file()), None)
+    return next((file for file in (path, Path(f"{path}.gz")) if is_there(file)), None)
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
@@ -45,10 +53,17 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
             header says.
     """
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
-    except (OSError, EOFError) as error:  # gzip's complaints are OSErrors; EOFError: cut off
+        with open_regular(path) as packed:
+            opened = gzip.GzipFile(fileobj=packed) if path.suffix == ".gz" else packed
+            content = opened.read(_MOST_IDX + 1)
+    except UnreadableError as error:
+        raise _damaged(path, error.reason) from None
+    except (OSError, EOFError, zlib.error) as error:  # EOFError: cut off
         raise _damaged(path, str(error)) from error
+    if len(content) > _MOST_IDX:
+        raise _damaged(
+            path, f"it holds more than {_MOST_IDX} bytes, and MNIST's largest 47,040,016"
+        )
     expected = _UNSIGNED_BYTE << 8 | num_dims
     header = 4 * (1 + num_dims)
     magic = int.from_bytes(content[:4], "big")
@@ -74,9 +89,9 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
             below 10.
     """
     try:
-        content = np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
+        content = np.frombuffer(bytearray(read_bytes(path)), dtype=np.uint8)
+    except UnreadableError as error:
+        raise _damaged(path, error.reason) from None
     if not len(content) or len(content) % _CIFAR_RECORD:
         raise _damaged(
             path, f"it has {len(content)} bytes, needed is a multiple of {_CIFAR_RECORD}"
@@ -99,7 +114,9 @@ def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
 
 
 def check_whole(files: Sequence[Path], most: int) -> None:
-    """Refuse images that are cut off: only those are decoded whose last bytes are not an end.
+    """Refuse images that are cut off, or are none.
+
+    Of all the header is read; only those are decoded whose last bytes are not an end.
 
     Args:
         files: JPEG, PNG or what else Pillow reads.
@@ -112,14 +129,41 @@ def check_whole(files: Sequence[Path], most: int) -> None:
     for place in range(number):
         path = files[place * len(files) // number]
         try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
                 file.seek(-min(8, size), 2)
                 whole = file.read().endswith(_ENDS)
+        except UnreadableError as error:
+            raise _damaged(path, error.reason) from None
         except OSError as error:
             raise _damaged(path, str(error.strerror)) from error
-        if not whole:
+        if whole:
+            image_header(path)
+        else:
             decode_image(path)
+
+
+@contextlib.contextmanager
+def opened_image(path: Path) -> Iterator[Any]:
+    """A Pillow image, of which the header is read.
+
+    Raises:
+        ConfigError: it is no image, has more pixels than Pillow takes for a harmless one, is no
+            file or is not there; where it is used in the block, also for what is found then.
+    """
+    from PIL import Image
+
+    try:
+        with open_regular(path) as raw, io.BufferedReader(raw) as file, Image.open(file) as image:
+            yield image
+    except UnreadableError as error:
+        raise _damaged(path, error.reason) from None
+    except Image.DecompressionBombError as error:
+        raise _damaged(path, str(error).partition(",")[0]) from None
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _damaged(path, str(error) or type(error).__name__) from error
 
 
 def decode_image(path: Path) -> None:
@@ -128,13 +172,18 @@ def decode_image(path: Path) -> None:
     Raises:
         ConfigError: it cannot be.
     """
-    from PIL import Image
+    with opened_image(path) as image:
+        image.load()
 
-    try:
-        with Image.open(path) as image:
-            image.load()
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _damaged(path, str(error)) from error
+
+def read_colours(path: str | Path) -> Any:
+    """An image with three colours, whatever it has in the file, as `ImageFolder` loads one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with opened_image(Path(path)) as image:
+        return image.convert("RGB")
 
 
 def image_header(path: Path) -> tuple[tuple[int, int], str]:
@@ -143,13 +192,8 @@ def image_header(path: Path) -> tuple[tuple[int, int], str]:
     Raises:
         ConfigError: it is no image, or is not there.
     """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.size, image.mode
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _damaged(path, str(error)) from error
+    with opened_image(path) as image:
+        return image.size, image.mode
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:

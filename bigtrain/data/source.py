@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bigtrain.errors import ConfigError
+from bigtrain.files.regular import is_there
 from bigtrain.losses.tasks import Task
 
 PositiveCount = Annotated[int, Field(ge=1)]
@@ -124,7 +126,7 @@ def existing_folder(path: Path | None, needs: str) -> Path:
     """
     if path is None:
         raise ConfigError(f"data.path is not set: {needs}")
-    if not path.is_dir():
-        state = "is not a folder" if path.exists() else "does not exist"
+    if not os.path.isdir(path):
+        state = "is not a folder" if is_there(path) else "does not exist"
         raise ConfigError(f"data.path: {path} {state}: {needs}")
     return path

@@ -6,16 +6,17 @@ beyond the pages in use. A single file is mapped where it is.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bigtrain.data.source import Data, PositiveCount, SampleFraction, SampleSubset
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, UnreadableError
+from bigtrain.files.drafts import remove_left_drafts, replacing_file
+from bigtrain.files.regular import is_regular, is_there, open_regular, unreadable
 from bigtrain.losses.tasks import LanguageTask
 from bigtrain.units import MIB, format_bytes
 
@@ -36,6 +39,9 @@ SUFFIXES = frozenset(f".{suffix}" for suffix in f"{_TEXT} {_PROGRAMS}".split())
 DEFAULT_SEQUENCE_LENGTH = 128
 _BLOCK = MIB
 _BASELINE_BLOCKS = 256
+_LEFT_FREE = 1 << 30
+"""Bytes of a disk that a cache leaves free, or a twentieth of a small one."""
+_READABLE = "Make it readable, or leave it out with data.args.pattern."
 
 
 class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
@@ -144,14 +150,17 @@ class TextSource:
 
     def _files(self) -> list[tuple[str, Path, os.stat_result]]:
         """Relative name, path and state of the files, in the order in which they are joined."""
-        if self.path is not None and not self.path.exists():
+        if self.path is not None and not is_there(self.path):
             raise ConfigError(
                 f"data.path: {self.path} does not exist. Give a file or a folder, or leave "
                 "data.path out to train on the source of the Python library."
             )
         root = self.path or Path(sysconfig.get_paths()["stdlib"])
-        matching = [root] if root.is_file() else self._matches(root)
-        named = [(path.relative_to(root).as_posix(), path, path.stat()) for path in matching]
+        try:
+            matching = [root] if is_regular(root) else self._matches(root)
+            named = [(path.relative_to(root).as_posix(), path, path.stat()) for path in matching]
+        except OSError as error:
+            raise unreadable(error.filename or root, error, _READABLE) from None
         files = [entry for entry in named if entry[2].st_size]
         if not files:
             raise ConfigError(
@@ -180,7 +189,7 @@ class TextSource:
                 part.startswith(".") or part in installed for part in path.relative_to(root).parts
             )
             and (self.pattern is not None or path.suffix.lower() in SUFFIXES)
-            and path.is_file()
+            and is_regular(path)
         ]
 
     def _joined(self) -> tuple[Path, int]:
@@ -198,15 +207,19 @@ class TextSource:
         for folder in _cache_folders():
             target = folder / name
             try:
-                if not target.is_file() or target.stat().st_size != size:
-                    _join([path for _, path, _ in files], target, size)
+                if not is_regular(target) or target.stat().st_size != size:
+                    _check_room(folder, size)
+                    _join(files, target)
             except OSError as error:
                 refused.append(f"{folder} ({error.strerror})")
             else:
                 return target, len(files)
+        name, _, largest = max(files, key=lambda entry: entry[2].st_size)
         raise ConfigError(
             f"data.path: {self._shown()} needs a cache of {format_bytes(size)}, and cannot be "
-            f"written to {' or '.join(refused)}. Set XDG_CACHE_HOME to a folder with room."
+            f"written to {' or '.join(refused)}. Set XDG_CACHE_HOME to a folder with room, or take "
+            f"fewer files by data.args.pattern: the largest is {name} with "
+            f"{format_bytes(largest.st_size)}{_of_which_written(largest)}."
         )
 
 
@@ -227,34 +240,64 @@ def _cache_folders() -> Iterator[Path]:
         yield temporary  # anyone may write there, and what another made is not to be trusted
 
 
-def _join(files: Sequence[Path], target: Path, size: int) -> None:
-    """Write the files one after another; the target appears whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as joined:
-            for file in files:
-                with _readable(file) as part:
-                    shutil.copyfileobj(part, joined, MIB)
-            written = joined.tell()
-        if written != size:
-            raise ConfigError(
-                f"data.path: the files changed while they were read ({written} bytes instead of "
-                f"{size}). Start again when nothing writes there."
-            )
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+def _check_room(folder: Path, size: int) -> None:
+    """Refuse a folder that the cache would fill; what is left of the disk is others'.
+
+    Raises:
+        OSError: there is too little room, or it cannot be known.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_left_drafts(folder)
+    stats = os.statvfs(folder)
+    free, whole = (blocks * stats.f_frsize for blocks in (stats.f_bavail, stats.f_blocks))
+    left = min(_LEFT_FREE, whole // 20)
+    if size + left > free:
+        kept = f", of which {format_bytes(left)} have to stay" if size <= free else ""
+        raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free{kept}")
 
 
-def _readable(file: Path) -> BinaryIO:
+def _of_which_written(state: os.stat_result) -> str:
+    """Words on a file with holes: it takes less of a disk than it is long."""
+    written = state.st_blocks * 512
+    return f", of which {format_bytes(written)} are written" if 2 * written < state.st_size else ""
+
+
+def _join(files: Sequence[tuple[str, Path, os.stat_result]], target: Path) -> None:
+    """Write the files one after another; the target appears whole or not at all.
+
+    Raises:
+        ConfigError: one cannot be read, or has other bytes than were counted.
+        OSError: they cannot be written.
+    """
+    with replacing_file(target) as joined:
+        for _, path, state in files:
+            with _readable(path) as part:
+                left = state.st_size
+                while data := _read_part(part, path, min(left, MIB)):
+                    joined.write(data)
+                    left -= len(data)
+                if left or _read_part(part, path, 1):
+                    changed = "shorter" if left else "longer"
+                    raise ConfigError(
+                        f"data.path: the files changed while they were read: {path} is {changed} "
+                        f"than its {state.st_size} bytes. Start again when nothing writes there."
+                    )
+
+
+def _read_part(file: FileIO, path: Path, most: int) -> bytes:
     try:
-        return file.open("rb")
+        return file.read(most)
     except OSError as error:
-        raise ConfigError(
-            f"data.path: cannot read {file}: {error.strerror}. Make it readable, or leave it out "
-            "with data.args.pattern."
-        ) from error
+        raise unreadable(path, error, _READABLE) from None
+
+
+def _readable(file: Path) -> FileIO:
+    try:
+        return open_regular(file)
+    except UnreadableError as error:
+        raise UnreadableError(
+            file, error.reason, said=f"data.path: cannot read {file}: {error.reason}. {_READABLE}"
+        ) from None
 
 
 def _histogram(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, image_header
+from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, image_header, opened_image
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -21,6 +21,7 @@ from bigtrain.data.images import (
 )
 from bigtrain.data.source import Data, PositiveCount, PositiveFactor, existing_folder
 from bigtrain.errors import ConfigError, as_word
+from bigtrain.files.regular import is_there, read_text
 from bigtrain.losses.tasks import SegmentationTask
 
 NUM_CLASSES = 21
@@ -75,14 +76,13 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        from PIL import Image
         from torchvision import tv_tensors
         from torchvision.transforms.v2 import functional
 
         image_file, mask_file = self.files[index]
-        with explain_data_errors("voc", image_file), Image.open(image_file) as picture:
+        with explain_data_errors("voc", image_file), opened_image(image_file) as picture:
             image = tv_tensors.Image(functional.pil_to_tensor(picture.convert("RGB")))
-        with explain_data_errors("voc", mask_file), Image.open(mask_file) as palette:
+        with explain_data_errors("voc", mask_file), opened_image(mask_file) as palette:
             mask = tv_tensors.Mask(functional.pil_to_tensor(palette)[0])
         _check_classes(mask_file, mask)
         image, mask = self._whole(image, mask) if self.deterministic else self._random(image, mask)
@@ -159,7 +159,7 @@ class VocSource:
         return [lists / "train.txt", lists / "val.txt"]
 
     def _missing(self, root: Path) -> list[Path]:
-        return [path for path in self._lists(root) if not path.is_file()]
+        return [path for path in self._lists(root) if not is_there(path)]
 
     def check(self) -> None:
         """Refuse where torchvision or the files are missing and no download is asked for."""
@@ -202,7 +202,7 @@ class VocSource:
         """The image and the mask of each name in a list."""
         folder = part.parents[2]
         with explain_data_errors("voc", part):
-            names = part.read_text(encoding="utf-8").split()
+            names = read_text(part).split()
         if not names:
             raise ConfigError(
                 f"data.path: {part} names no image, at least 1 is needed. Get this file again."

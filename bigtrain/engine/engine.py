@@ -50,7 +50,7 @@ from bigtrain.engine.out_of_memory import (
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.engine.start_facts import start_facts
-from bigtrain.errors import ConfigError, NonFiniteError
+from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
@@ -380,7 +380,13 @@ class Engine:
         checkpoint = open_together(path, self.context)
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
-            self.runner.load_state(checkpoint.tensors)
+            try:
+                self.runner.load_state(checkpoint.tensors)
+            except DamagedCheckpointError as error:
+                if self.context.world_size == 1:
+                    raise  # all of it is taken over anew from another one
+                # The other ranks know nothing of it: to go on with another one, all have to.
+                raise CheckpointError(str(error)) from None
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:

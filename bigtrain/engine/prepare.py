@@ -23,6 +23,7 @@ from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
+from bigtrain.files.environment import json_in, odd_value
 from bigtrain.job.deepspeed_json import typed_sections
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
@@ -106,8 +107,11 @@ def prepare(
         ConfigError: before any process group exists.
     """
     _check_keys(keys)
-    asked = json.loads(os.environ.get(VERIFY_VARIABLE, "null"))
+    asked = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
+        kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
+        if kinds != {"strategy": str, "steps": int, "report": str}:
+            raise odd_value(os.environ, VERIFY_VARIABLE, "what bigtrain verify asks of a script")
         strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":

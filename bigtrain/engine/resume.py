@@ -22,6 +22,9 @@ from bigtrain.errors import CheckpointError, DamagedCheckpointError, LostRankErr
 from bigtrain.job.schema import Job
 from bigtrain.ranks.restart import Restart, RunNote
 
+_SAID_OF_DAMAGE = 3
+"""Checkpoints whose damage is said one by one."""
+
 
 def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
     """Continue from the checkpoint that the job names, if it names one. Collective.
@@ -54,14 +57,22 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
         except DamagedCheckpointError as error:
             damaged.append(str(error.damage))
             continue
-        lines = [f"warning: {damage} Goes back to {path.name}." for damage in damaged]
+        lines = [f"warning: {said} Goes back to {path.name}." for said in _shortened(damaged)]
         return [*lines, _from(path, engine), *_begun_anew(path, engine)]
     if damaged:
         raise CheckpointError(
-            f"no checkpoint of {folder / 'checkpoints'} is whole. {' '.join(damaged)} "
+            f"no checkpoint of {folder / 'checkpoints'} is whole. {' '.join(_shortened(damaged))} "
             "Leave --resume out to begin anew."
         )
     return []
+
+
+def _shortened(damaged: list[str]) -> list[str]:
+    """The first of some sentences, and how many more there are: one says the same as a thousand."""
+    if len(damaged) <= _SAID_OF_DAMAGE + 1:
+        return damaged
+    more = len(damaged) - _SAID_OF_DAMAGE
+    return [*damaged[:_SAID_OF_DAMAGE], f"{more:,} older checkpoints are damaged, too."]
 
 
 def _from(path: Path, engine: Engine) -> str:

@@ -39,6 +39,7 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.devices import is_accelerator, synchronize, timing_event
 from bigtrain.engine.setup import RunSetup, open_setup
+from bigtrain.files.parse import parse_json
 from bigtrain.job.schema import Job
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.memory.meter import MemoryMeter
@@ -161,7 +162,7 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--start":
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, request = arguments
-    wanted = BlockRequest(**json.loads(request))
+    wanted = BlockRequest(**parse_json(request, "the request"))
     job = Job.model_validate(wanted.job)
     placement = detect_rank_info(os.environ)
     with connect(placement, device=device_type_of(job), setup_timeout=120, timeout=600) as context:

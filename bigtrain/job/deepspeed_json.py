@@ -6,13 +6,13 @@ says otherwise is refused, and "auto" is what the job says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import ConfigError, as_word, unquoted_word
+from bigtrain.errors import ConfigError, UnreadableError, as_word, unquoted_word
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import check_name
 from bigtrain.job.deepspeed_schedules import (
     HIGHEST,
     Schedule,
@@ -66,27 +66,16 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such file, it cannot be read, or it is not a JSON object.
     """
+    check_name(path, "strategy.deepspeed")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"strategy.deepspeed: there is no file {path}. Give the path of a DeepSpeed "
-            "configuration (JSON)."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"strategy.deepspeed: {path} cannot be read ({error}).") from None
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"strategy.deepspeed: {path}:{error.lineno}: not JSON ({error.msg})."
-        ) from None
-    if not isinstance(parsed, dict):
-        raise ConfigError(
-            f"strategy.deepspeed: {path} holds {type(parsed).__name__}, and a JSON object is "
-            "needed."
-        )
-    return parsed
+        return read_json_object(path, "Give the path of a DeepSpeed configuration (JSON).")
+    except UnreadableError as error:
+        if error.missing:
+            raise ConfigError(
+                f"strategy.deepspeed: there is no file {path}. Give the path of a DeepSpeed "
+                "configuration (JSON)."
+            ) from None
+        raise ConfigError(f"strategy.deepspeed: {error}") from None
 
 
 def deepspeed_config(path: str) -> dict[str, Any]:

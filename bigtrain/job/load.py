@@ -16,12 +16,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, UnreadableError, plain_text
+from bigtrain.files.parse import parse_yaml
 from bigtrain.job.deepspeed_json import said_of_job
-from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
+from bigtrain.job.presets import COMMAND_LINE, ConfigTree, KeyPath, read_preset
 from bigtrain.job.public_names import public_hint, refuse_yacs
 from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
+
+_MOST_DOTS = 16
+"""In a key: deeper than anything in a job."""
 
 
 def parse_overrides(words: Sequence[str]) -> ConfigTree:
@@ -45,22 +49,32 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
         if key in ("strategy", "strategy.name") and not text.lstrip().startswith("{"):
             tree.strategy = text
             continue
-        if not key or key.startswith("-"):
+        if not key or key.startswith("-") or key.count(".") > _MOST_DOTS:
             raise ConfigError(
-                f"{word!r} is not an option. See --help; keys are like train.steps=5."
+                f"{_shown(word)} is not an option. See --help; keys are like train.steps=5."
             )
         try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError:
-            raise ConfigError(f"{key}={text}: not a value. Put quotes around it.") from None
+            value = parse_yaml(text)[1] if text else None
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"{plain_text(key, 80)}={plain_text(text, 80)}: not a value"
+                f"{_why(error)}. Put quotes around it."
+            ) from None
         said: dict[KeyPath, Any] = {tuple(key.split(".")): value}
         if key == "strategy":
             tree.strategy, inner = words_in(value, key)
             if tree.strategy is not None:
                 said = {(key, name): config for name, config in inner.items()}
         for path, config in said.items():
-            tree.put(path, config, f"command line, {key}", beside=True)
+            tree.put(path, config, f"{COMMAND_LINE}, {key}", beside=True)
     return tree
+
+
+def _why(error: yaml.YAMLError) -> str:
+    """What is wrong with a value, where that is no matter of quotes alone."""
+    problem = getattr(error, "problem", None)
+    own = problem is not None and getattr(error, "context", None) is None
+    return f" ({plain_text(problem)})" if own else ""
 
 
 def load_job(
@@ -200,7 +214,9 @@ def format_validation_error(
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
     place = tree.origin(path) if tree else None
-    prefix = f"{place}: " if place and not place.startswith("command line") else ""
+    prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
+    if isinstance(cause, UnreadableError):  # so does a path that no file can have
+        return f"{prefix}{cause}"
     name = section + ".".join(path)
     if first["type"] == "extra_forbidden":
         known = _fields_at(kind, path[:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -11,10 +12,14 @@ from typing import Any
 
 import yaml
 
-from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.errors import ConfigError, did_you_mean, plain_text
+from bigtrain.files.parse import MOST_YAML, parse_yaml
+from bigtrain.files.regular import check_name, is_there, read_text
 from bigtrain.job.schema import keys_without_use
 
 KeyPath = tuple[str, ...]
+COMMAND_LINE = "command line"
+"""How the place of a key begins that was said there."""
 _LISTED = 20
 """The most names that a message lists."""
 
@@ -56,8 +61,30 @@ class ConfigTree:
             node = child
         if not beside:
             _forget_arguments(node, path[:-1], {path[-1]: value})
+        if beside:
+            value = self._with_keys_beside(path, value, node.get(path[-1]))
         node[path[-1]] = value
         self.origins[path] = origin
+
+    def _with_keys_beside(self, path: KeyPath, value: Any, there: Any) -> Any:
+        """A value with the keys below it that are said beside it by words of their own.
+
+        Raises:
+            ConfigError: it is no mapping, or says one of these keys, too.
+        """
+        kept = {}
+        for other, place in self.origins.items():
+            is_below = len(other) > len(path) and other[: len(path)] == path
+            if not is_below or not place.startswith(COMMAND_LINE) or not isinstance(there, dict):
+                continue
+            key = other[len(path)]
+            if not isinstance(value, dict) or (key in value and value[key] != there.get(key)):
+                raise ConfigError(
+                    f"{'.'.join(path)} is said as a whole, and {'.'.join(other)} beside it. Leave "
+                    "one of the two out."
+                )
+            kept[key] = there[key]
+        return {**kept, **value} if kept else value
 
     def merge(self, other: ConfigTree) -> None:
         """Lay another tree over this one; a strategy replaces the whole strategy."""
@@ -94,10 +121,6 @@ def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any])
             base.pop(key, None)
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice."""
-
-
 def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
     """Read one YAML mapping with the line of every key.
 
@@ -105,13 +128,9 @@ def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
         ConfigError: no such file, not YAML, not a mapping, or a key twice.
     """
     shown = shown or str(path)
+    text = read_text(path, "Give the path of a YAML file.", MOST_YAML)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {shown}: {error}") from None
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-        values = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        root, values = parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         if "block" not in (getattr(error, "context", None) or "block"):
@@ -119,7 +138,7 @@ def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
             mark = getattr(error, "context_mark", None) or mark
         where = f"{shown}:{mark.line + 1}" if mark else shown
         raise ConfigError(
-            f"{where}: not valid YAML: {getattr(error, 'problem', error)}. "
+            f"{where}: not valid YAML: {plain_text(getattr(error, 'problem', None) or error)}. "
             "Look at the indentation and the quotes there."
         ) from None
     if values is None:
@@ -136,6 +155,12 @@ def _lines(node: yaml.Node | None, path: KeyPath, shown: str) -> Iterator[tuple[
     for key_node, value_node in node.value:
         key = str(key_node.value)
         where = f"{shown}:{key_node.start_mark.line + 1}"
+        if not key_node.tag.endswith((":str", ":merge")):
+            kind = key_node.tag.rpartition(":")[2]
+            raise ConfigError(
+                f"{where}: the key {plain_text(key, 60)} is a {kind}, and keys are words. Put "
+                "quotes around it."
+            )
         if key in seen:
             raise ConfigError(f"{where}: the key {key!r} is written twice. Keep one of them.")
         seen.add(key)
@@ -161,10 +186,10 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
         ConfigError: neither; the message has the nearest name and the known ones.
     """
     if is_file(name):
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(f"{asked}: there is no file {name!r} (looked from {Path.cwd()}).")
-        return read_yaml(path)
+        check_name(name, asked)
+        if not is_there(name):
+            raise ConfigError(f"{asked}: there is no file {name!r} (looked from {_here()}).")
+        return read_yaml(Path(name))
     names = preset_names(kind)
     if name not in names:
         close = did_you_mean(name.lower(), names)
@@ -178,6 +203,13 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
     with resources.as_file(source) as file:
         return read_yaml(file, shown=f"{kind}/{name}.yaml")
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a folder that was removed"
 
 
 def is_file(name: str) -> bool:

@@ -6,7 +6,9 @@ so a wrong key is answered in milliseconds.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -19,6 +21,7 @@ from pydantic import (
 )
 
 from bigtrain.errors import ConfigError, as_word, unquoted_word
+from bigtrain.files.regular import check_name
 from bigtrain.job.deepspeed_json import check_agreement
 from bigtrain.units import parse_bytes
 
@@ -37,10 +40,54 @@ Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -> object:
+    """A value, unless it is `true` or `false` (or holds one) where numbers are needed.
+
+    Args:
+        kind: the annotation of what it is for; one with a check of its own is left to that.
+        value: as it was given.
+        metadata: that pydantic keeps beside the annotation of a field.
+
+    Raises:
+        ValueError: it is one: for pydantic that would be 1 or 0.
+    """
+    if any(isinstance(one, BeforeValidator) for one in metadata):
+        return value
+    kinds = _plain_kinds(kind)
+    held = [value, *(value if isinstance(value, list | tuple) else ())]
+    if (
+        any(isinstance(one, bool) for one in held)
+        and kinds & {int, float}
+        and not kinds & _ANYTHING
+    ):
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise ValueError(f"needs a number (got {shown})")
+    return value
+
+
+_ANYTHING: set[object] = {bool, Any, object}
+
+
+def _plain_kinds(kind: object) -> set[object]:
+    """The types in an annotation, those inside of unions and lists, too."""
+    inner = get_args(kind)
+    if any(isinstance(one, BeforeValidator) for one in inner):
+        return {Any}
+    if get_origin(kind) in (dict, Literal):
+        return set()
+    return set().union(*map(_plain_kinds, inner)) if inner else {kind}
+
+
 class ConfigSection(BaseModel):
     """The base of every section: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[str(info.field_name)]
+        return refuse_truth(field.annotation, value, field.metadata)
 
 
 class ModelConfig(ConfigSection):
@@ -497,6 +544,24 @@ class LogConfig(ConfigSection):
     accuracy: bool = False
     """`top1` of each training step in metrics.jsonl: the share of the global batch that was right,
     from the outputs of the step itself. For data with a class for each sample."""
+
+    @field_validator("dir", "name")
+    @classmethod
+    def _is_path(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None:
+            check_name(value, f"log.{info.field_name}")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _stays_below(cls, value: str | None) -> str | None:
+        parts = PurePath(value or "").parts
+        if value is not None and (not parts or ".." in parts or PurePath(value).is_absolute()):
+            raise ValueError(
+                f"{value!r} leads out of log.dir. Give a name such as log.name=first, and "
+                "the folder above it as log.dir=FOLDER"
+            )
+        return value
 
 
 class Job(ConfigSection):

@@ -9,15 +9,19 @@ A preset or file may itself name its strategy by words; what else it says lies o
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.files.regular import check_name, is_regular
 from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, read_preset
 from bigtrain.job.schema import ROLES, long_form
 
+_MOST_LETTERS = 5000
+"""Of words with paths among them."""
 KIND = "strategies"
 """The folder of the presets, below configs/."""
 PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
@@ -42,6 +46,8 @@ def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
     if not isinstance(strategy, dict):
         raise ConfigError(f"{asked}: {strategy!r} names none. Write words, as ddp+full.")
     name = strategy.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{asked}.name: {name!r} names none. Write words, as ddp+full.")
     if _SPELLED_OUT & strategy.keys() or not isinstance(name, str):
         return None, strategy
     return name, {key: value for key, value in strategy.items() if key != "name"}
@@ -54,9 +60,14 @@ def split_words(text: str, asked: str) -> list[str]:
         ConfigError: there is nothing beside a `+`, something else between words, or `auto`, which
             is none.
     """
-    if is_file(text) and Path(text).is_file():  # a path may have a + in it
+    if is_file(text) and is_regular(text):  # a path may have a + in it
         return [text]
     words = [word.strip() for word in text.split("+")]
+    if len(text) > _MOST_LETTERS:
+        raise ConfigError(
+            f"{asked}: a strategy of {len(text)} letters, {_MOST_LETTERS} are the most. Write "
+            "words like ddp+full."
+        )
     if "" in words:
         fault = "has no word beside a +" if text.strip() else "names no strategy"
         raise ConfigError(f"{asked}: {text!r} {fault}. Write words like ddp+full.")
@@ -125,7 +136,9 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
 
 def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
     """One preset or file; where it names words itself, those with its other keys over them."""
-    key = str(Path(word).resolve()) if is_file(word) else word
+    if is_file(word):
+        check_name(word, asked)
+    key = os.path.realpath(word) if is_file(word) else word  # of a loop of links, too
     if key in within:
         raise ConfigError(f"{asked}: {word} names itself. Name another strategy there.")
     tree = read_preset(KIND, word, asked) if is_file(word) else _read_preset_word(word, asked)

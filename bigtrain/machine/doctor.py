@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigtrain.devices import accelerator, device_count, device_name, free_bytes
+from bigtrain.files.parse import parse_json
 from bigtrain.machine.busy import others_in_words
 from bigtrain.machine.rate_cache import (
     cache_file,
@@ -246,7 +247,7 @@ def _ask(code: str) -> tuple[list[list[Any]], str | None]:
 
 def _answers(text: bytes) -> list[list[Any]]:
     whole = text[: text.rfind(b"\n") + 1]  # the last line may have been cut off
-    return [json.loads(line) for line in whole.splitlines()]
+    return [parse_json(line, "a probe") for line in whole.splitlines()]
 
 
 def _rates(*, again: bool) -> dict[str, Any]:

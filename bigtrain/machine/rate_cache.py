@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 
 from bigtrain.devices import device_names
+from bigtrain.errors import UnreadableError
+from bigtrain.files.drafts import read_cache, say_damaged, write_cache
 from bigtrain.machine.busy import CpuClock, others_cores, others_in_words
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
@@ -81,7 +82,10 @@ def faster_precision(flops: Mapping[str, float]) -> list[str]:
 def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
     """The rates that are kept for this hardware, torch and number of ranks; None without any."""
     entry = _entries().get(_key(link_ranks(ranks)))
-    return None if entry is None else _rates_of(entry.get("rates"))
+    found = None if entry is None else _rates_of(entry.get("rates"))
+    if entry is not None and found is None:
+        say_damaged(cache_file(), "the rates of this machine are none")
+    return found
 
 
 def cache_file() -> Path:
@@ -120,10 +124,8 @@ def _key(ranks: int) -> str:
 def _entries() -> dict[str, dict[str, Any]]:
     """What is in the cache; a file that is damaged has nothing in it."""
     try:
-        cache = json.loads(cache_file().read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(cache, dict):
+        cache = read_cache(cache_file())
+    except UnreadableError:
         return {}
     return {key: entry for key, entry in cache.items() if isinstance(entry, dict)}
 
@@ -134,7 +136,7 @@ def _rates_of(values: object) -> MeasuredRates | None:
     if not isinstance(values, dict) or set(values) != names or values["problems"] != {}:
         return None
     flops = values["flops"]
-    if not isinstance(flops, dict) or set(flops) != set(PRODUCT_TYPES):
+    if not isinstance(flops, dict) or {*flops} != {*PRODUCT_TYPES}:
         return None
     kinds = values["link_kinds"]
     if not isinstance(kinds, dict) or not all(_is_link(found) for found in kinds.values()):
@@ -146,6 +148,8 @@ def _rates_of(values: object) -> MeasuredRates | None:
         return None
     others = values["others_cores"]
     if others is not None and others != 0 and not _is_positive(others):
+        return None
+    if not isinstance(values["device"], str):
         return None
     return MeasuredRates(**values)
 
@@ -181,14 +185,8 @@ def _keep(rates: MeasuredRates) -> None:
         "rates": asdict(rates),
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    path = cache_file()
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix="rates-", encoding="utf-8", delete=False
-        ) as file:
-            json.dump(entries, file, indent=1)
-        os.replace(file.name, path)  # another process reads the old file or the new one
+        write_cache(cache_file(), entries, indent=1)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ the hardware, the version of torch and the number of ranks that they were measur
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import statistics
@@ -24,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 
 from bigtrain.devices import accelerator, device_count, empty_cache, is_accelerator, synchronize
+from bigtrain.files.parse import read_json
+from bigtrain.files.regular import is_regular, read_text
 from bigtrain.memory.disk import free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
@@ -280,11 +281,11 @@ def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: f
                 raise RuntimeError(f"{ranks} ranks did not answer in {timeout:.0f} s") from None
             finally:
                 _end(child)
-        if status != 0 or not answer.is_file():
-            lines = [line for line in said.read_text("utf-8", "replace").splitlines() if line]
+        if status != 0 or not is_regular(answer):
+            lines = [line for line in read_text(said, errors="replace").splitlines() if line]
             last = lines[-1].removeprefix("bigtrain: ") if lines else "they said nothing"
             raise RuntimeError(f"{ranks} ranks could not be measured: {last}")
-        return json.loads(answer.read_text("utf-8"))
+        return read_json(answer)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

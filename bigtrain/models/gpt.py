@@ -27,6 +27,16 @@ GPT2_VOCABULARY = 50257
 """Vocabulary of GPT-2 and GPT-3."""
 
 
+_MOST = {
+    "num_layers": 1 << 13,
+    "width": 1 << 17,
+    "num_heads": 1 << 17,
+    "vocab_size": 1 << 30,
+    "sequence_length": 1 << 32,
+}
+"""Beyond what is trained anywhere: larger numbers would only take the time and memory of a try."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """The shape of a GPT.
@@ -52,12 +62,19 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(
+                    f"model.args.{name}={getattr(self, name)} is beyond any model. Use "
+                    f"model.args.{name}={most} or less."
+                )
         if not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"model.args.dropout={self.dropout} is not in [0, 1). Use model.args.dropout=0.1."
             )
         if self.width % self.num_heads:
-            divisor = max(n for n in range(1, self.num_heads) if self.width % n == 0)
+            most = min(self.num_heads, self.width + 1)
+            divisor = max(n for n in range(1, most) if self.width % n == 0)
             raise ConfigError(
                 f"model.args.num_heads={self.num_heads} does not divide width={self.width}. "
                 f"Use model.args.num_heads={divisor}."

@@ -6,7 +6,8 @@ that it ran on. The next answers on that device take their safety margin from th
 
 Runs that end at once wait for each other at residuals.lock. Where the file system knows no locks,
 the last writer wins; the file is replaced as a whole, so that it is never half of one. What cannot
-be read or written is left alone, and no run fails or says a word for it.
+be read or written is left alone, and no run fails or says a word for it; a damaged file is said to
+be one, and made anew.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,6 +25,9 @@ import torch
 
 from bigtrain.core.strategy import Plan
 from bigtrain.devices import accelerator, device_names
+from bigtrain.errors import UnreadableError
+from bigtrain.files.drafts import read_cache, write_cache
+from bigtrain.files.parse import parse_json
 from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import cpu_name
 from bigtrain.memory.cap import ACCELERATOR_BYTES, NON_TENSOR_BYTES
@@ -132,7 +134,7 @@ def record_residuals(entries: Iterable[PeakRecord | StepRecord]) -> None:
     if not new_records:
         return
     path = residuals_file()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnreadableError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(path.with_suffix(".lock"), LOCK_TIMEOUT_S):
             stored = _read(path)
@@ -140,7 +142,8 @@ def record_residuals(entries: Iterable[PeakRecord | StepRecord]) -> None:
                 key = hardware_key(entry.device)
                 key = _step_key(key) if isinstance(entry, StepRecord) else key
                 stored.setdefault(key, []).append(asdict(entry))
-            _write(path, {key: ranks[-MAX_ENTRIES:] for key, ranks in stored.items()})
+            kept = {key: ranks[-MAX_ENTRIES:] for key, ranks in stored.items()}
+            write_cache(path, kept, indent=1)
 
 
 def safety_margin(
@@ -234,7 +237,7 @@ def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
 
 def _step_key(device_key: str) -> str:
     """What the seconds of runs on a device are kept under, beside the bytes of its ranks."""
-    return json.dumps({"step_seconds": json.loads(device_key)})
+    return json.dumps({"step_seconds": parse_json(device_key, "a key")})
 
 
 def _default(engine: str) -> float:
@@ -298,39 +301,19 @@ def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The entries by device; a file that is damaged has none.
 
     Raises:
-        OSError: there is a file and it cannot be read, so it must not be replaced.
+        UnreadableError: there is a file and it cannot be read, so it must not be replaced.
     """
-    try:
-        parsed = json.loads(path.read_text("utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-    if not isinstance(parsed, dict):
-        return {}
     return {
         key: [entry for entry in ranks if isinstance(entry, dict)]
-        for key, ranks in parsed.items()
+        for key, ranks in read_cache(path).items()
         if isinstance(ranks, list)
     }
-
-
-def _write(path: Path, kept: dict[str, list[dict[str, Any]]]) -> None:
-    text = json.dumps(kept, indent=1)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix="residuals-", encoding="utf-8", delete=False
-    ) as draft:
-        try:
-            draft.write(text)
-            draft.flush()  # a full disk is told here, before the old file is replaced
-            os.replace(draft.name, path)
-        except OSError:
-            os.unlink(draft.name)
-            raise
 
 
 def _stored(key: str) -> list[dict[str, Any]]:
     try:
         return _read(residuals_file()).get(key, [])
-    except OSError:
+    except UnreadableError:
         return []
 
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bigtrain.errors import BigtrainError, OutOfMemoryError
+from bigtrain.errors import BigtrainError, OutOfMemoryError, plain_text
 from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start_time
 from bigtrain.ranks.restart import RestartRequest, restart_process
 
@@ -24,6 +24,8 @@ HELD_OPEN: list[Callable[[BaseException], bool]] = []
 """One for each block of `connect` that is open: tells the other ranks of an error, and returns
 whether this rank is the one to say it. No hook of the interpreter: `init_process_group` has one."""
 
+_MOST_SHOWN = 5000
+"""Letters of a message."""
 _MULTI_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # How gloo, NCCL and the store speak of a peer that is gone or late; they share no exception type.
 _ECHOES = (
@@ -134,8 +136,8 @@ def _show(error: BaseException) -> int:
     if isinstance(error, BigtrainError):
         if getattr(error, "bigtrain_first", False) or is_first_to_report(os.environ):
             told = error.told if isinstance(error, OutOfMemoryError) else ""
-            rest = str(error).removeprefix(told).lstrip("\n")
-            sys.stderr.write(f"{rest}\n" if told else f"bigtrain: {error}\n")
+            rest = _as_shown(error).removeprefix(told).lstrip("\n")
+            sys.stderr.write(f"{rest}\n" if told else f"bigtrain: {rest}\n")
     else:
         # The frame of run_guarded says nothing to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
@@ -143,6 +145,15 @@ def _show(error: BaseException) -> int:
     if getattr(error, "bigtrain_first", False):
         exit_process(exit_status_of(error))
     return exit_status_of(error)
+
+
+def _as_shown(error: BigtrainError) -> str:
+    """A message as a terminal may be given it, whatever names of the user's are in it."""
+    lines = [plain_text(line.replace("\t", " "), len(line) * 10) for line in str(error).split("\n")]
+    text = "\n".join(lines)
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[: _MOST_SHOWN - 500]} [...] {text[-400:]}"  # the fix is at the end
 
 
 def is_first_to_report(environ: Mapping[str, str]) -> bool:

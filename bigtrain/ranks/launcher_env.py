@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, plain_text
+from bigtrain.files.environment import MOST_COUNT, count_in
 
 Launcher = Literal["torchrun", "deepspeed", "srun", "openmpi", "mpich", "bigtrain", "env", "python"]
 
@@ -93,8 +94,8 @@ def detect_rank_info(environ: Mapping[str, str]) -> RankInfo:
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process; false in a bare sbatch script or salloc shell."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP and "SLURM_PROCID" in environ
+    step = count_in(environ.get("SLURM_STEP_ID", ""), _FIRST_RESERVED_STEP - 1)
+    return step is not None and "SLURM_PROCID" in environ
 
 
 def first_host(node_list: str) -> str:
@@ -113,7 +114,7 @@ def launch_key(environ: Mapping[str, str]) -> str:
     """
     parts = [environ.get(name, "") for name in _LAUNCH_VARIABLES]
     parts += [str(os.getuid()), _read_text("/proc/sys/kernel/random/boot_id"), *_starter()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+    return hashlib.sha256(os.fsencode("\n".join(parts))).hexdigest()[:20]
 
 
 def _has_pmi(environ: Mapping[str, str]) -> bool:
@@ -161,20 +162,40 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _number(environ, size)
     layout = "SLURM_STEP_TASKS_PER_NODE"
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(layout, str(world_size))):
-        counts += [int(count)] * int(times or 1)
-    node = _number(environ, "SLURM_NODEID") if len(counts) > 1 else 0
-    if node >= len(counts) or sum(counts) != world_size:
+    nodes = _tasks_by_node(environ.get(layout, str(world_size)))
+    node = _number(environ, "SLURM_NODEID") if sum(times for _, times in nodes) > 1 else 0
+    if sum(count * times for count, times in nodes) != world_size or not nodes:
+        own = None
+    else:
+        own = _tasks_of(node, nodes)
+    if own is None:
         raise ConfigError(
-            f"{layout}={environ.get(layout)} does not fit SLURM_NODEID={node}, {size}={world_size}"
-            ": the variables are of two steps. Start the ranks with srun directly."
+            f"{layout}={plain_text(environ.get(layout), 80)} does not fit SLURM_NODEID={node}, "
+            f"{size}={world_size}: the variables are of two steps. Start the ranks with srun "
+            "directly."
         )
     return _read(
-        {**environ, layout: str(counts[node])},
+        {**environ, layout: str(own)},
         ["SLURM_PROCID", "SLURM_LOCALID", size, layout],
         "srun",
     )
+
+
+def _tasks_by_node(text: str) -> list[tuple[int, int]]:
+    """Slurm's `2(x3),1` as how many tasks, on how many nodes; nothing where it is none."""
+    if not re.fullmatch(r"\d{1,9}(\(x\d{1,9}\))?(,\d{1,9}(\(x\d{1,9}\))?)*", text):
+        return []
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [(int(count), int(times or 1)) for count, times in found]
+
+
+def _tasks_of(node: int, nodes: list[tuple[int, int]]) -> int | None:
+    """The tasks of the node with this number; None where there is none."""
+    for count, times in nodes:
+        if node < times:
+            return count
+        node -= times
+    return None
 
 
 def _read(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> RankInfo:
@@ -206,9 +227,13 @@ def _number(environ: Mapping[str, str], name: str) -> int:
             f"{name} is not set, other variables of the launcher are. Run: export {name}=NUMBER, "
             "or start the ranks with torchrun, deepspeed, srun or mpiexec."
         )
-    if not text.strip().isdecimal():
-        raise ConfigError(f"{name}={text!r} is not a whole number. Run: export {name}=NUMBER")
-    return int(text)
+    number = count_in(text)
+    if number is None:
+        raise ConfigError(
+            f"{name}={plain_text(ascii(text), 80)} is not a whole number from 0 to {MOST_COUNT}. "
+            f"Run: export {name}=NUMBER"
+        )
+    return number
 
 
 def _starter() -> tuple[str, str]:

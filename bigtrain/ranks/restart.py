@@ -20,7 +20,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bigtrain.errors import BigtrainError
+from bigtrain.errors import BigtrainError, UnreadableError
+from bigtrain.files.environment import count_in, json_in, odd_value
+from bigtrain.files.parse import parse_json, read_json_object
+from bigtrain.files.regular import is_regular, open_regular, read_pointer
 from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
 
 RESTART_STATUS = 76
@@ -49,13 +52,19 @@ class Restart:
         """What an earlier life of this process left, which is thereby taken.
 
         A rank that torchrun has started again goes on, too.
+
+        Raises:
+            ConfigError: the variable holds something else.
         """
-        text = environ.pop(RESTART_VARIABLE, None)
-        if text is None:
-            count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            return cls((_GO_ON,), "") if count.isdecimal() and int(count) > 0 else None
-        values = json.loads(text)
-        return cls(tuple(values["words"]), values["said"])
+        values = json_in(environ, RESTART_VARIABLE)
+        if values is None:
+            count = count_in(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            return cls((_GO_ON,), "") if count else None
+        words, said = values.get("words"), values.get("said")
+        if not (_are_words(words) and isinstance(said, str)):
+            raise odd_value(environ, RESTART_VARIABLE, "what a run leaves for its next life")
+        del environ[RESTART_VARIABLE]
+        return cls(tuple(words or ()), said)
 
     def text(self) -> str:
         """One line of JSON."""
@@ -72,11 +81,15 @@ def words_to_go_on(folder: Path, begun_at: str | None) -> list[str]:
         begun_at: `checkpoint.resume` of the run.
     """
     words = [f"log.dir={json.dumps(str(folder.parent))}", f"log.name={json.dumps(folder.name)}"]
-    if begun_at not in (None, "auto") and not (folder / "checkpoints" / "latest").is_file():
+    if begun_at not in (None, "auto") and not is_regular(folder / "checkpoints" / "latest"):
         for name in (METRICS, "validation.jsonl"):  # these steps will be done again
             (folder / name).unlink(missing_ok=True)
         return words
     return [*words, _GO_ON]
+
+
+def _are_words(words: object) -> bool:
+    return isinstance(words, list) and all(isinstance(word, str) for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +126,11 @@ class RunNote:
     def find(cls, launch: Path) -> RunNote | None:
         """The note in a launch's folder."""
         try:
-            values = json.loads((launch / _NOTE).read_text("utf-8"))
-        except (OSError, ValueError):
+            values = read_json_object(launch / _NOTE)
+            lists = {key: tuple(values.get(key, ())) for key in ("words", "spare")}
+            return cls(**{**values, **lists})
+        except (UnreadableError, TypeError):
             return None
-        lists = {key: tuple(values.get(key, ())) for key in ("words", "spare")}
-        return cls(**{**values, **lists})
 
     def restart_words(self, given: Sequence[str]) -> list[str]:
         """The words with which the run goes on.
@@ -149,24 +162,22 @@ class RunNote:
 
     def saved_step(self) -> int:
         """The step of the checkpoint that it goes on from; 0 for the beginning."""
-        try:
-            name = (Path(self.folder) / "checkpoints" / "latest").read_text("utf-8").strip()
-        except OSError:
-            return 0
-        number = name.rpartition("-")[2]
-        return int(number) if number.isdecimal() else 0
+        name = read_pointer(Path(self.folder) / "checkpoints" / "latest")
+        return count_in(name.rpartition("-")[2], most=1 << 62) or 0
 
     def last_step(self) -> int:
         """The last step that was done; 0 where there is none."""
         try:
-            with (Path(self.folder) / METRICS).open("rb") as file:
+            with open_regular(Path(self.folder) / METRICS) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 lines = file.read().splitlines()
-        except OSError:
+        except (OSError, UnreadableError):
             return 0
         for line in reversed(lines):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn one
-                return int(json.loads(line)["step"])
+            with contextlib.suppress(
+                UnreadableError, KeyError, TypeError, ValueError
+            ):  # a torn one
+                return int(parse_json(line, METRICS)["step"])
         return 0
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bigtrain.errors import UnreadableError
+from bigtrain.files.parse import as_object, parse_json
 from bigtrain.recorder.page import Record
 
 RECORDS_S = 2.0
@@ -99,10 +101,9 @@ class RollCall:
 def read_message(line: bytes) -> dict[str, Any]:
     """What a line says; nothing where it is not an object of JSON, as from a stranger."""
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
+        return as_object(parse_json(line, "a message"), "a message")
+    except UnreadableError:
         return {}
-    return message if isinstance(message, dict) else {}
 
 
 def send_message(connection: socket.socket, **message: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain.files.parse import read_json_object
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.waiting import Wait, blamed, known_waits
 from bigtrain.units import format_bytes
@@ -117,7 +118,7 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
     began = time.time()
     path = recorder.folder / f".flight_recorder-{recorder.rank}.json"
     found = {recorder.rank: own}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         path.with_suffix(".part").write_text(json.dumps(own), encoding="utf-8")
         path.with_suffix(".part").replace(path)
         until = time.monotonic() + moment_s
@@ -125,7 +126,7 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
             time.sleep(0.05)
             for other in recorder.folder.glob(".flight_recorder-*.json"):
                 if other.stat().st_mtime > began - 5:
-                    record = json.loads(other.read_text(encoding="utf-8"))
+                    record = read_json_object(other)
                     found[int(record["rank"])] = record
     return found
 

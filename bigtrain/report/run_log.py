@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
@@ -27,10 +27,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bigtrain.assembly.make_plan import describe_plan
+from bigtrain.checkpoint.folders import has_own_lock, sole_writer
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
+from bigtrain.files.parse import parse_json
+from bigtrain.files.regular import is_there, read_text
 from bigtrain.job.schema import Job
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import device_capacity_bytes
@@ -79,8 +82,8 @@ def _choose(job: Job) -> Path:
             "Use --resume auto to continue it, or another log.name."
         )
     if job.checkpoint.resume not in (None, "auto") and (folder / "metrics.jsonl").exists():
-        place = Path(str(job.checkpoint.resume)).resolve()
-        if folder.resolve() not in (place, *place.parents):
+        place = Path(os.path.realpath(str(job.checkpoint.resume)))
+        if Path(os.path.realpath(folder)) not in (place, *place.parents):
             raise ConfigError(
                 f"log.name={job.log.name}: {folder} holds a run already, and checkpoint.resume="
                 f"{job.checkpoint.resume} is not of that run. Use another log.name."
@@ -143,6 +146,8 @@ class RunLog:
         self._stepped = False
         self._predicted_volume = predicted_volume
         self._predicted_seconds = predicted_step.seconds if predicted_step else None
+        self._predicted = predicted
+        self._locks = ExitStack()
         if not self._main:
             return
         self._write_plan(job, plan, predicted)
@@ -176,7 +181,9 @@ class RunLog:
         """After a resume the lines of steps that will be done again go, so each comes once."""
         for name in ("metrics.jsonl", "validation.jsonl"):
             path = self.folder / name
-            text = path.read_text("utf-8", errors="replace") if step and path.exists() else ""
+            text = ""
+            if step and is_there(path):
+                text = read_text(path, "Use another log.name.", most=1 << 40, errors="replace")
             kept = [line for line in text.splitlines() if _step_of(line) <= step]
             draft = path.with_name(f".{name}")
             draft.write_text("".join(f"{line}\n" for line in kept), "utf-8")
@@ -283,15 +290,69 @@ class RunLog:
         Raises:
             OSError: they still cannot.
         """
+        self._restore()
         if name not in self._files:
-            self._files[name] = (self.folder / name).open("ab", buffering=0)
+            self._files[name] = self._opened(name)
         while self._waiting.get(name):
             written = self._files[name].write(self._waiting[name]) or 0
             self._waiting[name] = self._waiting[name][written:]
 
+    def _opened(self, name: str) -> FileIO:
+        # To be read as well: where its name is removed, its lines are still there.
+        return (self.folder / name).open("a+b", buffering=0)
+
+    def _restore(self) -> None:
+        """Make the folder and its lines again, where somebody has removed them meanwhile.
+
+        Raises:
+            OSError: that cannot be done now.
+            ConfigError: another run has begun in that folder.
+        """
+        gone = not os.path.isdir(self.folder)
+        if gone:
+            self.folder.mkdir(parents=True)
+            lines = sum(_contents(file).count(b"\n") for file in self._files.values())
+            lost = ", and its tensorboard" if self._board is not None else ""
+            self.print_line(
+                f"warning: {self.folder} was removed during the run. It is made again with its "
+                f"{lines} lines so far; checkpoints that were in it{lost} are lost."
+            )
+            self._keep_plan()
+            if self._board is not None:
+                self._board = _open_board(self.folder, 0)
+        for name, file in list(self._files.items()):
+            path = self.folder / name
+            fault = _fault_of(file, path)
+            if fault is None:
+                continue
+            if fault == "removed":
+                draft = path.with_name(f".{name}")
+                draft.write_bytes(_contents(file))
+                draft.replace(path)
+                fault = "removed, and is written again with its lines so far,"
+            if not gone:
+                self.print_line(f"warning: {path} was {fault} during the run.")
+                self._keep_plan()
+            self._files[name] = self._opened(name)
+            file.close()
+
+    def _keep_plan(self) -> None:
+        """Make again what stands beside the lines: its lock, and the job and plan.
+
+        Raises:
+            OSError: it cannot be written.
+            ConfigError: another run has taken the folder meanwhile.
+        """
+        checkpoints = self.folder / "checkpoints"
+        if not has_own_lock(checkpoints):
+            self._locks.enter_context(sole_writer(checkpoints))
+        if not is_there(self.folder / "plan.yaml"):
+            self._write_plan(self._job, self._plan, self._predicted)
+
     def _leave(self, name: str, text: str) -> None:
         """Write a file of the end; a run is not lost for it."""
         try:
+            self._restore()
             (self.folder / name).write_text(text, "utf-8")
         except OSError as error:
             self.print_line(f"warning: {self.folder / name} was not written: {error}")
@@ -312,6 +373,10 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self._stop_bar()
+        try:
+            self._restore()
+        except (OSError, ConfigError) as error:
+            self.print_line(f"warning: {error}")
         for name in self._waiting:
             with suppress(OSError):
                 self._write_waiting(name)
@@ -320,14 +385,34 @@ class RunLog:
                 self.print_line(f"warning: {self.folder / name} lacks its last lines: {lost}")
         for file in self._files.values():
             file.close()
+        self._locks.close()
         if self._board is not None:
             self._board.close()
+
+
+def _contents(file: FileIO) -> bytes:
+    """All that was written to a file, whether or not it still has a name."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0)
+
+
+def _fault_of(file: FileIO, path: Path) -> str | None:
+    """What others have done to an open file: removed, replaced, or cut it; None for nothing."""
+    state = os.fstat(file.fileno())
+    try:
+        if not os.path.samestat(state, os.stat(path)):
+            return "replaced, and its lines go on in the new one,"
+    except FileNotFoundError:
+        return "removed"
+    if state.st_size < file.tell():
+        return f"cut to {state.st_size} bytes, and the lines that were after them are lost,"
+    return None
 
 
 def _step_of(line: str) -> float:
     """The step of a line; infinity where it was torn as the process or the machine died."""
     try:
-        return int(json.loads(line)["step"])
+        return int(parse_json(line, "a line")["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
 

@@ -18,6 +18,7 @@ from bigtrain.compare.subprocess_runs import run_bigtrain
 from bigtrain.devices import device_count
 from bigtrain.engine.setup import check_job
 from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.files.parse import read_json_object
 from bigtrain.job.arguments import SpeedupOptions, speedup_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.strategy_words import read_strategy, strategy_label
@@ -207,7 +208,7 @@ class Trial:
         if ended.reason is not None:
             kind = ConfigError if ended.status == 2 else BigtrainError
             raise kind(ended.reason)
-        pace = MeasuredPace(**json.loads((folder / "pace.json").read_text("utf-8")))
+        pace = MeasuredPace(**read_json_object(folder / "pace.json"))
         self._others = max(self._others, pace.others_cores or 0.0)
         return pace
 

@@ -33,6 +33,7 @@ from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.devices import grow_segments, set_current, synchronize
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
+from bigtrain.files.parse import read_json_object
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job, override_job
 from bigtrain.job.schema import Job
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
     options = train_arguments(arguments, records=True)
     job = load_job(options.config, options.strategy, options.overrides)
     folder = Path(options.record)
-    request = PaceRequest(**json.loads((folder / "request.json").read_text("utf-8")))
+    request = PaceRequest(**read_json_object(folder / "request.json"))
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)

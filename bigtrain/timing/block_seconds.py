@@ -13,18 +13,19 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import device_type_of
 from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import UnreadableError
+from bigtrain.files.drafts import read_cache, say_damaged, write_cache
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.busy import CpuClock, others_cores, others_in_words
@@ -250,7 +251,7 @@ class BlockTimer:
                         launch_key(os.environ),
                     )
                     _write(path, key, kept)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             self.source = f"blocks could not be timed: {error}"
             return _Kept()
         return kept
@@ -352,10 +353,34 @@ def _ratio(seconds: float, known: float) -> float:
     return seconds / known if known > 0 else 1.0
 
 
-def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
-    pairs = [(float(a), float(b)) for a, b in values["sections"]]
-    shares = {variant: (a, b) for variant, (a, b) in values["shares"].items()}
-    return BlockSeconds(values["rows"], pairs, values["update"], values["trained"], shares)
+def _from_json(values: Any) -> BlockSeconds:
+    """What ranks have timed, or a cache has kept.
+
+    Raises:
+        ValueError: it is none: a figure is missing, of another kind, or no time.
+    """
+    if not isinstance(values, dict) or {*values} != {one.name for one in fields(BlockSeconds)}:
+        raise ValueError("an entry has other figures")
+    sections, shares = values["sections"], values["shares"]
+    if not isinstance(sections, list) or not isinstance(shares, dict):
+        raise ValueError("its sections are no list, or its shares no object")
+    pairs = [*sections, *shares.values()]
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError("its figures are no pairs")
+    numbers = [values["update"], *(number for pair in pairs for number in pair)]
+    if not all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers):
+        raise ValueError("a figure is no time")
+    if not (_is_count(values["rows"]) and _is_count(values["trained"])):
+        raise ValueError("its rows or numbers are no count")
+    if not {*shares} <= {*get_args(BlockVariant)}:
+        raise ValueError("its shares are of other ways")
+    timed = [(float(a), float(b)) for a, b in sections]
+    shared = {variant: (float(a), float(b)) for variant, (a, b) in shares.items()}
+    return BlockSeconds(values["rows"], timed, values["update"], values["trained"], shared)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 @dataclass(frozen=True)
@@ -382,30 +407,31 @@ class _Kept:
 
 def _read(path: Path, key: str) -> _Kept:
     try:
-        entry = json.loads(path.read_text("utf-8"))[key]
-        timed = [_from_json(one) for one in entry["timed"]]
-        sizes = set(map(int, entry["sizes"]))
-        return _Kept(timed, sizes, float(entry["others_cores"]), str(entry["launch"]))
-    except (OSError, ValueError, KeyError, TypeError):  # there is nothing, or it is damaged
+        entry = read_cache(path).get(key)
+    except UnreadableError:
+        return _Kept()
+    if entry is None:
+        return _Kept()
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError("an entry is no object")
+        timed, sizes = entry.get("timed"), entry.get("sizes")
+        if not (isinstance(timed, list) and isinstance(sizes, list) and all(map(_is_count, sizes))):
+            raise ValueError("an entry has no lists of times and sizes")
+        others, launch = entry.get("others_cores"), entry.get("launch")
+        if not isinstance(launch, str) or type(others) is not float or not 0 <= others < math.inf:
+            raise ValueError("an entry does not say what others did meanwhile")
+        return _Kept([_from_json(one) for one in timed], set(sizes), others, launch)
+    except ValueError as error:
+        say_damaged(path, str(error))
         return _Kept()
 
 
 def _write(path: Path, key: str, kept: _Kept) -> None:
     """Keep it beside others; to be called with the lock. A full disk costs the next one seconds."""
-    entries: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text("utf-8"))
-        entries = known if isinstance(known, dict) else {}
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    entries.pop(key, None)  # so that it is the newest
-    entries[key] = {**asdict(kept), "sizes": sorted(kept.sizes), "when": when}
-    newest = dict(list(entries.items())[-MAX_KEPT_MODELS:])
-    with (
-        contextlib.suppress(OSError),
-        tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix="blocks-", encoding="utf-8", delete=False
-        ) as file,
-    ):
-        json.dump(newest, file)
-        file.flush()
-        os.replace(file.name, path)
+    with contextlib.suppress(OSError, UnreadableError):
+        entries = read_cache(path)
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        entries.pop(key, None)  # so that it is the newest
+        entries[key] = {**asdict(kept), "sizes": sorted(kept.sizes), "when": when}
+        write_cache(path, dict(list(entries.items())[-MAX_KEPT_MODELS:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from bigtrain.compare.contenders import ComparedStrategy, without_strategy
 from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.files.parse import read_json_object
 from bigtrain.job.arguments import ComparisonOptions
 from bigtrain.job.load import ONE_PROCESS
 from bigtrain.job.schema import Precision
@@ -110,7 +110,7 @@ class Bench:
             verdict: Verdict = "refused" if ended.status == 2 else "failed"
             return VerifiedStrategy(label, ranks, verdict, precision, ended.reason)
         differences = compare_recordings(reference, folder)
-        plain_loop = json.loads((folder / "record.json").read_text("utf-8"))["plain_loop"]
+        plain_loop = read_json_object(folder / "record.json")["plain_loop"]
         reason = _differs_from_plain_loop(folder)
         _forget(folder)
         row = VerifiedStrategy(
@@ -164,7 +164,7 @@ class Bench:
         if plan.precision == "bf16":
             return self._made(plan, plan.batch.micro_size)
         reference = self._made(plan, plan.batch.global_size)
-        if json.loads((reference / "record.json").read_text("utf-8"))["has_batchnorm"]:
+        if read_json_object(reference / "record.json")["has_batchnorm"]:
             return self._made(plan, plan.batch.micro_size)
         return reference
 
@@ -219,13 +219,13 @@ def _forget(folder: Path) -> None:
 
 def _differs_from_plain_loop(folder: Path) -> str | None:
     """How a run was found to differ from a plain torch loop; None where it does not."""
-    recording = json.loads((folder / "record.json").read_text("utf-8"))
+    recording = read_json_object(folder / "record.json")
     found: str | None = recording["differs_from_plain_loop"]
     return found
 
 
 def _refuse_chance(folder: Path) -> None:
-    random_pair = json.loads((folder / "record.json").read_text("utf-8"))["chance"]
+    random_pair = read_json_object(folder / "record.json")["chance"]
     if random_pair is not None:
         raise ConfigError(
             f"the model draws random numbers that verify cannot turn off: two passes over one "

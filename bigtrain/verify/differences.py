@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from bigtrain.checkpoint.read import tensors_of_file
+from bigtrain.files.parse import read_json_object
 from bigtrain.job.schema import Precision
+from bigtrain.tensors.shards import read_whole
 
 GRADIENT_FLOOR = 1e-4
 """A gradient that is everywhere below this share of the model's largest is all rounding: what is
@@ -135,20 +135,15 @@ def compare_recordings(reference: Path, other: Path) -> Differences:
     missing: set[str] = set()
     for path in reference.glob("gradients-*.safetensors"):
         if other_record["no_gradients"] is None:
-            with _Pair(path, other / path.name) as pair:
-                missing |= pair.missing
+            missing |= _Pair(path, other / path.name).missing
     by_step = gradient_differences(reference, other)
     for step in by_step.values():
         for name, difference in step.items():
             gradients[name] = max(gradients.get(name, 0.0), difference)
-    updates: dict[str, float] = {}
     names = ("weights-before.safetensors", "weights-after.safetensors")
-    with (
-        _Pair(reference / names[0], other / names[0]) as before,
-        _Pair(reference / names[1], other / names[1]) as after,
-    ):
-        missing |= before.missing | after.missing
-        updates = dict(after.differences(before))
+    before, after = (_Pair(reference / name, other / name) for name in names)
+    missing |= before.missing | after.missing
+    updates = dict(after.differences(before))
     losses, norms = (_each(reference_record[key], other_record[key]) for key in ("losses", "norms"))
     return Differences(
         loss=max(losses, default=0.0),
@@ -171,8 +166,8 @@ def gradient_differences(reference: Path, other: Path) -> dict[int, dict[str, fl
     if _record(other)["no_gradients"] is not None:
         return found
     for path in reference.glob("gradients-*.safetensors"):
-        with _Pair(path, other / path.name) as pair:
-            found[int(path.stem.rpartition("-")[2])] = dict(pair.differences())
+        pair = _Pair(path, other / path.name)
+        found[int(path.stem.rpartition("-")[2])] = dict(pair.differences())
     return dict(sorted(found.items()))
 
 
@@ -181,8 +176,7 @@ def _worst(differences: dict[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "record.json").read_text("utf-8"))
-    return found
+    return read_json_object(folder / "record.json")
 
 
 def _each(one: list[float], two: list[float]) -> list[float]:
@@ -202,24 +196,16 @@ _Before = Callable[[str], tuple[Tensor, Tensor]]
 
 
 class _Pair:
-    """The same file of two recordings, opened."""
+    """The same file of two recordings."""
 
     def __init__(self, one: Path, two: Path) -> None:
-        self._open = ExitStack()
-        self._one = self._open.enter_context(safe_open(one, "pt"))
-        self._two = self._open.enter_context(safe_open(two, "pt"))
-        names = set(self._one.keys()), set(self._two.keys())
+        self._one, self._two = tensors_of_file(one), tensors_of_file(two)
+        names = set(self._one), set(self._two)
         self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
-
-    def __enter__(self) -> _Pair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
         """Both tensors of a name."""
-        return self._one.get_tensor(name), self._two.get_tensor(name)
+        return read_whole(self._one[name]), read_whole(self._two[name])
 
     def differences(self, before: _Pair | None = None) -> Iterator[tuple[str, float]]:
         """Each name with its largest difference, relative to the tensor's largest value.
@@ -230,7 +216,7 @@ class _Pair:
         changes = before.tensors if before is not None else None
         largest = 0.0
         for name in self.common:
-            expected = self._one.get_tensor(name)
+            expected = read_whole(self._one[name])
             largest = max(largest, _highest(_since(expected, changes, name, 0)))
         for name in self.common:
             expected, found = self.tensors(name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import MOST_LINES
 from bigtrain.verify.differences import (
     GRADIENT_FLOOR,
     Differences,
@@ -41,7 +42,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """The traces that the ranks of a run have written."""
     traces = []
     for path in sorted(folder.glob("trace-*.json")):
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json_object(path, most=MOST_LINES)
         entries = tuple(
             Entry._make((*entry[:-1], tuple(entry[-1]))) for entry in found.pop("entries")
         )
@@ -66,7 +67,7 @@ def first_difference(
         moved: how far one process is from itself with moved weights.
     """
     (one,), ranks = read_traces(reference), read_traces(other)
-    records = [json.loads((f / "record.json").read_text("utf-8")) for f in (reference, other)]
+    records = [read_json_object(f / "record.json") for f in (reference, other)]
     gradients = gradient_differences(reference, other)
     steps = len(records[0]["losses"])
     for index, held in enumerate(tolerances(tolerance, moved, steps)):

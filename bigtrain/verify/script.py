@@ -22,6 +22,8 @@ from bigtrain.compare.subprocess_runs import run_bigtrain
 from bigtrain.devices import device_count
 from bigtrain.engine.prepare import VERIFY_VARIABLE
 from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import is_regular
 from bigtrain.job.arguments import ComparisonOptions
 from bigtrain.job.load import job_from_keys
 from bigtrain.ranks.launch import start_ranks
@@ -39,7 +41,7 @@ def check_script(options: ComparisonOptions) -> int:
         ConfigError: there is no such script; keys of a job beside it.
     """
     file, *arguments = shlex.split(options.script or "")
-    if not Path(file).is_file():
+    if not is_regular(file):
         raise ConfigError(f"--script {file}: there is no such file.")
     if options.overrides or options.job is not None:
         raise ConfigError(
@@ -81,7 +83,7 @@ def _run(name: str, words: Sequence[str], folder: Path, options: ComparisonOptio
         module="bigtrain.verify.script",
     )
     row: Row = {"strategy": name, "verdict": "pass", "reason": None, "loss": None, "norm": None}
-    found = json.loads(report.read_text("utf-8")) if report.is_file() else None
+    found = read_json_object(report) if is_regular(report) else None
     if found is None:
         reason = ended.reason
         if reason is None:

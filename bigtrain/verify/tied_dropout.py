@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.core.strategy import Plan
 from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.data.sampler import split_global_batch
+from bigtrain.files.parse import read_json_object
 from bigtrain.ranks.context import RunContext
 
 _FIRST_SEED = 2**60
@@ -232,7 +233,7 @@ def untied_reason(reference: Path, other: Path) -> str | None:
     """
     for folder in (reference, other):
         for path in sorted(folder.glob("dropout-*.json")):
-            for name, reason in json.loads(path.read_text("utf-8")).items():
+            for name, reason in read_json_object(path).items():
                 return f"{name or 'the model'}: {reason}"
     return None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,7 +31,9 @@ from bigtrain.core.loop import check_finite
 from bigtrain.core.runner import StepLoss
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.errors import ConfigError, LaunchError, UnreadableError
+from bigtrain.files.parse import parse_json
+from bigtrain.files.regular import MOST_LINES, read_text
 from bigtrain.recorder.star import going_on_without
 from bigtrain.strategies.parameter_server.inbox import (
     ANSWER_NUMBERS,
@@ -81,10 +84,10 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
     Raises:
         ConfigError: there is no such log, or it is of another number of ranks.
     """
-    path = Path(place) / LOG if Path(place).is_dir() else Path(place)
+    path = Path(place) / LOG if os.path.isdir(place) else Path(place)
     key = f"strategy.replicate.replay={place}"
     try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = [parse_json(line, path) for line in read_text(path, most=MOST_LINES).splitlines()]
         pushes = [
             Push(**{**line, "answers": tuple(line["answers"])})
             for line in lines
@@ -93,7 +96,7 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
         heads = [line for line in lines if "workers" in line]
         known = int(heads[0]["workers"]), int(heads[0]["servers"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
+        reason = error.reason if isinstance(error, UnreadableError) else error
         raise ConfigError(
             f"{key} is no log of pushes: {reason}. Give runs/NAME/{LOG} of an asynchronous run, or "
             "leave it out."

@@ -16,6 +16,7 @@ FULL = {
     "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen_for"
     "_in_seconds": 1,
     "checkpoint/test_damage.py::test_a_thousand_random_damages_are_refused": 1,
+    "checkpoint/test_drawn_damages.py::test_a_thousand_damages_are_refused_and_gone_back_from": 1,
     "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 3,
     "checkpoint/test_ranks_slices.py::test_what_optimizers_keep_in_slices_is_saved_and_opened": 2,
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
@@ -80,6 +81,7 @@ FULL = {
     "strategies/zero/test_ranks_on_torch.py::test_the_numbers_are_those_of_one_process": 4,
     "timing/test_block_seconds.py::test_ranks_of_this_machine_time_a_job": 1,
     "test_golden.py::test_what_is_known_without_running_is_what_it_was": 1,
+    "test_hostile_inputs.py::test_hundreds_of_inputs_end_in_a_line_or_run": 2,
     "test_ranks_survival.py::test_a_rank_that_stands_still_is_ended": 1,
     "test_ranks_survival.py::test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named": 1,
     "test_ranks_faults.py::test_faults_at_random_change_no_number": 2,

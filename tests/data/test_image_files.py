@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,13 @@ import torch
 from PIL import Image
 
 from bigtrain.data import open_data
-from bigtrain.data.image_files import check_whole, read_idx
+from bigtrain.data.image_files import (
+    check_whole,
+    decode_image,
+    image_header,
+    read_colours,
+    read_idx,
+)
 from bigtrain.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -216,8 +224,42 @@ def test_a_range_of_scales_ascends(written):
 def test_many_files_are_looked_at_in_part(tmp_path):
     files = [tmp_path / f"{number}.jpg" for number in range(10)]
     for file in files:
-        file.write_bytes(b"\xff\xd8\xff\xd9")
+        Image.new("RGB", (2, 2)).save(file)
     files[3].write_bytes(b"\xff\xd8")
     check_whole(files, most=5)
     with pytest.raises(ConfigError, match=r"3\.jpg cannot be read: "):
         check_whole(files, most=10)
+
+
+@pytest.mark.parametrize("kind", ["bomb", "pipe", "device", "folder", "text", "no header"])
+def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "odd.png"
+    if kind == "bomb":  # a few bytes that stand for ten gigabytes
+        size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+        chunks = [(b"IHDR", size), (b"IDAT", b"x"), (b"IEND", b"")]
+        packed = [
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+            for name, data in chunks
+        ]
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"a text" if kind == "text" else b"\x89PNG\r\n\x1a\nIEND\xaeB`\x82")
+    for read in (decode_image, image_header, read_colours, lambda one: check_whole([one], most=1)):
+        with pytest.raises(ConfigError, match=r"data\.path: .*odd\.png cannot be read: .*Get this"):
+            read(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_idx_file_that_stands_for_too_much(tmp_path, packed, monkeypatch):
+    monkeypatch.setattr("bigtrain.data.image_files._MOST_IDX", 1000)
+    path = tmp_path / ("images.gz" if packed else "images")
+    with gzip.open(path, "wb") if packed else path.open("wb") as file:
+        file.write(bytes(2000))
+    with pytest.raises(ConfigError, match="it holds more than 1000 bytes"):
+        read_idx(path, 3)

@@ -1,9 +1,13 @@
+import io
 import math
 import os
 import pickle
+import resource
+import subprocess
+import sys
 import sysconfig
 import tempfile
-import types
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -199,35 +203,77 @@ def test_a_relative_cache_home_is_not_used(folder, monkeypatch, tmp_path):
 
 
 def test_nothing_half_built_is_left(folder, cache, monkeypatch):
-    def full(source, target, length):
-        target.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("bigtrain.data.text.shutil", types.SimpleNamespace(copyfileobj=full))
     monkeypatch.setattr(tempfile, "tempdir", str(folder.parent))
-    with pytest.raises(ConfigError, match=r"No space left"):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"File too large"):
+            prepare_data("text", str(folder), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(("content", "how"), [(b"12345", "shorter"), (b"1" * 9999, "longer")])
+def test_files_that_change_meanwhile_are_refused(folder, cache, monkeypatch, content, how):
+    monkeypatch.setattr("bigtrain.data.text.open_regular", lambda _: io.BytesIO(content))
+    with pytest.raises(ConfigError, match=rf"changed while they were read: .*txt is {how} than"):
         prepare_data("text", str(folder), {})
     assert list(cache.iterdir()) == []
 
 
-def test_files_that_change_meanwhile_are_refused(folder, monkeypatch):
-    def short(source, target, length):
-        target.write(source.read(5))
-
-    monkeypatch.setattr("bigtrain.data.text.shutil", types.SimpleNamespace(copyfileobj=short))
-    with pytest.raises(ConfigError, match=r"changed while they were read \(10 bytes instead of"):
+@pytest.mark.parametrize("hole", ["alone", "beside"])
+def test_a_cache_that_would_fill_the_disk_is_refused_with_its_largest_file(folder, cache, hole):
+    with (folder / "hole.txt").open("wb") as file:
+        file.truncate(2 << 40)
+    if hole == "alone":  # it is mapped where it is
+        opened = open_data("text", str(folder / "hole.txt"), {}, seed=0)
+        assert "2.00 TiB of 1 files" in opened.description
+        return
+    with pytest.raises(ConfigError) as caught:
         prepare_data("text", str(folder), {})
+    said = str(caught.value)
+    assert "needs a cache of 2.00 TiB" in said
+    assert "are free)" in said
+    assert "the largest is hole.txt with 2.00 TiB, of which 0 B are written" in said
+    assert [path.name for path in cache.rglob("*") if path.is_file()] == []
+    prepare_data("text", str(folder), {"pattern": "[ab]*.txt"})
+
+
+def test_the_draft_of_a_process_that_was_killed_is_removed_by_the_next(folder, cache):
+    begun = textwrap.dedent(f"""
+        import os, signal
+        from pathlib import Path
+        from bigtrain.files.drafts import replacing_file
+        with replacing_file(Path({str(cache)!r}) / "text-x.bin") as file:
+            file.write(b"half")
+            file.flush()
+            print("begun", flush=True)
+            signal.pause()
+    """)
+    process = subprocess.Popen([sys.executable, "-c", begun], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"begun\n"
+    drafts = [path for path in cache.iterdir() if ".draft-" in path.name]
+    assert len(drafts) == 1
+    prepare_data("text", str(folder), {})  # whoever lives keeps it
+    assert drafts[0].exists()
+    process.kill()
+    process.communicate()
+    (folder / "a.txt").write_text("another text, so that another cache is made")
+    prepare_data("text", str(folder), {})
+    assert not drafts[0].exists()
+    assert all(path.name.startswith("text-") for path in cache.iterdir())
 
 
 def test_an_unreadable_file_is_named(folder, monkeypatch):
-    real = Path.open
+    real = os.open
 
-    def refuse(self, *args, **options):
-        if self.name == "a.txt":
+    def refuse(path, *args, **options):
+        if Path(path).name == "a.txt":
             raise PermissionError(13, "Permission denied")
-        return real(self, *args, **options)
+        return real(path, *args, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=r"data\.path: cannot read .*a\.txt: Permission denied"):
         prepare_data("text", str(folder), {})
 

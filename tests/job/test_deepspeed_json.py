@@ -201,7 +201,11 @@ def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path)
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "there is no file"), ("{", "1: not JSON"), ("[1]", "holds list, and a JSON object")],
+    [
+        (None, "there is no file"),
+        ("{", "1 cannot be read: it is not JSON"),
+        ("[1]", "holds list, and a JSON object"),
+    ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     path = str(tmp_path / "none.json") if text is None else written(tmp_path, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 
@@ -133,6 +134,42 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
             ["optim.clip_norm=0"],
             r"needs more than 0.*Set optim\.clip_norm to such",
         ),
+        ("{}", ["mesh.tp=true"], r"^mesh\.tp: needs a number \(got true\)\.$"),
+        ("{}", ["optim.lr=false"], r"^optim\.lr: needs a number \(got false\)\.$"),
+        ("{}", ["optim.betas=[true, 0.9]"], r"^optim\.betas: needs a number \(got \[True, 0\.9\]"),
+        ("train: {seed: yes}\n", [], r"job\.yaml:1: train\.seed: needs a number \(got true\)"),
+        (
+            "{}",
+            ["log.name=../x"],
+            r"log\.name: '\.\./x' leads out of log\.dir\. Give a name such as",
+        ),
+        ("{}", ["log.name=a/../../x"], r"leads out of log\.dir"),
+        ("{}", ["log.name=/x"], r"leads out of log\.dir"),
+        ("{}", ["log.name=''"], r"leads out of log\.dir"),
+        ("{}", ["log.name=."], r"leads out of log\.dir"),
+        (
+            "{}",
+            [f"log.name={'a' * 300}"],
+            r"^log\.name='a+\.\.\.' is no path: it has a name of 300",
+        ),
+        (
+            "{}",
+            [f"log.dir={'a/' * 3000}"],
+            r"^log\.dir='[a/]+\.\.\.' is no path: it has 6000 bytes",
+        ),
+        ('log: {name: "a\\0b"}\n', [], r"job\.yaml:1: not valid YAML: it has a NUL"),
+        ('log: {name: "a\\ud800"}\n', [], r"job\.yaml:1: not valid YAML: .*half of a character"),
+        ("train: {seed: 2020-99-99}\n", [], r"job\.yaml:1: not valid YAML: .* is no timestamp"),
+        ("train: {5: 1}\n", [], r"job\.yaml:1: the key 5 is a int, and keys are words"),
+        ("train: {null: 1}\n", [], r"job\.yaml:1: the key null is a null, and keys are words"),
+        ("strategy: {name: 5}\n", [], r"job\.yaml:1: strategy\.name: 5 names none"),
+        ("{}", ["train.seed=!!int x"], r"^train\.seed=!!int x: not a value \('x' is no int\)"),
+        ("{}", ["a" + ".a" * 400 + "=1"], r"is not an option"),
+        (
+            "{}",
+            ["data.args.b=2", "data.args=1"],
+            r"data\.args is said as a whole, and data\.args\.b",
+        ),
         ("{}", ["mesh.timeout=.inf"], r"mesh\.timeout: needs a finite number .got inf"),
         ("{}", ["memory.cap=[]"], r"^memory\.cap: \[\] is not a size in bytes.*2GiB"),
         ("{}", ["model.chunk_size={a: 1}"], r"^model\.chunk_size: \{'a': 1\} is not a size"),
@@ -183,7 +220,7 @@ def test_a_missing_or_unknown_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"a strategy file has no key 'modle'"):
         load_job(strategy=write(tmp_path, "modle: {}\n"))
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_yaml(tmp_path / "bad.yaml")
 
 
@@ -230,3 +267,25 @@ def test_words_that_are_advised_come_through_a_shell_as_they_were(value):
     found = parse_overrides([pasted]).values["data"]["args"]["some"]
     expected = list(value) if isinstance(value, tuple) else value
     assert (float(found) if isinstance(value, float) else found) == expected
+
+
+def test_keys_below_and_a_mapping_beside_them_are_both_taken():
+    for words in (["data.args={a: 1}", "data.args.b=2"], ["data.args.b=2", "data.args={a: 1}"]):
+        assert load_job(None, None, words).data.args == {"a": 1, "b": 2}
+    again = ["data.args={a: 1}", "data.args={b: 2}"]
+    assert load_job(None, None, again).data.args == {"b": 2}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "device"])
+def test_a_job_that_is_no_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "job.yaml"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path.name)
+    words = "job.yaml cannot be read: .*Give the path of a YAML file"
+    for load in (lambda: load_job(str(path)), lambda: load_job(strategy=str(path))):
+        with pytest.raises(ConfigError, match=words):
+            load()

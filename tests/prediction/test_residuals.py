@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -234,7 +235,7 @@ def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(residuals.os, "replace", full)
+        patched.setattr(os, "replace", full)
         record_residuals([entry(1200)])
     assert residuals_file().read_text() == before
     assert sorted(p.name for p in cache.iterdir()) == ["residuals.json", "residuals.lock"]

@@ -113,6 +113,24 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
             r"WORLD_SIZE=1 contradicts OMPI_COMM_WORLD_SIZE=2",
         ),
         ({**MPICH, "RANK": "0", "WORLD_SIZE": "1"}, r"WORLD_SIZE=1 contradicts PMI_SIZE=2"),
+        ({**BY_HAND, "WORLD_SIZE": "9" * 5000}, r"^WORLD_SIZE='9+\.\.\. is not a whole number"),
+        ({**BY_HAND, "RANK": "²"}, r"^RANK='.*' is not a whole number from 0 to 10000000\."),
+        ({**BY_HAND, "RANK": "٣"}, r"^RANK='.*' is not a whole number"),
+        ({**BY_HAND, "RANK": "\x1b[31m"}, r"^RANK='\\x1b\[31m' is not a whole number"),
+        ({**BY_HAND, "WORLD_SIZE": "99999999"}, r"^WORLD_SIZE='99999999' is not a whole number"),
+        *(
+            ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text}, r"does not fit SLURM_NODEID=")
+            for text in (
+                "99999999(x9999999999)",
+                "9" * 5000,
+                "2(x",
+                "(x2)",
+                "",
+                "2,,1",
+                "2;3",
+                "5(x0)",
+            )
+        ),
     ],
 )
 def test_detect_refuses(environ: dict[str, str], message: str) -> None:

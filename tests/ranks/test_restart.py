@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bigtrain.errors import ConfigError
+from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote
+
 PROGRAM = """
 import json, os, sys
 from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, restart_process
@@ -53,3 +58,34 @@ def test_files_of_libraries_are_closed_and_those_of_the_launcher_are_not(tmp_pat
     assert found["pid"] == int(first)
     assert found["open"] == {"driver": False, "launcher": True, "word": True}
     assert found["argv"] == [str(file), "--config", "/dev/fd/63"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "junk", "[]", "5", "{}", "[" * 50_000, '{"words": []}', '{"said": "x"}'),
+        *('{"words": "x", "said": ""}', '{"words": [1], "said": ""}', '{"words": [], "said": 5}'),
+        '{"words": ["\\ud800"], "said": ""}',
+    ],
+)
+def test_a_variable_that_nobody_of_us_has_left_is_one_line(text: str) -> None:
+    environ = {RESTART_VARIABLE: text}
+    with pytest.raises(ConfigError, match=rf"^{RESTART_VARIABLE}=.* Run: unset") as caught:
+        Restart.taken(environ)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_an_earlier_life_has_left_is_taken() -> None:
+    environ = {RESTART_VARIABLE: Restart(("train.steps=3",), "why").text()}
+    assert Restart.taken(environ) == Restart(("train.steps=3",), "why")
+    assert environ == {}
+    assert Restart.taken(environ) is None
+    for count, goes_on in (("0", False), ("2", True), ("9" * 5000, False), ("²", False)):
+        found = Restart.taken({"TORCHELASTIC_RESTART_COUNT": count})
+        assert (found is not None) == goes_on
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 50_000, '{"words": 5}', '{"folder": "x"}', "\0"])
+def test_a_note_that_is_none_is_no_note(tmp_path: Path, text: str) -> None:
+    (tmp_path / "note.json").write_text(text)
+    assert RunNote.find(tmp_path) is None

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rich.console import Console
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.engine import StepResult
+from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.ranks.context import RunContext
 from bigtrain.report.run_log import RunLog
@@ -76,13 +79,14 @@ def test_figures_of_a_strategy_stand_among_the_others(log: Log) -> None:
 def test_lines_that_cannot_be_written_are_written_later(log: Log) -> None:
     with log.open() as writer:
         shutil.rmtree(log.folder)
+        log.folder.write_text("in the way")
         writer.step(result(1))
         writer.step(result(2))
-        log.folder.mkdir()
+        log.folder.unlink()
         writer.step(result(3))
         assert log.steps() == [1, 2, 3]
     said = log.printed.getvalue()
-    words = f"warning: {log.folder / 'metrics.jsonl'} cannot be written: [Errno 2] No such file"
+    words = f"warning: {log.folder / 'metrics.jsonl'} cannot be written: [Errno 17] File exists"
     assert said.count(words) == 1
     assert "The run goes on; its lines are kept until there is room." in said
 
@@ -90,12 +94,77 @@ def test_lines_that_cannot_be_written_are_written_later(log: Log) -> None:
 def test_what_is_lost_at_the_end_is_said(log: Log) -> None:
     with log.open() as writer:
         shutil.rmtree(log.folder)
+        log.folder.write_text("in the way")
         writer.step(result(1))
         writer.step(result(2))
         writer._leave("memory.json", "{}\n")
     said = log.printed.getvalue()
     assert f"warning: {log.folder / 'metrics.jsonl'} lacks its last lines: 2" in said
-    assert f"warning: {log.folder / 'memory.json'} was not written: [Errno 2] No such" in said
+    assert f"warning: {log.folder / 'memory.json'} was not written: [Errno 17] File exists" in said
+
+
+@pytest.mark.parametrize("when", ["between", "at the end", "before the first"])
+def test_a_folder_that_is_removed_is_made_again_with_all_lines(log: Log, when: str) -> None:
+    with log.open() as writer:
+        if when == "before the first":
+            shutil.rmtree(log.folder)
+        writer.step(result(1))
+        writer.validation(1, {"loss": 1.0})
+        writer.step(result(2))
+        if when == "between":
+            shutil.rmtree(log.folder)
+        writer.step(result(3))
+        if when == "at the end":
+            shutil.rmtree(log.folder)
+    assert log.steps() == [1, 2, 3]
+    assert len((log.folder / "validation.jsonl").read_text().splitlines()) == 1
+    assert (log.folder / "plan.yaml").exists()
+    said = log.printed.getvalue()
+    assert said.count(f"warning: {log.folder} was removed during the run.") == 1
+
+
+def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
+    hold = (
+        "import fcntl, os, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'process {os.getpid()} on elsewhere')\n"
+        "file.flush()\n"
+        "print('held', flush=True)\ninput()\n"
+    )
+    with log.open() as writer:
+        writer.step(result(1))
+        shutil.rmtree(log.folder)
+        (log.folder / "checkpoints").mkdir(parents=True)
+        other = subprocess.Popen(
+            [sys.executable, "-c", hold, str(log.folder / "checkpoints" / ".lock")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert other.stdout.readline() == b"held\n"
+        (log.folder / "metrics.jsonl").write_text("another's\n")
+        with pytest.raises(ConfigError, match=rf"process {other.pid} on .* saves its checkpoints"):
+            writer.step(result(2))
+        other.communicate(b"\n")
+    assert "metrics.jsonl was replaced" in log.printed.getvalue()
+
+
+@pytest.mark.parametrize("how", ["removed", "cut to 0 bytes", "replaced"])
+def test_a_file_that_others_change_is_said_and_gone_on_with(log: Log, how: str) -> None:
+    path = log.folder / "metrics.jsonl"
+    with log.open() as writer:
+        writer.step(result(1))
+        if how == "removed":
+            path.unlink()
+        elif how == "replaced":
+            path.with_suffix(".new").write_text("")
+            path.with_suffix(".new").replace(path)
+        else:
+            os.truncate(path, 0)
+        writer.step(result(2))
+        writer.step(result(3))
+    assert log.steps() == ([1, 2, 3] if how == "removed" else [2, 3])
+    assert log.printed.getvalue().count(f"metrics.jsonl was {how}") == 1
 
 
 def test_lines_are_on_the_disk_before_a_checkpoint(

@@ -19,7 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up. A module imports from its own room or from one that stands before it here.
 ORDER = (
     *("errors", "units", "devices"),
-    *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    *(
+        "files",
+        "versions",
+        "job",
+        "recorder",
+        "memory",
+        "ranks",
+        "machine",
+        "tensors",
+        "checkpoint",
+    ),
     "slicing",
     *("losses", "data", "models", "activations", "optim"),
     *("schedules", "tracing", "cutting", "slice_planning"),

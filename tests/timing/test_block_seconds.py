@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -284,6 +285,58 @@ def test_blocks_of_a_busy_machine_are_marked_and_timed_again_by_another_launch(
     assert asked("a", 0.0) == (seconds, source)  # the other ranks of the launch plan by the same
     assert asked("b", 0.0) == (0.2, "blocks timed on this machine, 1 rows, 2 at once")
     assert asked("c", 1.5) == asked("b", 0.0)  # nothing is timed: what is kept is good
+
+
+OTHERS = {"others_cores": 0.0, "launch": "a"}
+SIZES = {"sizes": [1], **OTHERS}
+GOOD = {"rows": 1, "sections": [[0.1, 0.2]], "update": 0.3, "trained": 7, "shares": {}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ([], "an entry is no object"),
+        ({}, "no lists of times and sizes"),
+        ({"timed": [GOOD], "sizes": [math.inf]}, "no lists of times and sizes"),
+        ({"timed": [GOOD], "sizes": [True]}, "no lists of times and sizes"),
+        ({"timed": {}, "sizes": [1]}, "no lists of times and sizes"),
+        ({"timed": [GOOD], "sizes": [1], "launch": "a"}, "what others did meanwhile"),
+        ({"timed": [GOOD], "sizes": [1], **OTHERS, "others_cores": -1.0}, "what others did"),
+        ({"timed": [[1]], **SIZES}, "an entry has other figures"),
+        ({"timed": [{**GOOD, "more": 1}], **SIZES}, "an entry has other figures"),
+        ({"timed": [{**GOOD, "shares": []}], **SIZES}, "its shares no object"),
+        ({"timed": [{**GOOD, "shares": {"split": [1]}}], **SIZES}, "no pairs"),
+        (
+            {"timed": [{**GOOD, "shares": {"other": [1, 1]}}], "sizes": [1], **OTHERS},
+            "of other ways",
+        ),
+        (
+            {"timed": [{**GOOD, "sections": [[0.1, "x"]]}], "sizes": [1], **OTHERS},
+            "a figure is no time",
+        ),
+        (
+            {"timed": [{**GOOD, "sections": [[0.1, math.nan]]}], "sizes": [1], **OTHERS},
+            "is no time",
+        ),
+        ({"timed": [{**GOOD, "update": -1}], **SIZES}, "a figure is no time"),
+        (
+            {"timed": [{**GOOD, "rows": 1.5}], "sizes": [1], **OTHERS},
+            "its rows or numbers are no count",
+        ),
+    ],
+)
+def test_an_entry_that_is_none_is_said_and_timed_anew(entry, reason, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bigtrain.files.drafts._SAID", set())
+    path = tmp_path / "blocks.json"
+    path.write_text(json.dumps({"key": entry, "other": {**OTHERS, "timed": [GOOD], "sizes": [1]}}))
+    assert block_seconds._read(path, "key") == block_seconds._Kept()
+    said = capsys.readouterr().err
+    assert reason in said
+    assert said.count("\n") == 1
+    kept = block_seconds._read(path, "other")
+    assert kept == block_seconds._Kept([BlockSeconds(1, [(0.1, 0.2)], 0.3, 7)], {1}, 0.0, "a")
+    block_seconds._write(path, "key", kept)
+    assert block_seconds._read(path, "key") == kept
 
 
 def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():

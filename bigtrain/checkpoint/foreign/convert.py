@@ -20,6 +20,7 @@ from bigtrain.checkpoint.layout import STATE_PARTS
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.save import save_checkpoint
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.files.regular import is_regular, read_text
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
@@ -129,7 +130,7 @@ def _open_own(path: Path) -> ForeignState:
         int(checkpoint.meta["step"]),
         int(checkpoint.meta["samples_seen"]),
         meta=meta,
-        texts={"config.json": config.read_text("utf-8")} if config.is_file() else {},
+        texts={"config.json": read_text(config)} if is_regular(config) else {},
     )
 
 

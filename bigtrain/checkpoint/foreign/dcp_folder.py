@@ -21,6 +21,7 @@ from torch import Tensor
 from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, untried, unwrapped_names
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
+from bigtrain.files.regular import read_bytes
 from bigtrain.tensors.shards import Extent, StateTensor, box_extents
 
 _METADATA = ".metadata"
@@ -128,7 +129,7 @@ def _of_model(
 
 def _read_metadata(path: Path) -> Mapping[str, Any]:
     try:
-        found = _DataUnpickler(io.BytesIO(path.read_bytes())).load()
+        found = _DataUnpickler(io.BytesIO(read_bytes(path, most=1 << 32))).load()
         state = found.state
         if not isinstance(state, Mapping) or not {"state_dict_metadata", "storage_data"} <= {
             *state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from bigtrain.checkpoint.foreign.torch_files import read_torch_file
 from bigtrain.checkpoint.foreign.trainers import TrainerState, read_trainer
 from bigtrain.checkpoint.read import FileTensor, tensors_of_file
 from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.files.parse import read_json_object
+from bigtrain.files.regular import is_regular, read_text
 from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".checkpoint", ".safetensors")
@@ -83,7 +84,7 @@ def open_state_dict(
     if not found.model:
         raise CheckpointError(f"{path} has no tensors of a model under names")
     config = path / "config.json"
-    texts = {"config.json": config.read_text("utf-8")} if config.is_file() else {}
+    texts = {"config.json": read_text(config)} if is_regular(config) else {}
     notes = list(found.notes)
     if found.left_out:
         notes.append(f"Left out: {', '.join(sorted(set(found.left_out)))}.")
@@ -98,10 +99,13 @@ def _files_of(path: Path) -> list[str]:
     if not path.name.endswith(".index.json"):
         return [path.name]
     try:
-        places: Mapping[str, str] = json.loads(path.read_text("utf-8"))["weight_map"]
+        places: Mapping[str, str] = read_json_object(path)["weight_map"]
         names = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("its weight_map has something else than names of files")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = getattr(error, "reason", error)
+        raise CheckpointError(f"{path} is not readable: {reason}") from None
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path} names the file {name}, outside of its folder")

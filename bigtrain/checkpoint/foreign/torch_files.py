@@ -23,6 +23,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from bigtrain.checkpoint.read import FileTensor
 from bigtrain.errors import CheckpointError
+from bigtrain.files.regular import open_regular
 from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
 
 _HOLDERS = (
@@ -96,8 +97,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
         CheckpointError: it is none, or more than data would have to be unpickled.
     """
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size - begin if length is None else length
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size - begin if length is None else length
             window = io.BufferedReader(_Window(file, begin, size))
             if not zipfile.is_zipfile(window):
                 raise CheckpointError(
@@ -120,7 +121,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
             told = "it was written with pickle's protocol 3 to 5, torch.save's own is 2"
         raise _code(path, told.splitlines()[-1]) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        told = str(getattr(error, "reason", error))
+        first = (told.splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not readable: {first}") from None
     return _described(found, path, begin)
 

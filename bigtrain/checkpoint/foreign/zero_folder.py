@@ -24,6 +24,7 @@ from bigtrain.checkpoint.foreign.state import (
 )
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
+from bigtrain.files.regular import read_pointer
 from bigtrain.tensors.shards import StateTensor
 
 _TRIED = "0.19.8"
@@ -35,7 +36,7 @@ Stretch = tuple[TorchTensor, int, int]
 def find_zero_folder(path: Path) -> Path | None:
     """The folder with DeepSpeed's files: this one, or the one that `latest` in it names."""
     pointer = path / "latest"
-    inner = pointer.read_text("utf-8", errors="replace").strip() if pointer.is_file() else ""
+    inner = read_pointer(pointer)
     for folder in (path, path / inner):
         if folder.is_dir() and any(folder.glob(_MODEL)):
             return folder

@@ -1,0 +1,548 @@
+"""Damages of a checkpoint, drawn by a seed: none of them is loaded, none ends in a traceback.
+
+    python benchmarks/faults.py --damage 1000 --seed 1
+
+A run has two checkpoints. The newer one is damaged: in its bytes, in its files (gone, empty,
+swapped, a folder, a pipe, a device or a link in place of one), in what the system says when one is
+opened or read (EACCES, EIO, ESTALE), or in what its manifest, its state or a header of its tensors
+says, with hashes that fit. Held are, each time: it is refused by an error of bigtrain's own that
+names a file; a resume goes on from the older one, bit for bit, and says so; nothing takes longer
+than `LIMIT_S`.
+Damages of `latest` and `best`, which only point at checkpoints, may not keep a whole one from being
+found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.checkpoint.manifest import file_record, manifest_text
+from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.resume import resume
+from bigtrain.errors import CheckpointError
+from bigtrain.files import regular
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.ranks.context import RunContext
+
+LIMIT_S = 10
+OLD, NEW = 1, 2
+"""The steps of the two checkpoints."""
+_DEEP = 100_000
+_Damage = Callable[[random.Random, Path], str]
+
+
+def small_engine() -> Engine:
+    """An engine of a net with two layers, in this process."""
+    keys = {"train.global_batch_size": 4, "checkpoint.resume": "auto", "device": "cpu"}
+    return Engine(
+        lambda: nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 5)),
+        CrossEntropy(),
+        torch.optim.AdamW,
+        job_from_keys("single", keys),
+        RunContext.alone(),
+    )
+
+
+def written_run(folder: Path) -> Path:
+    """A run's folder with the two checkpoints."""
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(4, 24, generator=generator), torch.tensor([0, 1, 2, 3])
+    with small_engine() as engine:
+        for _ in (OLD, NEW):
+            engine.step(batch)
+            engine.save(folder / "checkpoints")
+    return folder
+
+
+class DamagedRuns:
+    """Damages one copy after another of a run, and looks at what becomes of each.
+
+    Args:
+        written: of `written_run`.
+        scratch: an empty folder.
+    """
+
+    def __init__(self, written: Path, scratch: Path) -> None:
+        self._written, self._copy = written, scratch / "run"
+        self._engine = small_engine()
+        self._states: dict[int, dict[str, torch.Tensor]] = {}
+        for step in (OLD, NEW):
+            self._engine.load(written / "checkpoints" / f"step-{step}")
+            state = self._engine.runner.module.state_dict()
+            self._states[step] = {name: value.clone() for name, value in state.items()}
+
+    def one(self, number: int, seed: int) -> dict[str, Any]:
+        """The damage with this number; `problem` is None where everything held."""
+        draw = random.Random(f"{seed}:{number}")
+        shutil.rmtree(self._copy, ignore_errors=True)
+        shutil.copytree(self._written, self._copy)
+        name = list(KINDS)[number % len(KINDS)]
+        checkpoints = self._copy / "checkpoints"
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            if name.startswith("system"):
+                target = draw.choice(sorted((checkpoints / f"step-{NEW}").iterdir()))
+                what = stack.enter_context(_failing(draw, name, target))
+            else:
+                what = KINDS[name](draw, checkpoints)
+            problem = self._problem(checkpoints, pointers_only=name == "pointer")
+        seconds = time.monotonic() - began
+        if problem is None and seconds > LIMIT_S:
+            problem = f"it took {seconds:.1f} s"
+        return {"number": number, "kind": name, "what": what, "problem": problem}
+
+    def _problem(self, checkpoints: Path, *, pointers_only: bool) -> str | None:
+        new = checkpoints / f"step-{NEW}"
+        previous = signal.signal(signal.SIGALRM, _too_long)
+        signal.alarm(LIMIT_S)
+        try:
+            if not pointers_only:
+                said = _refusal(new)
+                if said is None:
+                    return "it was opened as if it were whole"
+                if "\n" in said or str(new) not in said:
+                    return f"what is said names no file, or not in one line: {said[:300]}"
+            self._engine.load(self._written / "checkpoints" / f"step-{NEW}")
+            lines = resume(self._engine.job, self._engine, self._copy)
+        except Exception as error:  # noqa: BLE001 - every other error is what is looked for
+            return f"{type(error).__name__}: {str(error)[:300]}"
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, previous)
+        expected = NEW if pointers_only else OLD
+        if not pointers_only and not any(line.startswith("warning: ") for line in lines):
+            return f"nothing was said of it: {lines}"
+        if self._engine.steps_done != expected and not pointers_only:
+            return f"went on from step {self._engine.steps_done}, step {expected} is whole"
+        state = self._engine.runner.module.state_dict()
+        held = self._states[self._engine.steps_done]
+        if not all(torch.equal(value, held[name]) for name, value in state.items()):
+            return "other weights than those that were saved"
+        return None
+
+
+def _refusal(path: Path) -> str | None:
+    try:
+        found = Checkpoint(path)
+        len(found.tensors)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"not done after {LIMIT_S} s")
+
+
+# What is damaged: each returns a few words on what it did.
+
+
+def _files(checkpoints: Path) -> list[Path]:
+    return sorted((checkpoints / f"step-{NEW}").iterdir())
+
+
+def _any_file(draw: random.Random, checkpoints: Path) -> Path:
+    return draw.choice([path for path in _files(checkpoints) if path.stat().st_size])
+
+
+def _flipped(draw: random.Random, checkpoints: Path) -> str:
+    path = _any_file(draw, checkpoints)
+    data, count = bytearray(path.read_bytes()), draw.choice((1, 1, 1, 2, 40))
+    for place in draw.sample(range(8 * len(data)), min(count, 8 * len(data))):
+        data[place // 8] ^= 1 << place % 8
+    path.write_bytes(data)
+    return f"{count} bits of {path.name}"
+
+
+def _cut(draw: random.Random, checkpoints: Path) -> str:
+    path = _any_file(draw, checkpoints)
+    size = draw.choice((0, 1, 7, 8, draw.randrange(path.stat().st_size)))
+    os.truncate(path, min(size, path.stat().st_size - 1))
+    return f"{path.name} cut to {size} bytes"
+
+
+def _longer(draw: random.Random, checkpoints: Path) -> str:
+    path = _any_file(draw, checkpoints)
+    with path.open("ab") as file:
+        file.write(draw.choice((b"\0", b"{", b"\n{}", draw.randbytes(40))))
+    return f"{path.name} is longer"
+
+
+def _lost_page(draw: random.Random, checkpoints: Path) -> str:
+    path = _any_file(draw, checkpoints)
+    data = bytearray(path.read_bytes())
+    begin = draw.randrange(len(data))
+    part = bytes(min(512, len(data) - begin))
+    data[begin : begin + len(part)] = part if data[begin : begin + len(part)] != part else b"\xff"
+    path.write_bytes(data)
+    return f"a page of {path.name}"
+
+
+def _gone(draw: random.Random, checkpoints: Path) -> str:
+    path = _any_file(draw, checkpoints)
+    path.unlink()
+    return f"no {path.name}"
+
+
+def _swapped(draw: random.Random, checkpoints: Path) -> str:
+    pairs = [(a, b) for a in _files(checkpoints) for b in _files(checkpoints) if a < b]
+    one, two = draw.choice([(a, b) for a, b in pairs if a.read_bytes() != b.read_bytes()])
+    held = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(held)
+    return f"{one.name} and {two.name} swapped"
+
+
+def _of_the_other(draw: random.Random, checkpoints: Path) -> str:
+    """A file of the older checkpoint, in place of the same of the newer one."""
+    other = checkpoints / f"step-{OLD}"
+    names = [
+        path.name
+        for path in _files(checkpoints)
+        if (other / path.name).read_bytes() != path.read_bytes()
+    ]
+    name = draw.choice(names)
+    shutil.copy(other / name, checkpoints / f"step-{NEW}" / name)
+    return f"{name} of the older one"
+
+
+def _in_place_of(draw: random.Random, checkpoints: Path) -> str:
+    path = _any_file(draw, checkpoints)
+    path.unlink()
+    kind = draw.choice(
+        ("folder", "pipe", "socket", "loop", "nowhere", "/dev/zero", "/dev/null", "/proc/self/mem")
+    )
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        _bind_socket(path)
+    elif kind in ("loop", "nowhere"):
+        path.symlink_to(path.name if kind == "loop" else "not-there")
+    else:
+        path.symlink_to(kind)
+    return f"{kind} in place of {path.name}"
+
+
+def _bind_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path may have a hundred bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@contextlib.contextmanager
+def _failing(draw: random.Random, name: str, target: Path) -> Iterator[str]:
+    """Let the system refuse a file: to open it, or from some read of it on."""
+    code = draw.choice((errno.EACCES, errno.EIO, errno.ESTALE, errno.ENXIO, errno.EMFILE))
+    real_open, real_file, real_read = os.open, FileIO, os.pread
+    doomed: set[tuple[int, int]] = set()
+    state = os.stat(target)
+    doomed.add((state.st_dev, state.st_ino))
+
+    def is_doomed(descriptor: int) -> bool:
+        found = os.fstat(descriptor)
+        return (found.st_dev, found.st_ino) in doomed
+
+    def refuse_open(path: Any, *args: Any, **options: Any) -> int:
+        if os.fspath(path) == str(target):
+            raise OSError(code, os.strerror(code), str(path))
+        return real_open(path, *args, **options)
+
+    def refuse_read(descriptor: int, *args: Any) -> bytes:
+        if is_doomed(descriptor):
+            raise OSError(code, os.strerror(code))
+        return real_read(descriptor, *args)
+
+    class Failing(FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if is_doomed(self.fileno()):
+                raise OSError(code, os.strerror(code))
+            return super().read(size)
+
+    if name == "system open":
+        os.open = refuse_open
+    else:
+        os.pread = refuse_read
+        regular.FileIO = Failing  # type: ignore[attr-defined]
+    try:
+        yield f"{errno.errorcode[code]} of {target.name}"
+    finally:
+        os.open, os.pread, regular.FileIO = real_open, real_read, real_file  # type: ignore[attr-defined]
+
+
+def _rehash(checkpoints: Path) -> None:
+    """A manifest that fits the files as they are now."""
+    folder = checkpoints / f"step-{NEW}"
+    named = json.loads((folder / "manifest.json").read_text())["files"]
+    files = {name: file_record((folder / name).read_bytes()) for name in named}
+    (folder / "manifest.json").write_text(manifest_text(files))
+
+
+def _header(draw: random.Random, checkpoints: Path) -> str:
+    """A header that breaks the format, with hashes that fit."""
+    tensors = [path for path in _files(checkpoints) if path.suffix == ".safetensors"]
+    path = draw.choice(tensors)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    what, text, body = broken_header(draw, header, body)
+    path.write_bytes(text + body)
+    _rehash(checkpoints)
+    return f"{path.name}: {what}"
+
+
+def broken_header(
+    draw: random.Random, header: dict[str, Any], body: bytes
+) -> tuple[str, bytes, bytes]:
+    """A safetensors file that breaks the format in one way.
+
+    Returns:
+        The way in a few words; the length and the header; the bytes of the tensors.
+    """
+    name = draw.choice([n for n in header if n != "__metadata__" and header[n]["shape"]])
+    entry_ways = _entry_ways(draw, header, body, name)
+    way = draw.choice([*entry_ways, *_LENGTHS, *_TEXTS, "a name twice", "a gap", "bytes behind"])
+    one = dict(header[name])
+    if way in entry_ways:
+        entry_ways[way]()
+    elif way == "a gap":
+        body = _with_gap(header, one["data_offsets"][1], body)
+    elif way == "bytes behind":
+        body += bytes(8)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if way == "a name twice":
+        text = text[:-1] + b"," + json.dumps({name: one}).encode()[1:]
+    text = _TEXTS[way](text) if way in _TEXTS else text
+    length = _LENGTHS[way](len(text), len(body)) if way in _LENGTHS else len(text)
+    return way, struct.pack("<Q", length) + text, body
+
+
+def _with_gap(header: dict[str, Any], end: int, body: bytes) -> bytes:
+    """Eight bytes that belong to nobody behind a tensor; behind the last one: at the end."""
+    for other in header.values():
+        if "data_offsets" in other and other["data_offsets"][0] >= end:
+            other["data_offsets"] = [place + 8 for place in other["data_offsets"]]
+    return body[:end] + bytes(8) + body[end:]
+
+
+def _entry_ways(
+    draw: random.Random, header: dict[str, Any], body: bytes, name: str
+) -> dict[str, Callable[[], Any]]:
+    """What can be wrong with what a header says of a tensor."""
+    one = header[name]
+    (begin, end), shape = one["data_offsets"], one["shape"]
+    over = 4 if begin == 0 else -4
+
+    def change(**values: Any) -> Callable[[], Any]:
+        return lambda: one.update(values)
+
+    return {
+        "begins before the tensors": change(data_offsets=[begin - 8, end - 8]),
+        "negative": change(data_offsets=[begin - end, 0]),
+        "overlaps": change(data_offsets=[begin + over, end + over]),
+        "beyond the end": change(data_offsets=[begin + len(body), end + len(body)]),
+        "turned": change(data_offsets=[end, begin]),
+        "three offsets": change(data_offsets=[begin, end, end]),
+        "offsets as floats": change(data_offsets=[float(begin), float(end)]),
+        "offsets as texts": change(data_offsets=[str(begin), str(end)]),
+        "a truth in the shape": change(shape=[True, *shape]),
+        "a float in the shape": change(shape=[float(shape[0]), *shape[1:]]),
+        "a negative size": change(shape=[-n for n in shape]),
+        "another shape": change(shape=[shape[0] + 1, *shape[1:]]),
+        "a shape that wraps around": change(shape=[1 << 62, 4, *shape]),
+        "endless sizes": change(shape=[10**4000] * 50),
+        "a shape that is a text": change(shape="24"),
+        "an unknown type": change(dtype="F33"),
+        "a type that is a list": change(dtype=["F32"]),
+        "another type": change(dtype="U8"),
+        "one key more": change(more=1),
+        "one key less": lambda: one.pop(draw.choice(("dtype", "shape", "data_offsets"))),
+        "no object": lambda: header.update({name: [1, 2]}),
+        "metadata of numbers": lambda: header.update(__metadata__={"format": 1}),
+        "metadata as a list": lambda: header.update(__metadata__=[1]),
+        "half of a character": lambda: header.update({"\ud800": header.pop(name)}),
+    }
+
+
+_TEXTS: dict[str, Callable[[bytes], bytes]] = {
+    "nested deep": lambda _: b'{"a":' * _DEEP + b"1" + b"}" * _DEEP,
+    "lists nested deep": lambda _: b"[" * _DEEP + b"]" * _DEEP,
+    "a list": lambda _: b"[]",
+    "no JSON": lambda text: text.replace(b":", b";", 1),
+    "no UTF-8": lambda _: b'{"\xff\xfe":1}',
+    "spaces before it": lambda text: b"  " + text,
+    "an endless number": lambda _: b'{"a":' + b"9" * 6000 + b"}",
+}
+_LENGTHS: dict[str, Callable[[int, int], int]] = {
+    "endless length": lambda _text, _body: 1 << 63,
+    "length beyond the file": lambda text, body: text + body + 1,
+    "length of nothing": lambda _text, _body: 0,
+}
+
+
+def _manifest(draw: random.Random, checkpoints: Path) -> str:
+    """A manifest that is no list of files, some of them with a hash of its own that fits."""
+    path = checkpoints / f"step-{NEW}" / "manifest.json"
+    content = json.loads(path.read_text())
+    files = content["files"]
+    name = draw.choice(list(files))
+    record = files[name]
+    ways: dict[str, Callable[[], Any]] = {
+        "files as a list": lambda: content.update(files=[*files]),
+        "no files": lambda: content.pop("files"),
+        "pieces of no bytes": lambda: content.update(piece_bytes=0),
+        "pieces of true bytes": lambda: content.update(piece_bytes=True),
+        "pieces of 1.5 bytes": lambda: content.update(piece_bytes=1.5),
+        "format 2.0 as a text": lambda: content.update(format="2"),
+        "format -1": lambda: content.update(format=-1),
+        "a record as a list": lambda: files.update({name: [1]}),
+        "no hashes": lambda: record.update(xxh3_128=[]),
+        "hashes as numbers": lambda: record.update(xxh3_128=[1]),
+        "an unknown hash": lambda: record.update(crc=record.pop("xxh3_128")),
+        "a negative size": lambda: record.update(bytes=-1),
+        "a size as a text": lambda: record.update(bytes=str(record["bytes"])),
+        "another size": lambda: record.update(bytes=record["bytes"] + 1),
+        "a file elsewhere": lambda: files.update({"../../step-1/state.json": files.pop(name)}),
+        "a file with NUL": lambda: files.update({"a\0b": files.pop(name)}),
+        "a file of 5000 letters": lambda: files.update({"a" * 5000: files.pop(name)}),
+    }
+    raw = {
+        "nested deep": "[" * _DEEP + "]" * _DEEP,
+        "objects nested deep": '{"a":' * _DEEP + "1" + "}" * _DEEP,
+        "nothing": "",
+        "null": "null",
+        "a key twice": path.read_text().replace('"format"', '"format": 2, "format"', 1),
+        "no UTF-8": "\udcff\udcfe",
+        "zeros": "\0" * 200,
+    }
+    way = draw.choice([*ways, *raw])
+    if way in raw:
+        path.write_text(raw[way], errors="surrogateescape")
+        return f"manifest: {way}"
+    ways[way]()
+    content.pop("sha256", None)
+    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256": own}))
+    return f"manifest: {way}"
+
+
+def _state(draw: random.Random, checkpoints: Path) -> str:
+    """A state that is none, with hashes that fit."""
+    path = checkpoints / f"step-{NEW}" / "state.json"
+    content = json.loads(path.read_text())
+    ways: dict[str, Any] = {
+        "no step": {k: v for k, v in content.items() if k != "step"},
+        "a negative step": {**content, "step": -1},
+        "step true": {**content, "step": True},
+        "step 1.5": {**content, "step": 1.5},
+        "samples as a text": {**content, "samples_seen": "8"},
+        "no samples": {k: v for k, v in content.items() if k != "samples_seen"},
+        "a list": [content],
+        "nothing": None,
+    }
+    raw = {"nested deep": '{"a":' * _DEEP + "1" + "}" * _DEEP, "empty": "", "no JSON": "{'a': 1}"}
+    raw["a key twice"] = path.read_text().replace("{", '{"step": 7,', 1)
+    way = draw.choice([*ways, *raw])
+    path.write_text(raw[way] if way in raw else json.dumps(ways[way]))
+    _rehash(checkpoints)
+    return f"state: {way}"
+
+
+def _pointer(draw: random.Random, checkpoints: Path) -> str:
+    path = checkpoints / draw.choice(("latest", "best"))
+    path.unlink(missing_ok=True)
+    texts = (b"", b"\0\0", b"step-9", b"../..", b"/", b"step-1\nstep-2", b"\xff\xfe", b"a" * 5000)
+    kind = draw.choice(("folder", "pipe", "loop", "/dev/zero", *texts))
+    if isinstance(kind, bytes):
+        path.write_bytes(kind)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path.name if kind == "loop" else kind)
+    return f"{path.name}: {kind!r}"[:60]
+
+
+def _junk(draw: random.Random, checkpoints: Path) -> str:
+    """What looks like newer checkpoints and is none; the newest of these two is damaged, too."""
+    number = draw.choice((1, 30, 300))
+    for step in range(10, 10 + number):
+        folder = checkpoints / f"step-{step}"
+        folder.mkdir()
+        text = draw.choice(("", "{}", "[]", "null", '{"format": 2}'))
+        (folder / "manifest.json").write_text(text)
+    return f"{number} that are none, and {_cut(draw, checkpoints)}"
+
+
+KINDS: dict[str, _Damage] = {
+    "bits": _flipped,
+    "cut": _cut,
+    "longer": _longer,
+    "page": _lost_page,
+    "gone": _gone,
+    "swapped": _swapped,
+    "older": _of_the_other,
+    "in place": _in_place_of,
+    "system open": _cut,  # see `_failing`
+    "system read": _cut,
+    "header": _header,
+    "manifest": _manifest,
+    "state": _state,
+    "pointer": _pointer,
+    "junk": _junk,
+}
+
+
+def damage_all(number: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """So many damages; what to keep of them."""
+    counts: Counter[str] = Counter()
+    failed: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bigtrain-damages-") as name:
+        scratch = Path(name)
+        runs = DamagedRuns(written_run(scratch / "written"), scratch)
+        for n in range(number):
+            found = runs.one(n, seed)
+            counts[found["kind"]] += 1
+            if found["problem"] is not None:
+                failed.append(found)
+                say(f"{n} {found['kind']}: {found['what']}: {found['problem']}")
+    by_kind = {
+        kind: {"damages": counts[kind], "failed": sum(f["kind"] == kind for f in failed)}
+        for kind in KINDS
+    }
+    return {
+        "seed": seed,
+        "damages": number,
+        "failed": len(failed),
+        "seconds": round(time.monotonic() - began, 1),
+        "by_kind": by_kind,
+        "failures": failed,
+    }

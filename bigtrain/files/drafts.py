@@ -1,0 +1,137 @@
+"""Files that appear whole or not at all, and caches that are made anew where they are damaged.
+
+What is written first is a draft beside its place. The process that writes it holds a lock on it,
+which goes when the process does, whatever ends it: so the next one that writes there finds the
+drafts that nobody will finish, and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bigtrain.errors import UnreadableError
+from bigtrain.files.parse import read_json_object
+
+_MARK = ".draft-"
+_OWN = re.compile(r"\..+\.draft-[a-z0-9_]{8}")
+_UNLOCKED = re.compile(
+    r"\.text-[0-9a-f]{24}\.bin\.[a-z0-9_]{8}|(rates|blocks|residuals)-[a-z0-9_]{8}"
+)
+"""Drafts of versions up to 1.0, which held no lock; old ones are left behind."""
+_OLD_S = 86400
+_OTHER_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SAID: set[str] = set()
+"""The damaged caches that were spoken of in this process."""
+
+
+@contextlib.contextmanager
+def replacing_file(target: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `target` when the block ends without an error.
+
+    Drafts in the same folder whose processes have ended are removed before.
+
+    Raises:
+        OSError: it cannot be written; then nothing of it is left.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_left_drafts(target.parent)
+    descriptor, draft = _locked_draft(target)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()  # a full disk is told here, before the old file is replaced
+            os.replace(draft, target)  # while the lock is held
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def _locked_draft(target: Path) -> tuple[int, str]:
+    while True:
+        descriptor, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}{_MARK}")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same(descriptor, draft):
+            return descriptor, draft
+        os.close(descriptor)  # another process took it for one that was left, in between
+
+
+def remove_left_drafts(folder: Path) -> None:
+    """Remove the drafts of processes that have ended."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            if _OWN.fullmatch(entry.name) or _UNLOCKED.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_left(entry)
+
+
+def _remove_left(entry: os.DirEntry[str]) -> None:
+    if not entry.is_file(follow_symlinks=False):
+        return
+    if not _OWN.fullmatch(entry.name) and entry.stat().st_mtime > time.time() - _OLD_S:
+        return
+    descriptor = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: somebody writes it
+        if _is_same(descriptor, entry.path):
+            os.unlink(entry.path)
+    finally:
+        os.close(descriptor)
+
+
+def _is_same(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def read_cache(path: Path) -> dict[str, Any]:
+    """What a cache has kept; nothing where there is none.
+
+    One that is damaged has nothing, either: that is said once, and the next writer replaces it.
+
+    Raises:
+        UnreadableError: there is a file and the system does not let it be read, so that it must
+            not be replaced.
+    """
+    try:
+        return read_json_object(path)
+    except UnreadableError as error:
+        if error.missing:
+            return {}
+        if error.system:
+            raise
+        say_damaged(path, error.reason)
+        return {}
+
+
+def say_damaged(path: Path, reason: str) -> None:
+    """Say, once and in one rank, that a cache is damaged and will be made anew."""
+    others = any(os.environ.get(name, "0") != "0" for name in _OTHER_RANKS)
+    if not others and str(path) not in _SAID:
+        _SAID.add(str(path))
+        sys.stderr.write(
+            f"bigtrain: {path} is damaged ({reason}): what it kept is left out and made anew\n"
+        )
+
+
+def write_cache(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:
+    """Replace what a cache keeps.
+
+    Raises:
+        OSError: it cannot be written; then it is what it was.
+    """
+    text = json.dumps(values, indent=indent)
+    with replacing_file(path) as file:
+        file.write(text.encode())

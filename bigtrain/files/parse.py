@@ -1,0 +1,211 @@
+"""JSON and YAML that others have written: bounded in depth and repetition, no key twice.
+
+Both languages let a few hundred bytes stand for what no memory holds or no recursion gets through:
+brackets in brackets, and in YAML names for values that are repeated inside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigtrain.errors import UnreadableError, plain_text
+from bigtrain.files.regular import MOST_TEXT, read_bytes
+
+MOST_DEPTH = 64
+"""Collections inside each other."""
+MOST_REPEATED = 10_000
+"""Values that the aliases of a YAML file stand for, beside those that are written."""
+MOST_YAML = 8 << 20
+
+
+def parse_json(data: bytes | str, place: object, fix: str = "") -> Any:
+    """The value of a JSON text.
+
+    Args:
+        data: UTF-8 where it is bytes.
+        place: where it stands, for the message.
+        fix: what helps, as a sentence.
+
+    Raises:
+        UnreadableError: it is no JSON, has a key twice, is nested more than `MOST_DEPTH` deep, or
+            has half of a character.
+    """
+    try:
+        found = json.loads(data, object_pairs_hook=_without_doubles)
+    except json.JSONDecodeError as error:
+        shown = f"{place}:{error.lineno}" if isinstance(place, os.PathLike) else place
+        raise UnreadableError(shown, f"it is not JSON ({error.msg})", fix) from None
+    except RecursionError:
+        raise UnreadableError(place, _deep("its values are"), fix) from None
+    except ValueError as error:  # a key twice, an endless number, no UTF-8
+        raise UnreadableError(place, plain_text(error), fix) from None
+    fault = _json_fault(found)
+    if fault is not None:
+        raise UnreadableError(place, fault, fix)
+    return found
+
+
+def read_json(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        UnreadableError: see `read_bytes` and `parse_json`.
+    """
+    return parse_json(read_bytes(path, fix, most), Path(path), fix)
+
+
+def read_json_object(
+    path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT
+) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UnreadableError: it is another value; see `read_bytes` and `parse_json`, too.
+    """
+    return as_object(read_json(path, fix, most), path, fix)
+
+
+def as_object(found: Any, place: object, fix: str = "") -> dict[str, Any]:
+    """A JSON value that has to be an object.
+
+    Raises:
+        UnreadableError: it is another one.
+    """
+    if not isinstance(found, dict):
+        raise UnreadableError(
+            place, f"it holds {type(found).__name__}, and a JSON object is needed", fix
+        )
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        double, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it has the key {plain_text(ascii(double), 80)} twice")
+    return found
+
+
+def _json_fault(found: Any) -> str | None:
+    """What is wrong with a value although it is JSON; without recursion."""
+    level: list[Any] = [[found]]
+    for _ in range(MOST_DEPTH + 1):
+        inner: list[Any] = []
+        for one in level:
+            values = [*one, *one.values()] if isinstance(one, dict) else one
+            if not all(_is_whole_text(value) for value in values if isinstance(value, str)):
+                return "it has half of a character (a lone surrogate)"
+            inner += [value for value in values if isinstance(value, dict | list)]
+        if not inner:
+            return None
+        level = inner
+    return _deep("its values are")
+
+
+def _is_whole_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _deep(what: str) -> str:
+    return f"{what} nested more than {MOST_DEPTH} deep"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that bounds depth, and says of each value that cannot be made where it stands."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=_deep("values are"), problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # noqa: BLE001 - what a wrong value raises depends on its kind
+            kind = node.tag.rpartition(":")[2]
+            shown = plain_text(ascii(node.value), 40) if isinstance(node.value, str) else "this"
+            raise yaml.MarkedYAMLError(
+                problem=f"{shown} is no {kind}", problem_mark=node.start_mark
+            ) from None
+
+
+def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
+    """The nodes of a YAML text, with their lines, and its value.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, is nested too deep, its aliases stand for too much, a value
+            is none of its kind, or has a character that no name has.
+    """
+    loader = _Loader(text)
+    try:
+        root: yaml.Node | None = loader.get_single_node()
+        if root is None:
+            return None, None
+        _check_nodes(root)
+        return root, loader.construct_document(root)
+    except RecursionError:
+        raise yaml.YAMLError(_deep("values are")) from None
+    finally:
+        loader.dispose()
+
+
+def _check_nodes(root: yaml.Node) -> None:
+    """Refuse aliases that stand for too much or for what they are in, and odd characters."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+    own = 0
+
+    def size_of(node: yaml.Node) -> int:
+        nonlocal own
+        key = id(node)
+        if key in open_nodes:
+            raise _at(node, "a value is inside of itself")
+        if key not in sizes:
+            own += 1
+            open_nodes.add(key)
+            if isinstance(node.value, str) and not _is_plain(node.value):
+                raise _at(node, "it has a NUL, or half of a character (a lone surrogate)")
+            sizes[key] = 1 + sum(map(size_of, _inner(node)))
+            open_nodes.remove(key)
+        return sizes[key]
+
+    total = size_of(root)
+    if total - own > MOST_REPEATED:
+        raise _at(
+            root, f"its aliases stand for more than {MOST_REPEATED:,} values that are not written"
+        )
+
+
+def _inner(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def _is_plain(text: str) -> bool:
+    return "\0" not in text and _is_whole_text(text)
+
+
+def _at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

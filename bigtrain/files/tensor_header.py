@@ -1,0 +1,135 @@
+"""The header of a safetensors file, held to the format before any byte of a tensor is read.
+
+Eight bytes say how long the header is, the header is a JSON object, and after it come the tensors'
+bytes: each byte of them belongs to one tensor, without a gap, to the end of the file. A header that
+says otherwise could make weights of whatever bytes it likes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import UnreadableError, plain_text
+from bigtrain.files.parse import as_object, parse_json
+from bigtrain.files.regular import open_regular, unreadable
+
+MOST_HEADER = 100_000_000
+"""Bytes of a header: the format's own limit."""
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_MOST_DIMS, _MOST_COUNT = 64, 1 << 63
+"""What torch has of a shape: more would only take the time of a long product."""
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """One tensor, as a header describes it."""
+
+    code: str
+    """Of its type."""
+    shape: tuple[int, ...]
+    begin: int
+    """Of its first byte, from the beginning of the file."""
+
+
+def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, HeaderEntry]:
+    """The tensors of a safetensors file by name.
+
+    Args:
+        path: of the file.
+        itemsizes: the bytes of an element, by the code of each type that is known.
+
+    Raises:
+        UnreadableError: it is no safetensors file, or its header breaks the format.
+    """
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(head, "little")
+            if len(head) < _LENGTH_BYTES:
+                raise UnreadableError(path, f"it has {len(head)} bytes, its header begins with 8")
+            if length > min(MOST_HEADER, size - _LENGTH_BYTES):
+                raise UnreadableError(
+                    path,
+                    f"its header says that it is {length} bytes long, of {size} bytes of the file "
+                    f"and {MOST_HEADER} that it may have",
+                )
+            text = _read_exactly(file.fileno(), length)
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if len(text) < length:
+        raise UnreadableError(path, "it was cut off in its header")
+    if not text.startswith(b"{"):
+        raise UnreadableError(path, "its header is no JSON object")
+    header = as_object(parse_json(text, path), path)
+    try:
+        return _entries(header, itemsizes, _LENGTH_BYTES + length, size)
+    except ValueError as error:
+        raise UnreadableError(path, f"its header is none of safetensors': {error}") from None
+
+
+def _read_exactly(descriptor: int, length: int) -> bytes:
+    parts, place = [], _LENGTH_BYTES
+    while length:
+        part = os.pread(descriptor, min(length, 1 << 24), place)
+        if not part:
+            break
+        parts.append(part)
+        place, length = place + len(part), length - len(part)
+    return b"".join(parts)
+
+
+def _entries(
+    header: Mapping[str, Any], itemsizes: Mapping[str, int], start: int, size: int
+) -> dict[str, HeaderEntry]:
+    """Check every entry by itself, then that they lie side by side.
+
+    Raises:
+        ValueError: with the tensor's name.
+    """
+    about = header.get(_METADATA, {})
+    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+        raise ValueError(f"{_METADATA} has something else than texts by name")
+    found: dict[str, HeaderEntry] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, one in header.items():
+        if name == _METADATA:
+            continue
+        shown = plain_text(ascii(name), 80)
+        if not isinstance(one, dict) or {*one} != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{shown} needs dtype, shape and data_offsets, and no more")
+        code, shape, offsets = one["dtype"], one["shape"], one["data_offsets"]
+        if not isinstance(code, str) or code not in itemsizes:
+            raise ValueError(
+                f"{shown} has the type {plain_text(ascii(code), 40)}, known are "
+                f"{', '.join(itemsizes)}"
+            )
+        if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+            raise ValueError(f"{shown} has a shape or offsets that are none")
+        begin, end = offsets
+        # Python's whole numbers have no end: a product of sizes wraps around nowhere.
+        if math.prod(shape) * itemsizes[code] != end - begin:
+            raise ValueError(f"{shown} has other bytes than its type and shape need")
+        spans.append((begin, end, shown))
+        found[name] = HeaderEntry(code, tuple(shape), start + begin)
+    position = 0
+    for begin, end, shown in sorted(spans):
+        if begin != position:
+            kind = "overlaps the one before" if begin < position else "has a gap before it"
+            raise ValueError(f"{shown} {kind}: it begins at {begin}, {position} is the place")
+        position = end
+    if start + position != size:
+        raise ValueError(f"its tensors end at byte {start + position}, and the file at {size}")
+    return found
+
+
+def _is_counts(values: object) -> bool:
+    if not isinstance(values, list) or len(values) > _MOST_DIMS:
+        return False
+    return all(type(v) is int and 0 <= v < _MOST_COUNT for v in values)
