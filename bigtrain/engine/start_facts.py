@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from torch import nn
 
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import Data
+from bigtrain.files.regular import read_bytes
 from bigtrain.job.schema import Job
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.agreement import flattened, in_words
@@ -64,9 +64,9 @@ def _key_facts(job: Job, *, one_node: bool) -> dict[str, str]:
     if not one_node:
         own.add("data.path")
     found = {key: value for key, value in found.items() if key not in own}
-    if job.strategy.deepspeed is not None:
-        file = Path(job.strategy.deepspeed)
-        found["contents of strategy.deepspeed"] = _short_hash(file.read_bytes())
+    file = job.strategy.deepspeed_file
+    if file is not None:
+        found[f"contents of {file}"] = _short_hash(read_bytes(file))
     return found
 
 

@@ -14,7 +14,7 @@ from bigtrain.checkpoint.foreign.trainers import TrainerState, read_trainer
 from bigtrain.checkpoint.read import FileTensor, tensors_of_file
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.files.parse import read_json_object
-from bigtrain.files.regular import is_regular, read_text
+from bigtrain.files.regular import is_regular, open_regular, read_text
 from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".checkpoint", ".safetensors")
@@ -38,11 +38,8 @@ def is_state_dict(path: Path) -> bool:
 
 
 def _beginning(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(16)
-    except OSError as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with open_regular(path) as file:
+        return file.read(16)
 
 
 def _is_torch(path: Path) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.errors import CheckpointError, ConfigError, UnreadableError
+from bigtrain.files.regular import open_regular
 from bigtrain.ranks.launcher_env import launch_key
 
 FOLDER_VARIABLE = "BIGTRAIN_ELASTIC"
@@ -26,7 +27,7 @@ _PIECE = 1 << 20
 
 def _hash_of(path: Path) -> str:
     content = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(_PIECE):
             content.update(piece)
     return content.hexdigest()
@@ -138,8 +139,9 @@ class CommitFile:
         try:
             if path.stem.rpartition("-")[2] != _hash_of(path):
                 raise CheckpointError("it is not what was written")
-            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        except (CheckpointError, OSError) as error:
+            with open_regular(path) as file:
+                found: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+        except (CheckpointError, UnreadableError, OSError) as error:
             raise CheckpointError(
                 f"hvd.elastic: {path} cannot be gone on from: {error}. Remove it to begin anew."
             ) from error
