@@ -208,7 +208,7 @@ def test_a_damaged_commit_is_refused_by_name(alone, tmp_path, monkeypatch):
             train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
     path.unlink()
     path.mkdir()
-    with pytest.raises(CheckpointError, match=r"Is a directory.* Remove it to begin anew"):
+    with pytest.raises(CheckpointError, match=r"it is a folder, and .* Remove it to begin anew"):
         train(hvd.elastic.TorchState(nn.Linear(2, 2), batch=1))
 
 

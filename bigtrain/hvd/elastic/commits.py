@@ -141,7 +141,9 @@ class CommitFile:
                 raise CheckpointError("it is not what was written")
             with open_regular(path) as file:
                 found: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
-        except (CheckpointError, UnreadableError, OSError) as error:
+        except UnreadableError as error:
+            raise CheckpointError(f"hvd.elastic: {error} Remove it to begin anew.") from error
+        except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"hvd.elastic: {path} cannot be gone on from: {error}. Remove it to begin anew."
             ) from error
