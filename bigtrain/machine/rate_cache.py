@@ -49,7 +49,8 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRat
         return cached
     clock = CpuClock()
     rates = measure_rates(link_ranks(ranks))
-    rates = replace(rates, others_cores=others_cores([clock.read()]))
+    if rates.device == "cpu":  # what a GPU reaches does not depend on others' cores
+        rates = replace(rates, others_cores=others_cores([clock.read()]))
     if cached is not None and (cached.others_cores or 0.0) < (rates.others_cores or 0.0):
         rates = cached  # it was quieter then
     elif not rates.problems:  # what was in the way may be gone next time

@@ -242,7 +242,8 @@ class BlockTimer:
                     before = _Kept() if kept.doubtful else kept
                     clock = CpuClock()
                     found = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
-                    others = others_cores([clock.read()]) or 0.0
+                    on_cpu = device_type_of(self.job) == "cpu"
+                    others = (others_cores([clock.read()]) or 0.0) if on_cpu else 0.0
                     by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, found))}
                     kept = _Kept(
                         [by_rows[rows] for rows in sorted(by_rows)],
