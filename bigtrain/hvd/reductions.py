@@ -430,7 +430,7 @@ def sparse_allreduce_async(
     """Begin to average or add up sparse tensors: rows travel, not zeros. Collective.
 
     Args:
-        tensor: sparse, of the COO layout; each rank its own rows.
+        tensor: sparse, of the coordinate layout; each rank its own rows.
         name: for messages.
         op: `hvd.Average` or `hvd.Sum`.
         process_set: among whom.
