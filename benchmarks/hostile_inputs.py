@@ -350,6 +350,7 @@ _SIZES = (
 
 def _sizes(draw: random.Random) -> HostileInput:
     """Numbers that are of the right kind, and beyond all that there is."""
+    numbers: tuple[str, ...]
     numbers = ("0", "1", "3", "7", "1000", "1000003", "10000000000", str(1 << 31), str(1 << 40))
     numbers += (str((1 << 63) - 1), str(1 << 63), str(10**18), str(10**30), "9" * 400)
     keys = draw.sample(_SIZES, draw.choice((1, 1, 2, 3)))
@@ -360,7 +361,7 @@ def _json_text(draw: random.Random, right: Any) -> bytes:
     """JSON that is nearly right, or none."""
     text = json.dumps(right)
     deep = draw.choice((b"[", b'{"a":', b'{"zero_optimization":', b"[[{}],"))
-    values = (
+    values: tuple[str, ...] = (
         "NaN",
         "Infinity",
         "-1",
@@ -502,7 +503,7 @@ _ODD = (
 
 def _environment(draw: random.Random) -> HostileInput:
     names = draw.sample(_VARIABLES, draw.randint(1, 3))
-    families = (
+    families: tuple[str, ...] = (
         "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
         "SLURM_PROCID SLURM_LOCALID SLURM_NTASKS",
     )

@@ -85,7 +85,7 @@ def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
     entry = _entries().get(_key(link_ranks(ranks)))
     found = None if entry is None else _rates_of(entry.get("rates"))
     if entry is not None and found is None:
-        say_damaged(cache_file(), "the rates of this machine are none")
+        say_damaged(cache_file(), "its entry for this machine holds no rates")
     return found
 
 
@@ -107,6 +107,7 @@ def hardware_fingerprint(ranks: int | None = None) -> dict[str, Any]:
     with contextlib.suppress(OSError):  # no folder takes files
         scratch = scratch_folder()
     return {
+        "figures": [figure.name for figure in fields(MeasuredRates)],  # others in other versions
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

@@ -268,7 +268,7 @@ class BlockTimer:
         # As many as whoever starts the ranks gives each of them.
         threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // self._copies)
         parts = {
-            "figures": [one.name for one in fields(BlockSeconds)],
+            "figures": [one.name for kind in (BlockSeconds, _Kept) for one in fields(kind)],
             "model": [job["model"], repr(self.model), tensors, batch],
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [hardware_key(device_type_of(self.job)), usable_cores(), self._copies],
