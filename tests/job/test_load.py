@@ -143,6 +143,16 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         ("{}", [f"memory.cap={10**400}"], r"^memory\.cap: a size has at most 1048576 TiB\. Write"),
         ("{}", ["memory.cap=9999999999TiB"], r"^memory\.cap: a size has at most 1048576 TiB\."),
         (
+            "optim: {name: adamw}\n",
+            ["optim.nesterov=true"],
+            r"^optim: nesterov=true is for sgd, and name is adamw\. Leave",
+        ),
+        (
+            "train: {seed: 1}\noptim: {lr: 1,\n  nesterov: true}\n",
+            [],
+            r"job\.yaml:3: optim: nesterov=true is for sgd",
+        ),
+        (
             "{}",
             ["log.name=../x"],
             r"log\.name: '\.\./x' leads out of log\.dir\. Give a name such as",
