@@ -24,6 +24,8 @@ _FACTORS = {
     "tib": TIB,
     "tb": 10**12,
 }
+MOST_BYTES = 2**60
+"""The largest size: an exbibyte."""
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -31,15 +33,24 @@ def parse_bytes(text: str | int) -> int:
     """Read '2GiB', '512MiB', '80GB' or a plain number as bytes.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the text is not a size, or one of more than an exbibyte.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        return text
+        return _bounded(text)
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"{text!r} is not a size in bytes. Write it like 2GiB, 512MiB or 80GB.")
-    return int(float(match[1]) * factor)
+    return _bounded(float(match[1]) * factor)
+
+
+def _bounded(size: int | float) -> int:
+    """Bytes that the kernel's limits and torch's integers can hold."""
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"a size has at most {MOST_BYTES // TIB} TiB. Write it like 2GiB or 1TiB."
+        )
+    return int(size)
 
 
 def format_bytes(size: int | float) -> str:

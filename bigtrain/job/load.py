@@ -213,7 +213,7 @@ def format_validation_error(
     path = tuple(str(part) for part in first["loc"])
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
-    place = tree.origin(path) if tree else None
+    place = tree.origin(_blamed(first, path, kind)) if tree else None
     prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
@@ -223,7 +223,28 @@ def format_validation_error(
         return f"{prefix}unknown key {name}{_suggest(path, known, kind)}"
     if first["type"] == "missing":
         return f"{prefix}{name} is missing. Add {name}=..."
+    if tree and first["type"] != "value_error" and _is_deepspeeds(place, tree):
+        return (
+            f"{prefix}{_needed(first)} (got {_shown(first['input'])}). Write such a value, or "
+            f'"auto" and set {name}.'
+        )
     return f"{prefix}{describe_fault(first, name)}"
+
+
+def _blamed(fault: ErrorDetails, path: KeyPath, kind: type[BaseModel]) -> KeyPath:
+    """The key whose place is named: of a whole section the first that the complaint names."""
+    known = _fields_at(kind, path)
+    if len(path) == 1 and fault["type"] == "value_error":
+        for key in re.findall(r"\b(\w+)=", str(fault["msg"])):
+            if key in known:
+                return (*path, key)
+    return path
+
+
+def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:
+    """Whether a value is a DeepSpeed file's, which no word of the command line may displace."""
+    path = deepspeed_file_in(tree.values.get("strategy"))
+    return path is not None and str(place).startswith(f"{path}: ")
 
 
 def describe_fault(fault: ErrorDetails, name: str) -> str:

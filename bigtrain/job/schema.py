@@ -41,7 +41,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -> object:
-    """A value, unless it is `true` or `false` (or holds one) where numbers are needed.
+    """A value, unless it is or holds `true`, `false` or what is beyond 64 bits where numbers are.
 
     Args:
         kind: the annotation of what it is for; one with a check of its own is left to that.
@@ -49,20 +49,24 @@ def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -
         metadata: that pydantic keeps beside the annotation of a field.
 
     Raises:
-        ValueError: it is one: for pydantic that would be 1 or 0.
+        ValueError: it is one: for pydantic that would be 1 or 0, or a number that no float holds.
     """
     if any(isinstance(one, BeforeValidator) for one in metadata):
         return value
     kinds = _plain_kinds(kind)
     held = [value, *(value if isinstance(value, list | tuple) else ())]
-    if (
-        any(isinstance(one, bool) for one in held)
-        and kinds & {int, float}
-        and not kinds & _ANYTHING
-    ):
+    if not kinds & {int, float} or kinds & _ANYTHING:
+        return value
+    if any(isinstance(one, bool) for one in held):
         shown = str(value).lower() if isinstance(value, bool) else value
         raise ValueError(f"needs a number (got {shown})")
+    if any(isinstance(one, int) and abs(one) > MOST_WHOLE for one in held):
+        raise ValueError(f"a whole number is at most {MOST_WHOLE:,}, and this is beyond it")
     return value
+
+
+MOST_WHOLE = 2**63 - 1
+"""The largest whole number of a key: what torch's integers hold."""
 
 
 _ANYTHING: set[object] = {bool, Any, object}

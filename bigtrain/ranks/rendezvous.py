@@ -302,15 +302,15 @@ def _rendezvous_by_address(
         return PrefixStore(f"bigtrain{turn}", store)
 
     try:
-        store = _within(timeout.total_seconds() + _ANSWER_S, meet)
+        store = _within(timeout.total_seconds() + _ANSWER_S, meet, (host, address[1]))
     except (RuntimeError, OSError) as error:
         where = f"at {host}:{address[1]}: {_first_line(error)}"
         raise LaunchError(_not_met(placement, timeout, where)) from error
     return Rendezvous(store, host)
 
 
-def _within(seconds: float, meet: Callable[[], Store]) -> Store:
-    """The store; an error where whatever listens there accepts and never answers."""
+def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int]) -> Store:
+    """The store; an error where nothing listens there, or accepts and never answers."""
     done: Future[Store] = Future()
 
     def run() -> None:
@@ -324,7 +324,16 @@ def _within(seconds: float, meet: Callable[[], Store]) -> Store:
     try:
         return done.result(seconds)
     except FutureTimeout:
-        raise OSError("something listens there and does not answer") from None
+        raise OSError(_silence(address)) from None
+
+
+def _silence(address: tuple[str, int]) -> str:
+    """Why nobody has answered: torch goes on trying where nothing listens, too."""
+    try:
+        socket.create_connection(address, timeout=1).close()
+    except OSError as error:
+        return f"nothing listens there ({error.strerror or error})"
+    return "something listens there and does not answer"
 
 
 def _compare_secrets(store: Store, rank: int, secret: str) -> None:

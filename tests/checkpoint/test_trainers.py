@@ -73,6 +73,13 @@ def test_what_is_no_checkpoint_is_refused_whatever_its_name(tmp_path):
     torch.save(net().state_dict(), tmp_path / "old", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"as it is written since torch 1.6. Older ones"):
         open_source(tmp_path / "old")
+    torch.save(net().state_dict(), tmp_path / "whole.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "whole.pth").read_bytes()[:-99])
+    with pytest.raises(CheckpointError, match=r"cut.pth begins as .*, and its end is missing"):
+        open_source(tmp_path / "cut.pth")
+    (tmp_path / "words.pth").write_bytes(b"words")
+    with pytest.raises(CheckpointError, match=r"words.pth is no file of torch.save, by its"):
+        open_source(tmp_path / "words.pth")
     save_file(net().state_dict(), tmp_path / "w.tar")
     with pytest.raises(ConfigError, match=r"--key ema: .*w.tar is a file of safetensors, which"):
         open_source(tmp_path / "w.tar", key="ema")

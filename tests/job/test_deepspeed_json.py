@@ -214,6 +214,25 @@ def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     assert "\n" not in str(said.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"gradient_clipping": -1},
+            r'clipping: needs more than 0 \(got -1\)\. .*"auto" and set opt',
+        ),
+        ({"train_batch_size": "many"}, r'batch_size: needs a whole number \(got .*, or "auto" and'),
+        ({"train_batch_size": 10**400}, r"train_batch_size: .*a whole number is at most 9,223,"),
+    ],
+)
+def test_a_value_that_is_none_is_changed_in_the_file(changes, words, tmp_path):
+    path = written(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=words) as said:
+        load_job(None, None, [f"strategy.deepspeed={path}"])
+    assert str(said.value).startswith(f"{path}: ")
+    assert "Set " not in str(said.value)  # a word of the command line would contradict the file
+
+
 def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):
     path = written(tmp_path)
     job = job_from_keys("zero2", {"strategy.deepspeed": path})

@@ -138,6 +138,20 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         ("{}", ["optim.lr=false"], r"^optim\.lr: needs a number \(got false\)\.$"),
         ("{}", ["optim.betas=[true, 0.9]"], r"^optim\.betas: needs a number \(got \[True, 0\.9\]"),
         ("train: {seed: yes}\n", [], r"job\.yaml:1: train\.seed: needs a number \(got true\)"),
+        ("{}", [f"train.seed={2**63}"], r"^train\.seed: a whole number is at most 9,223,372,036,"),
+        ("{}", [f"optim.betas=[{10**400}, 0.9]"], r"^optim\.betas: a whole number is at most 9,"),
+        ("{}", [f"memory.cap={10**400}"], r"^memory\.cap: a size has at most 1048576 TiB\. Write"),
+        ("{}", ["memory.cap=9999999999TiB"], r"^memory\.cap: a size has at most 1048576 TiB\."),
+        (
+            "optim: {name: adamw}\n",
+            ["optim.nesterov=true"],
+            r"^optim: nesterov=true is for sgd, and name is adamw\. Leave",
+        ),
+        (
+            "train: {seed: 1}\noptim: {lr: 1,\n  nesterov: true}\n",
+            [],
+            r"job\.yaml:3: optim: nesterov=true is for sgd",
+        ),
         (
             "{}",
             ["log.name=../x"],

@@ -20,6 +20,7 @@ from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
 from bigtrain.ranks.rendezvous import (
     SECRET_VARIABLE,
     Rendezvous,
+    _silence,
     master_address,
     open_rendezvous,
 )
@@ -276,6 +277,13 @@ def test_ranks_with_other_secrets_are_refused() -> None:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         with pytest.raises(LaunchError, match=f"BIGTRAIN_SECRET {words} .*Export the same"):
             both(address, *own)
+
+
+def test_silence_is_told_from_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert _silence(("127.0.0.1", port)) == "something listens there and does not answer"
+    assert _silence(("127.0.0.1", port)).startswith("nothing listens there (")
 
 
 def test_a_silent_listener_at_the_address_does_not_hold_a_rank_up() -> None:

@@ -85,6 +85,21 @@ class TorchTensor:
         return StateTensor(self.dtype, self.shape, whole_extents(self.shape), self.values)
 
 
+def _other_kind(path: Path, begins: bytes) -> str:
+    """What a file is that is no whole ZIP, by its first bytes, and what helps."""
+    if begins == b"PK":
+        return (
+            f"{path} begins as torch.save writes, and its end is missing or damaged. Copy it again"
+        )
+    if begins[:1] == b"\x80":
+        return (
+            f"{path} is no file of torch.save as it is written since torch 1.6. Older ones "
+            "have to be saved again: python -c \"import torch; torch.save(torch.load('"
+            f"{path}', weights_only=True), 'NEW.pt')\""
+        )
+    return f"{path} is no file of torch.save, by its content. Give another, or copy it again"
+
+
 def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> Any:
     """What `torch.save` wrote, with a `TorchTensor` in place of each tensor.
 
@@ -101,11 +116,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
             size = os.fstat(file.fileno()).st_size - begin if length is None else length
             window = io.BufferedReader(_Window(file, begin, size))
             if not zipfile.is_zipfile(window):
-                raise CheckpointError(
-                    f"{path} is no file of torch.save as it is written since torch 1.6. Older ones "
-                    "have to be saved again: python -c \"import torch; torch.save(torch.load('"
-                    f"{path}', weights_only=True), 'NEW.pt')\""
-                )
+                window.seek(0)
+                raise CheckpointError(_other_kind(path, window.read(2)))
             window.seek(0)
             strangers: list[str] = get_unsafe_globals_in_checkpoint(window)
             refused = [name for name in strangers if not name.startswith(_HOLDERS)]
