@@ -11,6 +11,10 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bigtrain.job.arguments import TrainOptions
 
 COMMANDS = {
     "train": "train a model under a strategy",
@@ -82,36 +86,36 @@ def _stop(number: int, _: FrameType | None) -> None:
 def _on_ranks(command: str, arguments: list[str]) -> int:
     """Run the script of a command: in this process, or in as many ranks as are asked for."""
     from bigtrain.job.arguments import train_arguments
+    from bigtrain.ranks.exit_status import run_guarded
 
     options = train_arguments(arguments, starts_ranks=True, records=command != "train")
-    words = _of_ranks(arguments)
-    if options.num_ranks is None:
-        from bigtrain import train
-        from bigtrain.ranks.exit_status import run_guarded
-        from bigtrain.speedup import measure
-        from bigtrain.verify import record
+    return run_guarded(lambda: _start(command, options, _of_ranks(arguments)))
 
-        run = {"train": train.main, "record": record.main, "pace": measure.main}[command]
-        return run_guarded(lambda: run(words))
-    from bigtrain.errors import BigtrainError
+
+def _start(command: str, options: TrainOptions, words: list[str]) -> int:
+    """Refuse what the job itself says, before torch is loaded; then run."""
     from bigtrain.job.load import load_job
-    from bigtrain.ranks.launch import check_shares, start_ranks
+    from bigtrain.ranks.launch import as_first_of, check_shares, start_ranks
 
-    script = Path(__file__).parent / SCRIPTS[command]
-    try:
-        if options.strategy != "auto":  # as the ranks will read it
-            arguments_of_job = (options.config, options.strategy, options.overrides)
-            check_shares(load_job(*arguments_of_job, plan=options.plan), options.num_ranks)
+    ranks = options.num_ranks
+    if options.strategy != "auto":  # whose job the planner makes
+        job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+        if ranks is not None:
+            check_shares(job, ranks)
+    if ranks is not None and not options.dry_run:
+        script = Path(__file__).parent / SCRIPTS[command]
         return start_ranks(
-            options.num_ranks,
-            words,
-            script,
-            restarts=options.restarts,
-            min_ranks=options.min_ranks,
+            ranks, words, script, restarts=options.restarts, min_ranks=options.min_ranks
         )
-    except BigtrainError as error:
-        print(f"bigtrain: {error}", file=sys.stderr)
-        return error.exit_status
+    from bigtrain import train
+    from bigtrain.speedup import measure
+    from bigtrain.verify import record
+
+    run = {"train": train.main, "record": record.main, "pace": measure.main}[command]
+    if ranks is None:
+        return run(words)
+    with as_first_of(ranks):
+        return run(words)
 
 
 def _of_ranks(arguments: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from bigtrain.core.strategy import CutStrategy, Plan, Strategy
 from bigtrain.devices import Kind, accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.batch import Batch, resolve_batch
+from bigtrain.job.deepspeed_json import batch_keys_of
 from bigtrain.job.schema import Job, RoleConfig, TrainConfig
 from bigtrain.models.compiled import check_compiler
 from bigtrain.ranks.context import resolve_mesh
@@ -66,7 +67,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         pp=pp,
         dp=dp,
         tp=tp,
-        batch=_batch(job.train, sharing, cut, pp),
+        batch=_batch(job, sharing, cut, pp),
         precision=job.train.precision,
         device_type=device_type,
         clip_norm=job.optim.clip_norm,
@@ -127,7 +128,25 @@ def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int,
     return resolve_mesh(pp, dp, tp, world_size)
 
 
-def _batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) -> Batch:
+def _batch(job: Job, dp: int, cut: Strategy | None, pp: int) -> Batch:
+    """The batch of a job.
+
+    Raises:
+        ConfigError: see `resolve_batch`; with the keys of a DeepSpeed file that says the numbers.
+    """
+    try:
+        return _wanted_batch(job.train, dp, cut, pp)
+    except ConfigError as error:
+        file = job.strategy.deepspeed_file
+        keys = batch_keys_of(file) if file is not None else []
+        if not keys:
+            raise
+        raise ConfigError(
+            f'{error} {file} says {" and ".join(keys)}: write the number there, or "auto".'
+        ) from None
+
+
+def _wanted_batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) -> Batch:
     """The batch; where the job says nothing of micro-batches, about as many as are wanted."""
     micro_batches = cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1
     global_size = train.global_batch_size

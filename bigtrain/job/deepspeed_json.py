@@ -101,17 +101,21 @@ def typed_sections(path: str, names: Iterable[str]) -> list[str]:
     return [n for n in names if json_section(config, n).get("type", AUTO_VALUE) != AUTO_VALUE]
 
 
+def batch_keys_of(path: str) -> list[str]:
+    """The keys with which a file says the batch itself: no word of the job can say otherwise."""
+    config = deepspeed_config(path)
+    return [key for key in _BATCH if config.get(key, AUTO_VALUE) != AUTO_VALUE]
+
+
 def said_of_job(path: str) -> dict[str, Said]:
     """What a file says of the job, by the job's keys; what is "auto" there is not among it.
 
     Raises:
         ConfigError: see `deepspeed_config`, and for an optimizer or a scheduler that a job has not.
     """
-    config = deepspeed_config(path)
+    config, batch = deepspeed_config(path), batch_keys_of(path)
     found = {
-        ours: Said(key, config[key], config[key])
-        for key, ours in _BATCH.items()
-        if config.get(key, AUTO_VALUE) != AUTO_VALUE
+        ours: Said(key, config[key], config[key]) for key, ours in _BATCH.items() if key in batch
     }
     clip = config.get("gradient_clipping", AUTO_VALUE)
     if clip != AUTO_VALUE:

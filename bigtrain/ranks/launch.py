@@ -120,6 +120,26 @@ def check_room(num_ranks: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def as_first_of(num_ranks: int) -> Iterator[None]:
+    """Let this process take itself for the first of so many ranks: a dry run needs no others.
+
+    Raises:
+        ConfigError: less than one rank.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
+    size = str(num_ranks)
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    os.environ.update({**own, LAUNCH_VARIABLE: "none"})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def check_shares(job: Job, num_ranks: int) -> None:
     """Refuse more replicas than the global batch has samples, before any of them is started.
 

@@ -45,6 +45,20 @@ def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
     assert "stage3_prefetch_bucket_size" not in zero  # there is nothing to fill in
 
 
+def test_a_batch_of_the_file_that_does_not_divide_is_to_be_changed_there(tmp_path):
+    path = written(tmp_path, train_batch_size=17, train_micro_batch_size_per_gpu=8)
+    with pytest.raises(ConfigError) as refused:
+        make_plan(load_job(None, None, [f"strategy.deepspeed={path}"]), 2, "cpu")
+    assert "train.global_batch_size=17 is not a multiple" in str(refused.value)
+    assert str(refused.value).endswith(
+        f"{path} says train_batch_size and train_micro_batch_size_per_gpu: write the number "
+        'there, or "auto".'
+    )
+    free = written(tmp_path, train_batch_size="auto")
+    with pytest.raises(ConfigError, match=r"micro_batch_size out\.$"):
+        make_plan(load_job(None, None, keys_of(free, **{"train.global_batch_size": 17})), 2, "cpu")
+
+
 def test_the_stage_is_the_files(tmp_path):
     path = written(tmp_path, zero_optimization={"stage": 3})
     job = load_job(None, None, keys_of(path))

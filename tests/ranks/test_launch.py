@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,21 @@ def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
 
 
 def test_a_wrong_key_is_said_once_before_any_rank_starts(capfd) -> None:
-    assert main(["train", "-n", "2", "optim.lrr=1"]) == 2
-    assert capfd.readouterr().err == ("bigtrain: unknown key optim.lrr, did you mean optim.lr?\n")
+    for ranks in ([], ["-n", "2"], ["-n", "2", "--dry-run"]):
+        assert main(["train", *ranks, "optim.lrr=1"]) == 2
+        said = "bigtrain: unknown key optim.lrr, did you mean optim.lr?\n"
+        assert capfd.readouterr().err == said
+
+
+def test_a_dry_run_of_many_ranks_is_one_process(monkeypatch, capfd) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **_: started.append(args))
+    words = ["data.name=digits", "model.name=lenet", "train.global_batch_size=32", "--dry-run"]
+    before = dict(os.environ)
+    assert main(["train", "-n", "16", *words]) == 0
+    assert "micro-batch 2 x accumulation 1 x dp 16" in capfd.readouterr().out
+    assert not started
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(

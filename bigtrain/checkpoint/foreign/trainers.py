@@ -166,7 +166,8 @@ def _keys_in_words(tree: _Tree, key: str | None) -> str:
     )
     rest = f" and {len(tree) - _MOST_KEYS} more" if len(tree) > _MOST_KEYS else ""
     under = f" below --key {key}" if key else ""
-    return f"{under}. It has {listed or 'nothing'}{rest}. Choose one that has: --key NAME"
+    choose = "Choose one that has: bigtrain checkpoint convert --key NAME"
+    return f"{under}. It has {listed or 'nothing'}{rest}. {choose}"
 
 
 def _what(value: Any) -> str:
