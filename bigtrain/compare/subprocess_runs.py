@@ -117,11 +117,17 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(folder.name)
 
 
+_BESIDE = re.compile(
+    r" lost rank |^bigtrain: (rank \d+ fails\. It |the last events of each rank: )"
+)
+"""Lines that say where ranks were, beside the one that says why a run failed."""
+
+
 def reason_in(log: Path, status: int) -> str:
     """The one line of a run's output that says best why it failed."""
     lines = list(_lines(log))
     bigtrain_lines = [line for line in lines if line.startswith("bigtrain: ")]
-    causes = [line for line in bigtrain_lines if " lost rank " not in line] or bigtrain_lines
+    causes = [line for line in bigtrain_lines if not _BESIDE.search(line)] or bigtrain_lines
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     reason = (causes or errors or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
     return reason if causes or errors else f"exit status {status}: {reason}"

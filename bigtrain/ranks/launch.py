@@ -131,13 +131,16 @@ def as_first_of(num_ranks: int) -> Iterator[None]:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
     size = str(num_ranks)
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    before = dict(os.environ)
-    os.environ.update({**own, LAUNCH_VARIABLE: "none"})
+    own[LAUNCH_VARIABLE] = "none"
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def check_shares(job: Job, num_ranks: int) -> None:
