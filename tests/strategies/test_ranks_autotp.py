@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.deepspeed_files import written
 from support.parity import UNSEEN, Record, adamw, largest_difference, sgd, train
 from support.peaks import peaks, settled
 from support.ranks import run_ranks
@@ -173,7 +174,7 @@ OF_SIZES = {
     "a turned tensor": (
         partial(Net, way="turned"),
         r"expand is given a tensor that is not contiguous, .*ColumnParallel\.backward .*"
-        r"keep=\[expand\], or use --strategy tensor",
+        r"keep=\[expand\]', or use --strategy tensor",
     ),
 }
 
@@ -213,7 +214,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_it_does_not_go_with_is_refused(case: str) -> None:
+def test_what_it_does_not_go_with_is_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path)
     ranks, keys, words = REFUSED[case]
     tp = min(ranks, 2)
     job = job_from_keys("autotp", {"train.global_batch_size": 8, "mesh.tp": tp, **keys})
