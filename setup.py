@@ -39,6 +39,7 @@ setup(
         "bigtrain.cutting",
         "bigtrain.data",
         "bigtrain.engine",
+        "bigtrain.files",
         "bigtrain.hvd",
         "bigtrain.hvd.elastic",
         "bigtrain.job",

@@ -7,6 +7,7 @@ and every method still works, so nothing above needs a second path for it.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import sys
 import warnings
@@ -143,7 +144,7 @@ def _own_facts(
         "device": device.type,
         "mesh.backend": backend,
         "train.seed": str(seed),
-        "version of torch": torch.__version__,
+        "version of torch": importlib.metadata.version("torch"),
         "version of bigtrain": bigtrain.__version__,
     }
 
