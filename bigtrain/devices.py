@@ -56,6 +56,15 @@ def device_count() -> int:
     return int(_module(kind).device_count()) if kind else 0
 
 
+def nccl_version() -> tuple[int, int, int]:
+    """The version of NCCL that this torch talks to GPUs with; zeros where it sees no GPU."""
+    if not torch.cuda.is_available():
+        return 0, 0, 0
+    version: Any = torch.cuda.nccl.version
+    major, minor, patch = version()[:3]
+    return int(major), int(minor), int(patch)
+
+
 def device_name(index: int) -> str:
     """What one of them is called."""
     return str(_module(accelerator() or "cpu").get_device_name(index))

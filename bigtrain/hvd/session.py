@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bigtrain.devices import nccl_version
 from bigtrain.errors import LaunchError
 from bigtrain.ranks.context import RunContext
 
@@ -144,11 +144,8 @@ def gloo_enabled() -> bool:
 
 def nccl_built() -> int:
     """The version of NCCL in this torch as one number, 2.21.5 is 22105; 0 where there is none."""
-    if not dist.is_nccl_available() or not torch.cuda.is_available():
-        return 0
-    version: Any = torch.cuda.nccl.version
-    major, minor, patch = version()[:3]
-    return int(major) * 10_000 + int(minor) * 100 + int(patch)
+    major, minor, patch = nccl_version() if dist.is_nccl_available() else (0, 0, 0)
+    return major * 10_000 + minor * 100 + patch
 
 
 def ddl_built() -> bool:
