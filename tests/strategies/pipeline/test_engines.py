@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -46,12 +47,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
+def test_what_an_engine_cannot_do_is_refused(message: str, tmp_path, monkeypatch) -> None:
     strategy, ranks, keys = REFUSED[message]
     library = "fairscale" if strategy == FAIRSCALE else "deepspeed"
     if find_spec(library) is None:
         pytest.skip(f"{library} is missing")
     named = {k if "." in k else f"strategy.cut.{k}": v for k, v in keys.items()}
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"train_batch_size": 32}')
     with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")
 
