@@ -56,6 +56,7 @@ class DDP(Strategy):
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """What the gradients travel as. All but `none` change the numbers."""
     powersgd_rank: int = Field(1, ge=1)
+    """The rank of the matrices that stand for a gradient (Vogels et al. 2019, arXiv 1905.13727)."""
     powersgd_start: int = Field(1000, ge=2)
     """Steps that are averaged exactly before PowerSGD begins."""
 

@@ -1,6 +1,7 @@
 """The pages: as short as they promise to be, and every name, path and figure in them there.
 
-`python tests/test_docs.py --write` makes the table of rooms anew from the rooms' docstrings.
+`python tests/test_docs.py --write` makes the table of rooms from the rooms' docstrings, and the
+page of all keys from the types.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.key_reference import key_reference
 from support.rooms import ORDER, sources, tree
 from support.zygote import forked_cli
 
@@ -24,6 +26,7 @@ from bigtrain.job.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+KEYS = ROOT / "docs" / "keys.md"
 MARK = "<!-- rooms -->"
 GROUPS = {
     "ground": (
@@ -42,6 +45,7 @@ MOST_LINES = {
     "checkpoints.md": 125,
     "measured.md": 160,
     "CONTRIBUTING.md": 200,
+    "keys.md": 400,
     "numbers.md": 150,
     "prediction.md": 150,
 }
@@ -76,6 +80,12 @@ def test_the_table_of_rooms_is_that_of_the_docstrings():
     ]
 
 
+def test_the_page_of_keys_is_that_of_the_types():
+    page = KEYS.read_text(encoding="utf-8")
+    assert page == key_reference(), "run: python tests/test_docs.py --write"
+    assert not re.findall(r"^\| `(\S+)` .*\|  \|$", page, re.MULTILINE), "keys without a meaning"
+
+
 @pytest.mark.parametrize("room", [room for rooms in GROUPS.values() for room in rooms])
 def test_every_room_says_in_a_line_what_it_is_for_and_then_what_is_decided_there(room):
     lines = (ast.get_docstring(tree(sources()[room])) or "").splitlines()
@@ -101,7 +111,7 @@ def test_pages_are_short(page):
 
 def test_pages_on_one_subject_end_in_files_to_read():
     for page in (ROOT / "docs").glob("*.md"):
-        if page.name in ("architecture.md", "measured.md", "optimizers.md"):
+        if page.name in ("architecture.md", "keys.md", "measured.md", "optimizers.md"):
             continue
         last = page.read_text(encoding="utf-8").rpartition("\n## ")[2]
         assert last.startswith("Read these files in this order\n"), page.name
@@ -274,3 +284,4 @@ def test_figures_of_the_readme_are_those_of_the_result_file():
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     ARCHITECTURE.write_text(with_table(ARCHITECTURE.read_text("utf-8")), "utf-8")
+    KEYS.write_text(key_reference(), "utf-8")

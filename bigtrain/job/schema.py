@@ -159,10 +159,13 @@ class OptimConfig(ConfigSection):
     base_batch_size: int | None = Field(None, ge=1)
     """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled from the gradient, except for adam and sgd, as in torch."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the first and second moments, for adamw and adam in all their forms."""
     eps: float = Field(1e-8, ge=0)
     """Added to the root of the second moment, for adamw and adam in all their forms."""
     momentum: float = Field(0.0, ge=0, lt=1)
+    """For sgd."""
     dampening: float = Field(0.0, ge=0, le=1)
     """For sgd: what of a new gradient is left out of the momentum."""
     nesterov: bool = False
@@ -171,6 +174,7 @@ class OptimConfig(ConfigSection):
     """False: weight decay leaves out parameters of one dim, those of norms and biases (He et al.
     2018, arXiv 1812.01187, section 3.1)."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises linearly to `lr`."""
     warmup_epochs: float = Field(0.0, ge=0)
     """The same in passes over the training data, whatever the batch; give one of the two."""
     warmup_factor: float | None = Field(None, ge=0, le=1)
@@ -181,10 +185,13 @@ class OptimConfig(ConfigSection):
     power of what remains: poly), multiplied by `step_factor` at each of `milestones`, or with its
     warm-up what the scheduler of `strategy.deepspeed` sets (written by bigtrain itself)."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
+    """For schedule=cosine, linear and poly: the rate at the end, as a share of `lr`."""
     poly_power: float = Field(0.9, gt=0)
+    """For schedule=poly: the power."""
     milestones: tuple[float, ...] = ()
     """For schedule=step: in epochs, ascending."""
     step_factor: float = Field(0.1, gt=0, le=1)
+    """For schedule=step: the rate is multiplied by it at each milestone."""
     clip_norm: float | None = Field(None, gt=0)
     """Gradients are scaled down to this global norm where they exceed it."""
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
@@ -313,6 +320,7 @@ class TrainConfig(ConfigSection):
     """How long, in what batches, in what precision."""
 
     steps: int | None = Field(None, ge=1)
+    """Optimizer steps."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data; give steps or epochs (neither means one epoch)."""
     global_batch_size: int | None = Field(None, ge=1)
@@ -322,6 +330,7 @@ class TrainConfig(ConfigSection):
     accumulation_steps: int | None = Field(None, ge=1)
     """Micro-batches per rank and optimizer step."""
     seed: int = Field(0, ge=0)
+    """Initial weights, the order of the samples and dropout depend on it."""
     precision: Precision = "fp32"
     """bf16 is autocast with fp32 parameters; fp64 is for proofs."""
     eval_every: int = Field(0, ge=0)
@@ -369,6 +378,7 @@ class MeshConfig(ConfigSection):
     """Ranks that hold slices of the same layers; left out, 1, and where a technique slices all
     ranks, or 2 beside replicas or stages."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """The library that exchanges tensors; auto is nccl on GPUs and gloo on a CPU."""
     setup_timeout: float = Field(300.0, gt=0)
     """Seconds the ranks wait for each other at the start."""
     timeout: float = Field(100.0, gt=0)
@@ -404,11 +414,17 @@ class StrategyConfig(ConfigSection):
     deepspeed: str | None = None
     """A DeepSpeed configuration file (JSON): `zero` on DeepSpeed, as the file says."""
     cut: RoleConfig | None = None
+    """Lays the model's layers over ranks or devices: stages of a pipeline."""
     slice: RoleConfig | None = None
+    """Lays each layer over ranks: tensor parallelism."""
     replicate: RoleConfig | None = None
+    """How replicas share gradients, optimizer state and parameters."""
     recompute: RoleConfig | None = None
+    """Which activations are kept for the backward pass, and which are computed again."""
     offload: RoleConfig | None = None
+    """Keeps optimizer state or activations on the host or on disk."""
     accumulate: RoleConfig | None = None
+    """How many micro-batches make a step."""
 
     @field_validator(*ROLES, mode="before")
     @classmethod
@@ -518,6 +534,7 @@ class CheckpointConfig(ConfigSection):
     every: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves at the end only."""
     at_end: bool = True
+    """Save after the last step."""
     keep: int = Field(3, ge=1)
     """How many of the newest are kept."""
     best: str | None = None
@@ -540,11 +557,13 @@ class LogConfig(ConfigSection):
     """What is written while it runs."""
 
     dir: str = "runs"
+    """The folder that holds the runs' folders."""
     name: str | None = None
     """The run's folder below `dir`; left out, model-strategy-number."""
     every: int = Field(10, ge=1)
     """Steps between log lines where the output is not a terminal."""
     tensorboard: bool = False
+    """Write TensorBoard files into the run's folder; needs the package tensorboard."""
     accuracy: bool = False
     """`top1` of each training step in metrics.jsonl: the share of the global batch that was right,
     from the outputs of the step itself. For data with a class for each sample."""
@@ -581,6 +600,7 @@ class Job(ConfigSection):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """The kind of device to train on; auto takes an accelerator where there is one."""
 
     @model_validator(mode="after")
     def _deepspeed_agrees(self) -> Job:

@@ -161,13 +161,17 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A user's own mean loss of (output, target), made a sum: mean times count.
+    """A user's mean loss of (output, target), turned into a sum: the mean times a count.
 
-    What `fn` divides by is, in this order: what `count_of` or `ignore_index` say; what `fn` itself
-    says, as `F.cross_entropy`, `nn.CrossEntropyLoss(...)` and `functools.partial` over them do (the
-    targets that are not its `ignore_index`, weighted by its class weights); the rows, for any other
-    loss of torch. Of a function that says nothing an engine follows its calls and finds out, see
-    `losses.global_mean`; used by itself, outside of an engine, it counts rows.
+    The count is what `fn` divides by. It is found in this order:
+
+    1. `count_of` or `ignore_index`, where they are given.
+    2. For `F.cross_entropy`, `nn.CrossEntropyLoss(...)` and a `functools.partial` of them: the
+       targets that are not its `ignore_index`, weighted by its class weights.
+    3. For any other loss of torch: the rows.
+    4. For any other function: the rows, where the loss is called outside an engine. An engine
+       traces the calls that `fn` makes and finds what each mean divides by, and refuses a loss
+       where it finds nothing; see `losses.global_mean`.
 
     Counting valid targets on a device waits for the device; a loss without `ignore_index` does
     not.

@@ -55,7 +55,9 @@ class LocalSGD(Strategy):
     outer: Literal["average", "nesterov"] = "average"
     """What is done then: the average is taken, or the outer optimizer of DiLoCo does a step."""
     outer_learning_rate: float = Field(0.7, gt=0)
+    """The learning rate of the outer optimizer."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """The Nesterov momentum of the outer optimizer."""
     fragments: int = Field(1, ge=1)
     """Parts of the parameters, each with a turn of its own within `every` steps."""
     delay: int = Field(0, ge=0)

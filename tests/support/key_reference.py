@@ -1,0 +1,136 @@
+"""The page of all keys, made from the types of a job and of the techniques.
+
+A key's text is the docstring under its field, so the page says what the code says.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from bigtrain.core.registry import TECHNIQUES, Engines
+from bigtrain.job.import_path import load_object
+from bigtrain.job.schema import ROLES, Bytes, Job, RoleConfig, StrategyConfig
+from bigtrain.units import format_bytes
+
+HEAD = """# Every key of a job
+
+Made from the types in `bigtrain/job/schema.py` and of the techniques under `strategies/`; do not
+edit it by hand. How a job is written, with examples: [jobs.md](jobs.md). How strategies are named:
+[strategies.md](strategies.md). A key stands in a YAML file (`train: {steps: 100}`), on the command
+line (`train.steps=100`), or in `bigtrain.prepare` (`train__steps=100`, where a loop of your own
+follows it). A size is a number of bytes or has a unit: `25MiB`, `8GiB`. `null` means that nothing
+is set.
+"""
+
+
+def _takes_size(annotation: Any, metadata: list[Any]) -> bool:
+    """Whether a key is a number of bytes that may be written with a unit."""
+    parser = get_args(Bytes)[1]
+    return annotation == Bytes or Bytes in get_args(annotation) or parser in metadata
+
+
+BAR = "\\|"
+"""A bar inside of a cell, which else ends it."""
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """The docstring under each field of a class, its base classes' included."""
+    texts: dict[str, str] = {}
+    for one in reversed(cls.__mro__):
+        if not (issubclass(one, BaseModel) and one.__module__.startswith("bigtrain")):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                assert isinstance(field.target, ast.Name)
+                texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
+
+
+def values_of(annotation: Any, metadata: list[Any]) -> str:
+    """The values that a key takes, for a reader."""
+    if annotation is RoleConfig:
+        return "a word, or a mapping with `name`"
+    if _takes_size(annotation, metadata):
+        kind = "size"
+    elif get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    elif get_origin(annotation) in (Union, types.UnionType):
+        kinds = [one for one in get_args(annotation) if one is not type(None)]
+        return " or ".join(dict.fromkeys(values_of(one, metadata) for one in kinds))
+    else:
+        outer = get_origin(annotation) or annotation
+        kind = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}.get(
+            outer, {dict: "mapping", tuple: "list", list: "list"}.get(outer, "value")
+        )
+    bounds = {name: getattr(meta, name) for meta in metadata for name in ("ge", "gt", "le", "lt")
+              if getattr(meta, name, None) is not None}  # fmt: skip
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    limits = " and ".join(f"{signs[name]} {value}" for name, value in bounds.items())
+    return f"{kind}, {limits}" if limits else kind
+
+
+def default_of(field: FieldInfo) -> str:
+    """The default as it would be written."""
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "needed"
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, int) and _takes_size(field.annotation, field.metadata):
+        return f"`{format_bytes(value).replace(' ', '')}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value}`"
+
+
+def rows_of(cls: type[BaseModel], prefix: str) -> list[str]:
+    """A table of one section's keys."""
+    texts = field_texts(cls)
+    lines = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in cls.model_fields.items():
+        values = values_of(field.annotation, field.metadata)
+        cells = (f"`{prefix}{name}`", values, default_of(field), texts.get(name, ""))
+        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+    return lines
+
+
+def technique_sections() -> list[str]:
+    """One table for each technique that has keys of its own."""
+    lines: list[str] = []
+    for role in ROLES:
+        for name, where in TECHNIQUES[role].items():
+            cls = load_object(where.options if isinstance(where, Engines) else where, "keys")
+            if cls.model_fields:
+                lines += ["", f"### `strategy.{role}`, name `{name}`", "", f"{cls.summary}.", ""]
+                lines += rows_of(cls, f"strategy.{role}.")
+    return lines
+
+
+def key_reference() -> str:
+    """The whole page."""
+    lines = [HEAD]
+    for section, field in Job.model_fields.items():
+        cls = field.annotation
+        if not (isinstance(cls, type) and issubclass(cls, BaseModel)):
+            continue
+        first = (cls.__doc__ or "").partition("\n")[0]
+        lines += ["", f"## `{section}`", "", first, "", *rows_of(cls, f"{section}.")]
+        if cls is StrategyConfig:
+            lines += technique_sections()
+    device = values_of(Job.model_fields["device"].annotation, [])
+    text = field_texts(Job)["device"]
+    lines += ["", "## `device`", "", f"{text} Values: {device}; default `auto`."]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
