@@ -11,7 +11,9 @@ train, test = digits()
 torch.manual_seed(0)
 model = classifier()
 body, head = model[:5], model[5:]
-optimizer = torch.optim.AdamW([{"params": head.parameters(), "lr": 5e-3}, {"params": body.parameters(), "lr": 5e-4}])
+optimizer = torch.optim.AdamW(
+    [{"params": head.parameters(), "lr": 5e-3}, {"params": body.parameters(), "lr": 5e-4}]
+)
 for parameter in body.parameters():
     parameter.requires_grad = False
 for epoch in range(EPOCHS):

@@ -1,4 +1,4 @@
-"""Classify images: a rate that rises and falls, accuracy after each epoch (a first vision example)."""
+"""Classify images: a rate that rises and falls, and the accuracy after each epoch."""
 
 import torch
 from samples import classifier, digits, report

@@ -36,5 +36,7 @@ for images, labels in DataLoader(rest, BATCH):
     if done in (STOP, STEPS):
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
         folder.mkdir(exist_ok=True)
-        torch.save({k: v.state_dict() for k, v in state.items()} | {"step": done}, folder / "state.pt")
+        torch.save(
+            {k: v.state_dict() for k, v in state.items()} | {"step": done}, folder / "state.pt"
+        )
         break

@@ -7,7 +7,6 @@ import inspect
 import json
 import pydoc
 import random
-import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +58,9 @@ class Lines(Dataset[tuple[dict[str, Any], int]]):
 
 def _documentation(topic: str) -> Sequence[str]:
     module = pydoc.locate(topic)
-    texts = [inspect.getdoc(one) or "" for _, one in sorted(vars(module).items(), key=lambda p: p[0])]
+    texts = [
+        inspect.getdoc(one) or "" for _, one in sorted(vars(module).items(), key=lambda p: p[0])
+    ]
     return [line.strip() for text in texts for line in text.splitlines()]
 
 
@@ -73,12 +74,12 @@ def pad(rows: Sequence[tuple[list[int], int]]) -> tuple[dict[str, Tensor], Tenso
 
 def text_windows(length: int = 64, count: int = 512) -> TensorDataset:
     """Windows of the Python library's own source as bytes: (tokens, next tokens)."""
-    source = "".join(inspect.getsource(sys.modules[name]) for name in ("ast", "textwrap", "random"))
+    source = "".join(inspect.getsource(module) for module in SOURCES)
     tokens = torch.tensor(list(source.encode("ascii", "replace"))[: count * length + 1])
     return TensorDataset(tokens[:-1].view(-1, length), tokens[1:].view(-1, length))
 
 
-assert ast and textwrap  # imported for their sources
+SOURCES = (ast, random, textwrap)
 
 
 def classifier(size: int = 8, width: int = 64) -> nn.Module:

@@ -97,6 +97,7 @@ def load_job(
     """
     tree = read_preset("jobs", config or "default", "--config")
     refuse_yacs(tree.values, str(config))
+    _check_sections(tree)
     words = parse_overrides(overrides)
     named = (("--strategy", strategy), ("--plan", plan), ("strategy", words.strategy))
     for asked, text in named:
@@ -108,6 +109,20 @@ def load_job(
         else:
             _resolve_strategy(tree)
     return _overridden(tree, words)
+
+
+def _check_sections(tree: ConfigTree) -> None:
+    """Drop empty sections, and refuse one that is no mapping.
+
+    A word for one of its keys would displace it unsaid.
+    """
+    for name, value in list(tree.values.items()):
+        if name not in Job.model_fields or name in ("strategy", "device"):
+            continue
+        if value is None:
+            del tree.values[name]
+        elif not isinstance(value, dict):
+            validate_job(Job, ConfigTree({name: value}, tree.origins))
 
 
 def _resolve_strategy(tree: ConfigTree) -> None:

@@ -49,12 +49,20 @@ class ConfigTree:
             value: of the key.
             origin: where it is written.
             beside: whether what it displaces stays: it is said in the same place.
+
+        Raises:
+            ConfigError: an enclosing key is given as one value in the same place.
         """
         node = self.values
         for depth, key in enumerate(path[:-1], start=1):
             child = node.get(key)
             if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for its name
                 child = {"name": child}
+            if beside and key in node and not isinstance(child, dict):
+                whole, part = ".".join(path[:depth]), ".".join(path)
+                raise ConfigError(
+                    f"{whole} is said as a whole, and {part} beside it. Leave one of the two out."
+                )
             if not isinstance(child, dict):
                 child = {}
             node[key] = child

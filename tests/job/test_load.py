@@ -179,6 +179,11 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         ("strategy: {name: 5}\n", [], r"job\.yaml:1: strategy\.name: 5 names none"),
         ("{}", ["train.seed=!!int x"], r"^train\.seed=!!int x: not a value \('x' is no int\)"),
         ("{}", ["a" + ".a" * 400 + "=1"], r"is not an option"),
+        ("{}", ["mesh=1", "mesh.pp=2"], r"mesh is said as a whole, and mesh\.pp beside it"),
+        ("{}", ["mesh=null", "mesh.pp=2"], r"mesh is said as a whole, and mesh\.pp beside it"),
+        ("{}", ["data.args=1", "data.args.b=2"], r"data\.args is said as a whole"),
+        ("train: 5\n", ["train.steps=2"], r"job\.yaml:1: train: needs a mapping of keys"),
+        ("optim: [1]\n", [], r"job\.yaml:1: optim: needs a mapping of keys"),
         (
             "{}",
             ["data.args.b=2", "data.args=1"],
@@ -303,3 +308,10 @@ def test_a_job_that_is_no_file_is_refused_at_once(tmp_path, kind):
     for load in (lambda: load_job(str(path)), lambda: load_job(strategy=str(path))):
         with pytest.raises(ConfigError, match=words):
             load()
+
+
+def test_an_empty_section_says_nothing(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("train:\noptim: null\nstrategy: single\n")
+    job = load_job(str(path), None, ["train.steps=2"])
+    assert (job.train.steps, job.optim) == (2, load_job(None, "single").optim.__class__())
