@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -61,7 +62,10 @@ from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
-from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.optim.loop_optimizer import LoopOptimizer
+from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
+from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
+from bigtrain.own_loop.states import SAVED_AS, LoopStates
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -112,7 +116,8 @@ class Engine:
         task: measures validation; left out, the loss alone is.
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
-        learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+        learning_rate: a number; the rate of each step, counted from 0; or what makes a scheduler
+            of an optimizer, which is stepped after each step. Left out, `optimizer`'s own.
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
@@ -137,7 +142,7 @@ class Engine:
         *,
         task: Task | None = None,
         example: MicroBatch | None = None,
-        learning_rate: Callable[[int], float] | None = None,
+        learning_rate: GivenRate | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
         self.job = job
@@ -155,7 +160,7 @@ class Engine:
             example = with_own_totals(self.loss, probed)
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
-        self._learning_rate, self._closing = learning_rate, ExitStack()
+        self._closing = ExitStack()
         self._workload = workload = Workload(
             self.blueprint.model,
             example,
@@ -194,6 +199,7 @@ class Engine:
         try:
             self.runner = self._build(workload)
             _ = self._extra_at_start
+            self._open_loop(learning_rate)
         except BaseException:
             self._closing.close()
             raise
@@ -221,6 +227,19 @@ class Engine:
         self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
+
+    def _open_loop(self, learning_rate: GivenRate | None) -> None:
+        """Make what a loop of the user's own has beside the runner."""
+        self._whole_optimizer.retire()
+        given = (lambda: self.runner.optimizer, self._whole_optimizer.settings)
+        self.optimizer = LoopOptimizer(*given)
+        """The user's parameter groups, to read and to set; torch's schedulers work on it."""
+        self._rate = LearningRate(learning_rate, self.optimizer)
+        self._loop_states = LoopStates(self.optimizer, self._rate)
+
+    @property
+    def _whole_optimizer(self) -> WholeOptimizer:
+        return whole_optimizer(self._workload.make_optimizer, self._workload.model)
 
     @property
     def model(self) -> nn.Module:
@@ -251,7 +270,7 @@ class Engine:
         lr = self._set_learning_rate()
         checks = self.first_steps is not None and self.first_steps.active
         if self.first_steps is not None and checks:
-            self.first_steps.begin(micro_batches, lr if self._learning_rate else None)
+            self.first_steps.begin(micro_batches, self.optimizer.changed_settings())
             began = time.perf_counter()
         self.runner.module.train()
         accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
@@ -266,6 +285,8 @@ class Engine:
         top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
+        self.optimizer.stepped()
+        self._rate.after_step()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -338,13 +359,32 @@ class Engine:
         """Writes this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
-    def save(self, folder: Path, *, best: Mapping[str, float] | None = None) -> Path:
+    def attach(self, **objects: Any) -> None:
+        """Save and load these with the run, by their names: schedulers, counters, samplers.
+
+        Args:
+            objects: each with `state_dict()` and `load_state_dict(state)`, in the same state on
+                every rank; plain values and small tensors in it.
+
+        Raises:
+            ConfigError: one has no such methods.
+        """
+        self._loop_states.attach(objects)
+
+    def save(
+        self,
+        folder: Path,
+        *,
+        best: Mapping[str, float] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
 
         With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
 
         Args:
             folder: the run's `checkpoints/`.
+            extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
             best: figures of a validation, where no state before had better ones: it stays.
 
         Raises:
@@ -352,11 +392,12 @@ class Engine:
                 on all ranks. What was there before stays, and the run can go on.
             UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
+        loop = self._loop_states.state(extra)
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
-            meta = {"samples_seen": self.samples_seen, "validation": best}
+            meta = {"samples_seen": self.samples_seen, "validation": best, SAVED_AS: loop}
             if self._extra_at_start:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
@@ -371,8 +412,11 @@ class Engine:
                 added=added,
             )
 
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint: weights, optimizer, position, random states.
+    def load(self, path: Path) -> dict[str, Any]:
+        """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+
+        Returns:
+            What `save` was given as `extra`.
 
         Raises:
             CheckpointError: it is damaged, or it is another model's.
@@ -393,7 +437,11 @@ class Engine:
                 module.set_extra_state(extra[name])
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
+        extra_values, lines = self._loop_states.load(checkpoint.meta.get(SAVED_AS), self.steps_done)
+        for line in lines if self.context.is_main else ():
+            sys.stderr.write(f"bigtrain: {line}\n")
         continue_streams(checkpoint.meta, self.context, self.steps_done)
+        return extra_values
 
     @cached_property
     def _extra_at_start(self) -> dict[str, Any]:
@@ -496,6 +544,7 @@ class Engine:
             refuse_found(self.plan, found_in_model(workload.model, workload.parameter_uses))
             check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
         self._predict(workload)
+        self._whole_optimizer.retire()
 
     def _predict(self, workload: Workload) -> None:
         if not self.job.memory.predict:
@@ -514,11 +563,9 @@ class Engine:
         self.advice = [*self.advice, *prediction.advice]
 
     def _set_learning_rate(self) -> float:
-        groups = self.runner.optimizer.param_groups
-        if self._learning_rate is not None:
-            for group in groups:
-                group["lr"] = self._learning_rate(self.steps_done)
-        return float(groups[0]["lr"])
+        self._rate.before_step(self.steps_done)
+        self.optimizer.hand_over()
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with what their loss divides by, added up over the global batch."""

@@ -31,6 +31,8 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.own_loop.given_optimizer import check_optimizer
+from bigtrain.own_loop.learning_rate import GivenRate
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
@@ -83,6 +85,7 @@ def prepare(
     strategy: str = "ddp",
     task: Task | None = None,
     example: tuple[Any, Any] | None = None,
+    learning_rate: GivenRate | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -91,12 +94,17 @@ def prepare(
         model: the class or function that makes the module (it is built where it is needed), or
             a module already built.
         loss: a mean loss of (output, targets) such as `F.cross_entropy`.
-        optimizer: makes the optimizer from parameters: a class, or a functools.partial of one.
+        optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
+            function. What it made is `engine.optimizer`.
         strategy: a preset's name, or the path of a YAML file.
         task: measures validation; left out, the loss alone is.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
             with it the memory is predicted before anything is built. Of other rows than the keys
             say, its rows are repeated or left out.
+        learning_rate: a number; a function from the step (from 0) to its rate, for all parameter
+            groups or a list with one for each; or what makes a scheduler of torch from an
+            optimizer, which is stepped after each step. It is saved and resumed. Left out, the
+            rate is the optimizer's, and the loop's to set (`engine.optimizer`).
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -107,6 +115,7 @@ def prepare(
         ConfigError: before any process group exists.
     """
     _check_keys(keys)
+    check_optimizer(optimizer)
     asked = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
@@ -131,7 +140,7 @@ def prepare(
     connection = connect_job(job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
-        engine = _engine(blueprint, workload, job, context, task, resolved)
+        engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate)
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
@@ -163,6 +172,7 @@ def _engine(
     context: RunContext,
     task: Task | None,
     resolved: ResolvedPlan,
+    learning_rate: GivenRate | None,
 ) -> Engine:
     return Engine(
         blueprint,
@@ -172,6 +182,7 @@ def _engine(
         context,
         task=task,
         example=workload.example,
+        learning_rate=learning_rate,
         resolved=resolved,
     )
 
