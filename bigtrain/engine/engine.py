@@ -36,6 +36,7 @@ from bigtrain.checkpoint.together import (
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
 from bigtrain.core.state import extra_modules, extra_states
+from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
@@ -65,6 +66,7 @@ from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
 from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
+from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.own_loop.states import SAVED_AS, LoopStates
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
@@ -147,11 +149,11 @@ class Engine:
     ) -> None:
         self.job = job
         self.context = context
-        plan = (
-            resolved.plan if resolved else make_plan(job, context.world_size, context.device.type)
-        )
+        plan = resolved.plan if resolved else _planned(job, context)
         check_mesh(plan, context)
         self.blueprint = as_blueprint(model)
+        if resolved is None and example is not None:
+            set_model_inputs(self.blueprint, None, example.inputs)
         probed = None if resolved else example  # what is resolved was followed before
         self.loss = agree_on_loss(
             as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
@@ -610,3 +612,7 @@ class Engine:
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         sharing = self.plan.batch.dp_size  # what servers are given counts nothing
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))
+
+
+def _planned(job: Job, context: RunContext) -> Plan:
+    return make_plan(job, context.world_size, context.device.type)

@@ -31,8 +31,9 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
-from bigtrain.own_loop.given_optimizer import check_optimizer
+from bigtrain.own_loop.given_optimizer import check_optimizer_maker
 from bigtrain.own_loop.learning_rate import GivenRate
+from bigtrain.own_loop.model_inputs import ForwardFunction, set_model_inputs
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
@@ -86,6 +87,7 @@ def prepare(
     task: Task | None = None,
     example: tuple[Any, Any] | None = None,
     learning_rate: GivenRate | None = None,
+    forward: ForwardFunction | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -105,6 +107,9 @@ def prepare(
             groups or a list with one for each; or what makes a scheduler of torch from an
             optimizer, which is stepped after each step. It is saved and resumed. Left out, the
             rate is the optimizer's, and the loop's to set (`engine.optimizer`).
+        forward: (model, inputs) -> outputs, calls the model on the inputs of a batch. Left out,
+            inputs that are a dict go by keyword where the model's forward has parameters of these
+            names; anything else is its first argument.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -115,7 +120,7 @@ def prepare(
         ConfigError: before any process group exists.
     """
     _check_keys(keys)
-    check_optimizer(optimizer)
+    check_optimizer_maker(optimizer)
     asked = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
@@ -129,6 +134,7 @@ def prepare(
             "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
         )
     blueprint = as_blueprint(model)
+    by_name = set_model_inputs(blueprint, forward, None if example is None else example[0])
     if asked is not None:
         disable_dropout(blueprint.model)
     placement = detect_rank_info(os.environ)
@@ -151,6 +157,7 @@ def prepare(
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
         thaw = ExitStack()
         thaw.callback(unfreeze, model, engine.resolved.unreached)
+        thaw.push(by_name)
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine

@@ -18,7 +18,7 @@ _WHY = (
 )
 
 
-def check_optimizer(given: Any) -> None:
+def check_optimizer_maker(given: Any) -> None:
     """Refuse what does not make an optimizer from parameters.
 
     Raises:
