@@ -65,8 +65,16 @@ from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
+from bigtrain.own_loop.evaluation import (
+    EvaluationSums,
+    Metrics,
+    check_metrics,
+    evaluating,
+    in_step,
+)
 from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
 from bigtrain.own_loop.model_inputs import set_model_inputs
+from bigtrain.own_loop.outputs import refuse_calls, share_outputs
 from bigtrain.own_loop.states import SAVED_AS, LoopStates
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
@@ -120,6 +128,7 @@ class Engine:
             left out, it is predicted at the first step.
         learning_rate: a number; the rate of each step, counted from 0; or what makes a scheduler
             of an optimizer, which is stepped after each step. Left out, `optimizer`'s own.
+        metrics: what `evaluate` measures besides the task.
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
@@ -145,6 +154,7 @@ class Engine:
         task: Task | None = None,
         example: MicroBatch | None = None,
         learning_rate: GivenRate | None = None,
+        metrics: Metrics | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
         self.job = job
@@ -201,7 +211,7 @@ class Engine:
         try:
             self.runner = self._build(workload)
             _ = self._extra_at_start
-            self._open_loop(learning_rate)
+            self._open_loop(learning_rate, metrics)
         except BaseException:
             self._closing.close()
             raise
@@ -230,8 +240,11 @@ class Engine:
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
-    def _open_loop(self, learning_rate: GivenRate | None) -> None:
+    def _open_loop(self, learning_rate: GivenRate | None, metrics: Metrics | None) -> None:
         """Make what a loop of the user's own has beside the runner."""
+        self._metrics = check_metrics(metrics, self.task.figures)
+        if self.context.pp_size > 1:
+            self._closing.callback(refuse_calls(self.runner.module).remove)
         self._whole_optimizer.retire()
         given = (lambda: self.runner.optimizer, self._whole_optimizer.settings)
         self.optimizer = LoopOptimizer(*given)
@@ -316,32 +329,59 @@ class Engine:
         rows = self.context.all_gather_rows([part, whole])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
-        """Measure the task over batches: each replica's own, as many as the others have."""
-        self.runner.module.eval()
-        self.meter.phase("evaluate")
-        sums: dict[str, Tensor] = {}
-        for micro_batch in batches:
-            with self._explaining():
-                prediction = self.runner.predict(micro_batch)
-                # A pipeline has its output on one rank.
-                if prediction is None or micro_batch.padding:
-                    continue
-                weight = 1.0
-                if isinstance(self.task, CustomTask) and isinstance(self.loss, GlobalMeanLoss):
-                    weight = self.loss.weight_of(micro_batch)
-                for key, found in self.task.measure(*prediction).items():
-                    value = found * weight
-                    sums[key] = sums[key] + value if key in sums else value
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
+        """Measure the task, and metrics, over batches. Collective; the same on every rank.
+
+        Args:
+            batches: (inputs, targets) of this rank's rows, as `step` takes them; ranks that hold
+                parts of one model give the same. Of any sizes, and of another number on each rank.
+            metrics: by name a function of (outputs, targets): its mean over the rows of a batch,
+                averaged here by rows over the batches of all ranks; or (sum, count), which are
+                added up each before they are divided. Left out, those of `prepare`.
+
+        Returns:
+            The loss as the mean over the valid targets of all batches, and the metrics.
+
+        Raises:
+            ConfigError: a batch is no (inputs, targets), a metric gives no number.
+        """
+        asked = self._metrics if metrics is None else check_metrics(metrics, self.task.figures)
+        computes = self.plan.data_rank(self.context.dp_rank) is not None
+        sums = EvaluationSums(asked)
+        with evaluating(self.runner.module):
+            self.meter.phase("evaluate")
+            for batch in in_step(batches, self.context, computes=computes):
+                if self.predicted is None and self.prediction_note is None and not self.steps_done:
+                    self._probe_first(batch.inputs, batch.targets)
+                count = self.loss.count(batch.targets) if batch.rows else 0
+                with self._explaining():
+                    prediction = self.runner.predict(replace(batch, count=count))
+                    # A pipeline has its output on one rank.
+                    if prediction is not None and not batch.padding:
+                        sums.add(self.task, self.loss, batch, prediction)
         servers = self.plan.replicate.servers  # they wait for as long as workers validate
         with self.context.patiently() if servers else nullcontext():
-            gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
-        sums_of_ranks = self.context.broadcast_object(gathered)
-        total: dict[str, Tensor] = {}
-        for part in sums_of_ranks or []:
-            for key, value in (part or {}).items():  # of a lost one there are none
-                total[key] = total[key] + value if key in total else value
-        return self.task.summarize(total) if total else {}
+            return sums.figures(self.task, self.context)
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs for this rank's rows: no gradients, evaluation mode. Collective.
+
+        Every rank that gives rows gets the outputs of its rows, on its device; the ranks of a
+        pipeline, or of slices of one model, give the same rows and all get the same outputs. A
+        parameter server gets None. Ranks may give other numbers of rows, but all of them call.
+
+        Args:
+            inputs: as in the (inputs, targets) of `step`.
+        """
+        if not tree_tensors(inputs):
+            raise ConfigError(
+                "predict: the inputs hold no tensor. Give what the model is called on."
+            )
+        batch = MicroBatch(inputs, None, 0, count_rows(inputs, None))
+        with evaluating(self.runner.module), self._explaining():
+            self.meter.phase("evaluate")
+            found = self.runner.predict(batch)
+            return share_outputs(None if found is None else found[0], self.context)
 
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""

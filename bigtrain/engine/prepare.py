@@ -31,6 +31,7 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.own_loop.evaluation import Metrics
 from bigtrain.own_loop.given_optimizer import check_optimizer_maker
 from bigtrain.own_loop.learning_rate import GivenRate
 from bigtrain.own_loop.model_inputs import ForwardFunction, set_model_inputs
@@ -88,6 +89,7 @@ def prepare(
     example: tuple[Any, Any] | None = None,
     learning_rate: GivenRate | None = None,
     forward: ForwardFunction | None = None,
+    metrics: Metrics | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -110,6 +112,8 @@ def prepare(
         forward: (model, inputs) -> outputs, calls the model on the inputs of a batch. Left out,
             inputs that are a dict go by keyword where the model's forward has parameters of these
             names; anything else is its first argument.
+        metrics: what `engine.evaluate` measures besides the loss: functions of (outputs, targets)
+            by their names.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -146,7 +150,7 @@ def prepare(
     connection = connect_job(job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
-        engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate)
+        engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate, metrics)
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
@@ -180,6 +184,7 @@ def _engine(
     task: Task | None,
     resolved: ResolvedPlan,
     learning_rate: GivenRate | None,
+    metrics: Metrics | None,
 ) -> Engine:
     return Engine(
         blueprint,
@@ -190,6 +195,7 @@ def _engine(
         task=task,
         example=workload.example,
         learning_rate=learning_rate,
+        metrics=metrics,
         resolved=resolved,
     )
 
