@@ -26,10 +26,12 @@ from bigtrain.assembly.inspection import found_in_model, refuse_found
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
+from bigtrain.checkpoint.folders import as_folder
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
     config_texts,
+    newest_of_all,
     open_together,
     random_streams,
 )
@@ -75,7 +77,7 @@ from bigtrain.own_loop.evaluation import (
 from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
 from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.own_loop.outputs import refuse_calls, share_outputs
-from bigtrain.own_loop.states import SAVED_AS, LoopStates
+from bigtrain.own_loop.states import SAVED_AS, LoopStates, RemovedCheckpoints
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -132,6 +134,8 @@ class Engine:
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
+    in_own_loop = False
+    """Whether `prepare` made it, and no command; then the job's model and optimizer say nothing."""
     predicted: Peak | None = None
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
@@ -165,6 +169,7 @@ class Engine:
         if resolved is None and example is not None:
             set_model_inputs(self.blueprint, None, example.inputs)
         probed = None if resolved else example  # what is resolved was followed before
+        self._model_class = type(self.blueprint.model).__qualname__
         self.loss = agree_on_loss(
             as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
         )
@@ -251,6 +256,7 @@ class Engine:
         """The user's parameter groups, to read and to set; torch's schedulers work on it."""
         self._rate = LearningRate(learning_rate, self.optimizer)
         self._loop_states = LoopStates(self.optimizer, self._rate)
+        self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
 
     @property
     def _whole_optimizer(self) -> WholeOptimizer:
@@ -413,9 +419,20 @@ class Engine:
         """
         self._loop_states.attach(objects)
 
+    def newest(self, folder: str | Path) -> Path | None:
+        """The newest checkpoint below a folder that `save` was given; None where there is none.
+
+        Collective, and the same on every rank: rank 0 looks.
+
+        Raises:
+            ConfigError: `folder` is no path.
+            CheckpointError: it may not be looked into; on all ranks.
+        """
+        return newest_of_all(as_folder(folder, "newest"), self.context)
+
     def save(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         best: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -425,26 +442,34 @@ class Engine:
         With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
 
         Args:
-            folder: the run's `checkpoints/`.
+            folder: for this run's checkpoints; the newest `checkpoint.keep` stay.
             extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
             best: figures of a validation, where no state before had better ones: it stays.
 
         Raises:
+            ConfigError: `folder` is no path, or something of the loop cannot be kept.
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
                 on all ranks. What was there before stays, and the run can go on.
             UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
-        loop = self._loop_states.state(extra)
+        loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
-            meta = {"samples_seen": self.samples_seen, "validation": best, SAVED_AS: loop}
+            meta: dict[str, Any] = {
+                "samples_seen": self.samples_seen,
+                "validation": best,
+                SAVED_AS: loop,
+            }
+            if self.in_own_loop:
+                whole = self._whole_optimizer.kind_name
+                meta |= {"model_class": self._model_class, "optimizer_class": whole}
             if self._extra_at_start:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
-            return self.saver.save(
+            path = self.saver.save(
                 folder,
                 self.steps_done,
                 state,
@@ -453,16 +478,25 @@ class Engine:
                 best=best is not None,
                 added=added,
             )
+        if self.in_own_loop and self.context.is_main:
+            self._removed.tell(folder)
+        return path
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+
+        Args:
+            path: of a checkpoint, or the folder that `save` was given: its newest.
 
         Returns:
             What `save` was given as `extra`.
 
         Raises:
-            CheckpointError: it is damaged, or it is another model's.
+            ConfigError: `path` is no path.
+            CheckpointError: there is none, it is damaged, or it is another model's; on all ranks.
         """
+        path = as_folder(path, "load")
+        path = newest_of_all(path, self.context) or path
         checkpoint = open_together(path, self.context)
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():

@@ -151,6 +151,7 @@ def prepare(
     context = connection.__enter__()
     try:
         engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate, metrics)
+        engine.in_own_loop = True
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
