@@ -9,8 +9,8 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,11 +54,11 @@ from bigtrain.engine.out_of_memory import (
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.engine.start_facts import start_facts
-from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError, NonFiniteError
+from bigtrain.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
-from bigtrain.losses.loss import Loss, as_loss, count_targets
+from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
@@ -67,23 +67,18 @@ from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
-from bigtrain.own_loop.evaluation import (
-    EvaluationSums,
-    Metrics,
-    check_metrics,
-    evaluating,
-    in_step,
-)
+from bigtrain.own_loop.calls import LoopCalls
+from bigtrain.own_loop.evaluation import Metrics, as_pair, check_metrics
 from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
 from bigtrain.own_loop.model_inputs import set_model_inputs
-from bigtrain.own_loop.outputs import refuse_calls, share_outputs
+from bigtrain.own_loop.outputs import refuse_calls
+from bigtrain.own_loop.rank_rows import cut_rows
 from bigtrain.own_loop.states import SAVED_AS, LoopStates, RemovedCheckpoints
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.equal_ranks import check_equal_ranks
 from bigtrain.tensors.fake import meta_copy
-from bigtrain.tensors.tree import tree_tensors
 from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
 from bigtrain.tracing.unreached import freeze_unreached
 
@@ -114,7 +109,7 @@ class StepResult:
     """The share of the global batch that was right; with `log.accuracy` only."""
 
 
-class Engine:
+class Engine(LoopCalls):
     """A model, its loss and its optimizer under a strategy.
 
     Args:
@@ -280,8 +275,9 @@ class Engine:
         """
         began = time.perf_counter()
         unseen = self.predicted is None and self.prediction_note is None
-        if unseen and not isinstance(batch, Step):
-            self._probe_first(*batch)
+        if unseen:
+            first = batch.micro_batches[0] if isinstance(batch, Step) else None
+            self._probe_first(*((first.inputs, first.targets) if first else as_pair(batch, "step")))
         micro_batches, samples = self._micro_batches(batch)
         micro_batches = self._with_totals(micro_batches)
         if unseen or self._is_other(micro_batches[0]):
@@ -335,60 +331,6 @@ class Engine:
         rows = self.context.all_gather_rows([part, whole])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
-    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
-        """Measure the task, and metrics, over batches. Collective; the same on every rank.
-
-        Args:
-            batches: (inputs, targets) of this rank's rows, as `step` takes them; ranks that hold
-                parts of one model give the same. Of any sizes, and of another number on each rank.
-            metrics: by name a function of (outputs, targets): its mean over the rows of a batch,
-                averaged here by rows over the batches of all ranks; or (sum, count), which are
-                added up each before they are divided. Left out, those of `prepare`.
-
-        Returns:
-            The loss as the mean over the valid targets of all batches, and the metrics.
-
-        Raises:
-            ConfigError: a batch is no (inputs, targets), a metric gives no number.
-        """
-        asked = self._metrics if metrics is None else check_metrics(metrics, self.task.figures)
-        computes = self.plan.data_rank(self.context.dp_rank) is not None
-        sums = EvaluationSums(asked)
-        with evaluating(self.runner.module):
-            self.meter.phase("evaluate")
-            for batch in in_step(batches, self.context, computes=computes):
-                if self.predicted is None and self.prediction_note is None and not self.steps_done:
-                    self._probe_first(batch.inputs, batch.targets)
-                count = self.loss.count(batch.targets) if batch.rows else 0
-                with self._explaining():
-                    prediction = self.runner.predict(replace(batch, count=count))
-                    # A pipeline has its output on one rank.
-                    if prediction is not None and not batch.padding:
-                        sums.add(self.task, self.loss, batch, prediction)
-        servers = self.plan.replicate.servers  # they wait for as long as workers validate
-        with self.context.patiently() if servers else nullcontext():
-            return sums.figures(self.task, self.context)
-
-    def predict(self, inputs: Any) -> Any:
-        """The model's outputs for this rank's rows: no gradients, evaluation mode. Collective.
-
-        Every rank that gives rows gets the outputs of its rows, on its device; the ranks of a
-        pipeline, or of slices of one model, give the same rows and all get the same outputs. A
-        parameter server gets None. Ranks may give other numbers of rows, but all of them call.
-
-        Args:
-            inputs: as in the (inputs, targets) of `step`.
-        """
-        if not tree_tensors(inputs):
-            raise ConfigError(
-                "predict: the inputs hold no tensor. Give what the model is called on."
-            )
-        batch = MicroBatch(inputs, None, 0, count_rows(inputs, None))
-        with evaluating(self.runner.module), self._explaining():
-            self.meter.phase("evaluate")
-            found = self.runner.predict(batch)
-            return share_outputs(None if found is None else found[0], self.context)
-
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
         predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
@@ -406,29 +348,6 @@ class Engine:
     def saver(self) -> Saver:
         """Writes this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
-
-    def attach(self, **objects: Any) -> None:
-        """Save and load these with the run, by their names: schedulers, counters, samplers.
-
-        Args:
-            objects: each with `state_dict()` and `load_state_dict(state)`, in the same state on
-                every rank; plain values and small tensors in it.
-
-        Raises:
-            ConfigError: one has no such methods.
-        """
-        self._loop_states.attach(objects)
-
-    def newest(self, folder: str | Path) -> Path | None:
-        """The newest checkpoint below a folder that `save` was given; None where there is none.
-
-        Collective, and the same on every rank: rank 0 looks.
-
-        Raises:
-            ConfigError: `folder` is no path.
-            CheckpointError: it may not be looked into; on all ranks.
-        """
-        return newest_of_all(as_folder(folder, "newest"), self.context)
 
     def save(
         self,
@@ -667,25 +586,14 @@ class Engine:
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):
-            return batch.micro_batches, batch.samples
-        inputs, targets = batch
-        if not tree_tensors(inputs):
-            raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
-        steps, size = self.plan.batch.accumulation_steps, self.job.train.micro_batch_size
-        rows = count_rows(inputs, targets, size * steps if size else None)
-        size = size or -(-rows // steps)
-        if rows > size * steps:  # gradients and the predicted peak were arranged for so many
-            raise ConfigError(
-                f"step: {rows} rows are more than train.micro_batch_size * accumulation_steps = "
-                f"{size} * {steps} = {size * steps}. "
-                f"Use train.accumulation_steps={-(-rows // size)}."
-            )
-        whole = MicroBatch(inputs, targets, 0, rows, dims=self._batch_dims(inputs, targets, rows))
-        pieces = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
-        counts = count_targets(self.loss, [piece.targets for piece in pieces])
-        micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
-        sharing = self.plan.batch.dp_size  # what servers are given counts nothing
-        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))
+            count = self.loss.count  # the loss may have been followed since it was read
+            recount = self.in_own_loop and not self.steps_done
+            parts = batch.micro_batches
+            if recount:
+                parts = [replace(p, count=count(p.targets) if p.rows else 0) for p in parts]
+            return parts, batch.samples
+        find = self._batch_dims
+        return cut_rows(batch, self.loss, self.job, self.plan, self.context, find)
 
 
 def _planned(job: Job, context: RunContext) -> Plan:

@@ -247,5 +247,5 @@ class MemoryReport:
         }
 
 
-def _shown(nbytes: int | None) -> str:
+def _shown(nbytes: Any) -> str:
     return "-" if nbytes is None else format_bytes(nbytes)
