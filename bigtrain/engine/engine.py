@@ -287,7 +287,7 @@ class Engine(LoopCalls):
         lr = self._set_learning_rate()
         checks = self.first_steps is not None and self.first_steps.active
         if self.first_steps is not None and checks:
-            self.first_steps.begin(micro_batches, self.optimizer.changed_settings())
+            self.first_steps.begin(micro_batches, self.optimizer.changed_settings(below=False))
             began = time.perf_counter()
         self.runner.module.train()
         accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
