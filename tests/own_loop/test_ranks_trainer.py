@@ -97,7 +97,7 @@ def run(folder: Path, strategy: str, precision: str) -> Numbers:
     return numbers(done.stdout)
 
 
-TOLERANCES = {"fp64": (1e-8, 0.0), "fp32": (2e-3, 0.011), "bf16": (5e-2, 0.03)}
+TOLERANCES = {"fp64": (1e-8, 0.0), "fp32": (2e-6, 0.0), "bf16": (1e-2, 0.021)}
 """Of losses, relative, after twenty steps of AdamW; of accuracies, absolute (a row is 0.007)."""
 
 
@@ -123,14 +123,19 @@ PAIRS = [
 ]
 
 
+CASES = [
+    (*pair, precision)
+    for precision in ("fp32", "bf16", "fp64")
+    for pair in PAIRS
+    if precision != "fp64" or not any("zero" in word for word in pair)  # DeepSpeed has no fp64
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids="-".join)
+@pytest.mark.parametrize(("first", "second", "precision"), CASES)
 def test_it_equals_a_plain_loop_and_goes_on_under_another_strategy(
     first: str, second: str, precision: str, tmp_path: Path
 ) -> None:
-    if precision == "fp64" and "zero" in first + second:
-        pytest.skip("DeepSpeed has no fp64")
     compare(run(tmp_path, first, precision), run(tmp_path, second, precision), precision)
 
 
