@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,16 +26,19 @@ from bigtrain.assembly.inspection import found_in_model, refuse_found
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
+from bigtrain.checkpoint.folders import as_folder
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
     config_texts,
+    newest_of_all,
     open_together,
     random_streams,
 )
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
 from bigtrain.core.state import extra_modules, extra_states
+from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
@@ -50,24 +54,31 @@ from bigtrain.engine.out_of_memory import (
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.engine.start_facts import start_facts
-from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError, NonFiniteError
+from bigtrain.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
-from bigtrain.losses.loss import Loss, as_loss, count_targets
+from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
-from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.optim.loop_optimizer import LoopOptimizer
+from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
+from bigtrain.own_loop.calls import LoopCalls
+from bigtrain.own_loop.evaluation import Metrics, as_pair, check_metrics
+from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
+from bigtrain.own_loop.model_inputs import set_model_inputs
+from bigtrain.own_loop.outputs import refuse_calls
+from bigtrain.own_loop.rank_rows import cut_rows
+from bigtrain.own_loop.states import SAVED_AS, LoopStates, RemovedCheckpoints
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.equal_ranks import check_equal_ranks
 from bigtrain.tensors.fake import meta_copy
-from bigtrain.tensors.tree import tree_tensors
 from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
 from bigtrain.tracing.unreached import freeze_unreached
 
@@ -98,7 +109,7 @@ class StepResult:
     """The share of the global batch that was right; with `log.accuracy` only."""
 
 
-class Engine:
+class Engine(LoopCalls):
     """A model, its loss and its optimizer under a strategy.
 
     Args:
@@ -112,10 +123,14 @@ class Engine:
         task: measures validation; left out, the loss alone is.
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
-        learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+        learning_rate: a number; the rate of each step, counted from 0; or what makes a scheduler
+            of an optimizer, which is stepped after each step. Left out, `optimizer`'s own.
+        metrics: what `evaluate` measures besides the task.
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
+    in_own_loop = False
+    """Whether `prepare` made it, and no command; then the job's model and optimizer say nothing."""
     predicted: Peak | None = None
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
@@ -137,17 +152,16 @@ class Engine:
         *,
         task: Task | None = None,
         example: MicroBatch | None = None,
-        learning_rate: Callable[[int], float] | None = None,
+        learning_rate: GivenRate | None = None,
+        metrics: Metrics | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
-        self.job = job
-        self.context = context
-        plan = (
-            resolved.plan if resolved else make_plan(job, context.world_size, context.device.type)
-        )
+        self.job, self.context = job, context
+        plan = resolved.plan if resolved else _planned(job, context)
         check_mesh(plan, context)
-        self.blueprint = as_blueprint(model)
         probed = None if resolved else example  # what is resolved was followed before
+        self.blueprint = _described(model, probed)
+        self._model_class = type(self.blueprint.model).__qualname__
         self.loss = agree_on_loss(
             as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
         )
@@ -155,7 +169,7 @@ class Engine:
             example = with_own_totals(self.loss, probed)
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
-        self._learning_rate, self._closing = learning_rate, ExitStack()
+        self._closing = ExitStack()
         self._workload = workload = Workload(
             self.blueprint.model,
             example,
@@ -194,6 +208,7 @@ class Engine:
         try:
             self.runner = self._build(workload)
             _ = self._extra_at_start
+            self._open_loop(learning_rate, metrics)
         except BaseException:
             self._closing.close()
             raise
@@ -222,6 +237,23 @@ class Engine:
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
+    def _open_loop(self, learning_rate: GivenRate | None, metrics: Metrics | None) -> None:
+        """Make what a loop of the user's own has beside the runner."""
+        self._metrics = check_metrics(metrics, self.task.figures)
+        if self.context.pp_size > 1:
+            self._closing.callback(refuse_calls(self.runner.module).remove)
+        self._whole_optimizer.retire()
+        given = (lambda: self.runner.optimizer, self._whole_optimizer.settings)
+        self.optimizer = LoopOptimizer(*given)
+        """The user's parameter groups, to read and to set; torch's schedulers work on it."""
+        self._rate = LearningRate(learning_rate, self.optimizer)
+        self._loop_states = LoopStates(self.optimizer, self._rate)
+        self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
+
+    @property
+    def _whole_optimizer(self) -> WholeOptimizer:
+        return whole_optimizer(self._workload.make_optimizer, self._workload.model)
+
     @property
     def model(self) -> nn.Module:
         """The module as the user wrote it, with this rank's weights in it."""
@@ -240,8 +272,9 @@ class Engine:
         """
         began = time.perf_counter()
         unseen = self.predicted is None and self.prediction_note is None
-        if unseen and not isinstance(batch, Step):
-            self._probe_first(*batch)
+        if unseen:
+            first = batch.micro_batches[0] if isinstance(batch, Step) else None
+            self._probe_first(*((first.inputs, first.targets) if first else as_pair(batch, "step")))
         micro_batches, samples = self._micro_batches(batch)
         micro_batches = self._with_totals(micro_batches)
         if unseen or self._is_other(micro_batches[0]):
@@ -251,7 +284,7 @@ class Engine:
         lr = self._set_learning_rate()
         checks = self.first_steps is not None and self.first_steps.active
         if self.first_steps is not None and checks:
-            self.first_steps.begin(micro_batches, lr if self._learning_rate else None)
+            self.first_steps.begin(micro_batches, self.optimizer.changed_settings(below=False))
             began = time.perf_counter()
         self.runner.module.train()
         accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
@@ -266,6 +299,8 @@ class Engine:
         top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
+        self.optimizer.stepped()
+        self._rate.after_step()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -293,33 +328,6 @@ class Engine:
         rows = self.context.all_gather_rows([part, whole])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
-        """Measure the task over batches: each replica's own, as many as the others have."""
-        self.runner.module.eval()
-        self.meter.phase("evaluate")
-        sums: dict[str, Tensor] = {}
-        for micro_batch in batches:
-            with self._explaining():
-                prediction = self.runner.predict(micro_batch)
-                # A pipeline has its output on one rank.
-                if prediction is None or micro_batch.padding:
-                    continue
-                weight = 1.0
-                if isinstance(self.task, CustomTask) and isinstance(self.loss, GlobalMeanLoss):
-                    weight = self.loss.weight_of(micro_batch)
-                for key, found in self.task.measure(*prediction).items():
-                    value = found * weight
-                    sums[key] = sums[key] + value if key in sums else value
-        servers = self.plan.replicate.servers  # they wait for as long as workers validate
-        with self.context.patiently() if servers else nullcontext():
-            gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
-        sums_of_ranks = self.context.broadcast_object(gathered)
-        total: dict[str, Tensor] = {}
-        for part in sums_of_ranks or []:
-            for key, value in (part or {}).items():  # of a lost one there are none
-                total[key] = total[key] + value if key in total else value
-        return self.task.summarize(total) if total else {}
-
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
         predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
@@ -338,30 +346,46 @@ class Engine:
         """Writes this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
-    def save(self, folder: Path, *, best: Mapping[str, float] | None = None) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        best: Mapping[str, float] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
 
         With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
 
         Args:
-            folder: the run's `checkpoints/`.
+            folder: for this run's checkpoints; the newest `checkpoint.keep` stay.
+            extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
             best: figures of a validation, where no state before had better ones: it stays.
 
         Raises:
+            ConfigError: `folder` is no path, or something of the loop cannot be kept.
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
                 on all ranks. What was there before stays, and the run can go on.
             UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
+        loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
-            meta = {"samples_seen": self.samples_seen, "validation": best}
+            meta: dict[str, Any] = {
+                "samples_seen": self.samples_seen,
+                "validation": best,
+                SAVED_AS: loop,
+            }
+            if self.in_own_loop:
+                whole = self._whole_optimizer.kind_name
+                meta |= {"model_class": self._model_class, "optimizer_class": whole}
             if self._extra_at_start:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
-            return self.saver.save(
+            path = self.saver.save(
                 folder,
                 self.steps_done,
                 state,
@@ -370,13 +394,25 @@ class Engine:
                 best=best is not None,
                 added=added,
             )
+        if self.in_own_loop and self.context.is_main:
+            self._removed.tell(folder)
+        return path
 
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint: weights, optimizer, position, random states.
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+
+        Args:
+            path: of a checkpoint, or the folder that `save` was given: its newest.
+
+        Returns:
+            What `save` was given as `extra`.
 
         Raises:
-            CheckpointError: it is damaged, or it is another model's.
+            ConfigError: `path` is no path.
+            CheckpointError: there is none, it is damaged, or it is another model's; on all ranks.
         """
+        path = as_folder(path, "load")
+        path = newest_of_all(path, self.context) or path
         checkpoint = open_together(path, self.context)
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
@@ -393,7 +429,11 @@ class Engine:
                 module.set_extra_state(extra[name])
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
+        extra_values, lines = self._loop_states.load(checkpoint.meta.get(SAVED_AS), self.steps_done)
+        for line in lines if self.context.is_main else ():
+            sys.stderr.write(f"bigtrain: {line}\n")
         continue_streams(checkpoint.meta, self.context, self.steps_done)
+        return extra_values
 
     @cached_property
     def _extra_at_start(self) -> dict[str, Any]:
@@ -422,6 +462,12 @@ class Engine:
     def close_with(self, resource: AbstractContextManager[Any]) -> None:
         """Leave this context manager when the engine is closed."""
         self._closing.push(resource)
+
+    def close_last(self, resource: AbstractContextManager[Any]) -> None:
+        """Leave this context manager when all else of the engine is closed."""
+        rest = self._closing.pop_all()
+        self._closing.push(resource)
+        self._closing.push(rest)
 
     def __enter__(self) -> Engine:
         return self
@@ -496,6 +542,7 @@ class Engine:
             refuse_found(self.plan, found_in_model(workload.model, workload.parameter_uses))
             check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
         self._predict(workload)
+        self._whole_optimizer.retire()
 
     def _predict(self, workload: Workload) -> None:
         if not self.job.memory.predict:
@@ -514,11 +561,9 @@ class Engine:
         self.advice = [*self.advice, *prediction.advice]
 
     def _set_learning_rate(self) -> float:
-        groups = self.runner.optimizer.param_groups
-        if self._learning_rate is not None:
-            for group in groups:
-                group["lr"] = self._learning_rate(self.steps_done)
-        return float(groups[0]["lr"])
+        self._rate.before_step(self.steps_done)
+        self.optimizer.hand_over()
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with what their loss divides by, added up over the global batch."""
@@ -544,22 +589,25 @@ class Engine:
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):
-            return batch.micro_batches, batch.samples
-        inputs, targets = batch
-        if not tree_tensors(inputs):
-            raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
-        steps, size = self.plan.batch.accumulation_steps, self.job.train.micro_batch_size
-        rows = count_rows(inputs, targets, size * steps if size else None)
-        size = size or -(-rows // steps)
-        if rows > size * steps:  # gradients and the predicted peak were arranged for so many
-            raise ConfigError(
-                f"step: {rows} rows are more than train.micro_batch_size * accumulation_steps = "
-                f"{size} * {steps} = {size * steps}. "
-                f"Use train.accumulation_steps={-(-rows // size)}."
-            )
-        whole = MicroBatch(inputs, targets, 0, rows, dims=self._batch_dims(inputs, targets, rows))
-        pieces = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
-        counts = count_targets(self.loss, [piece.targets for piece in pieces])
-        micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
-        sharing = self.plan.batch.dp_size  # what servers are given counts nothing
-        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))
+            count = self.loss.count  # the loss may have been followed since it was read
+            recount = self.in_own_loop and not self.steps_done
+            parts = batch.micro_batches
+            if recount:
+                parts = [replace(p, count=count(p.targets) if p.rows else 0) for p in parts]
+            return parts, batch.samples
+        find = self._batch_dims
+        return cut_rows(batch, self.loss, self.job, self.plan, self.context, find)
+
+
+def _described(
+    model: Callable[[], nn.Module] | nn.Module | Blueprint, example: MicroBatch | None
+) -> Blueprint:
+    """The model, which takes its inputs as the example has them."""
+    blueprint = as_blueprint(model)
+    if example is not None:
+        set_model_inputs(blueprint, None, example.inputs)
+    return blueprint
+
+
+def _planned(job: Job, context: RunContext) -> Plan:
+    return make_plan(job, context.world_size, context.device.type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.assembly.resolve import resolve_plan
-from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.engine.engine import Engine, StepResult
@@ -31,6 +30,11 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.own_loop.evaluation import Metrics, check_metrics
+from bigtrain.own_loop.given_optimizer import check_optimizer_maker
+from bigtrain.own_loop.keys import check_keys
+from bigtrain.own_loop.learning_rate import GivenRate
+from bigtrain.own_loop.model_inputs import ForwardFunction, set_model_inputs
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
@@ -83,6 +87,9 @@ def prepare(
     strategy: str = "ddp",
     task: Task | None = None,
     example: tuple[Any, Any] | None = None,
+    learning_rate: GivenRate | None = None,
+    forward: ForwardFunction | None = None,
+    metrics: Metrics | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -91,12 +98,22 @@ def prepare(
         model: the class or function that makes the module (it is built where it is needed), or
             a module already built.
         loss: a mean loss of (output, targets) such as `F.cross_entropy`.
-        optimizer: makes the optimizer from parameters: a class, or a functools.partial of one.
+        optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
+            function. What it made is `engine.optimizer`.
         strategy: a preset's name, or the path of a YAML file.
         task: measures validation; left out, the loss alone is.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
             with it the memory is predicted before anything is built. Of other rows than the keys
             say, its rows are repeated or left out.
+        learning_rate: a number; a function from the step (from 0) to its rate, for all parameter
+            groups or a list with one for each; or what makes a scheduler of torch from an
+            optimizer, which is stepped after each step. It is saved and resumed. Left out, the
+            rate is the optimizer's, and the loop's to set (`engine.optimizer`).
+        forward: (model, inputs) -> outputs, calls the model on the inputs of a batch. Left out,
+            inputs that are a dict go by keyword where the model's forward has parameters of these
+            names; anything else is its first argument.
+        metrics: what `engine.evaluate` measures besides the loss: functions of (outputs, targets)
+            by their names.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -106,43 +123,88 @@ def prepare(
     Raises:
         ConfigError: before any process group exists.
     """
-    _check_keys(keys)
-    asked = json_in(os.environ, VERIFY_VARIABLE)
+    check_keys(keys)
+    check_optimizer_maker(optimizer)
+    check_metrics(metrics, () if task is None else task.figures)
+    asked = _asked_by_verify()
+    if asked is not None:
+        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
+    job, blueprint = _job_of_loop(strategy, keys), as_blueprint(model)
+    with set_model_inputs(blueprint, forward, None if example is None else example[0]) as undo:
+        if asked is not None:
+            disable_dropout(blueprint.model)
+        given = (blueprint, as_loss(loss), optimizer, example, job)
+        engine = _opened(*given, task, learning_rate, metrics)
+        if asked is not None:
+            _end_after_check(engine, Path(asked["report"]))
+        if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
+            engine.close_last(undo.pop_all())
+            thaw = ExitStack()
+            thaw.callback(unfreeze, model, engine.resolved.unreached)
+            engine.close_with(thaw)
+        undo.pop_all()
+    return engine
+
+
+def _asked_by_verify() -> dict[str, Any] | None:
+    """What `bigtrain verify --script` asks of this script's engine; None where nobody does."""
+    asked: dict[str, Any] | None = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
         if kinds != {"strategy": str, "steps": int, "report": str}:
             raise odd_value(os.environ, VERIFY_VARIABLE, "what bigtrain verify asks of a script")
-        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
+    return asked
+
+
+def _job_of_loop(strategy: str, keys: dict[str, Any]) -> Job:
+    """The job that a loop's keys say."""
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
             "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
             "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
         )
-    blueprint = as_blueprint(model)
-    if asked is not None:
-        disable_dropout(blueprint.model)
+    return job
+
+
+def _opened(
+    blueprint: Blueprint,
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    example: tuple[Any, Any] | None,
+    job: Job,
+    task: Task | None,
+    learning_rate: GivenRate | None,
+    metrics: Metrics | None,
+) -> Engine:
+    """The engine, on ranks that are connected; closing it ends the connection."""
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
-    workload = _workload(blueprint, as_loss(loss), optimizer, example, job, plan)
+    workload = _workload(blueprint, loss, optimizer, example, job, plan)
     # What cannot be cut, carried or followed is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     facts = start_facts(job, workload, resolved, one_node=placement.one_node)
     connection = connect_job(job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
-        engine = _engine(blueprint, workload, job, context, task, resolved)
-        if asked is not None:
-            _end_after_check(engine, Path(asked["report"]))
+        engine = Engine(
+            blueprint,
+            workload.loss,
+            workload.make_optimizer,
+            job,
+            context,
+            task=task,
+            example=workload.example,
+            learning_rate=learning_rate,
+            metrics=metrics,
+            resolved=resolved,
+        )
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
+    engine.in_own_loop = True
     for line in (*resolved.notes, *left_to_the_loop(job)) if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
-    if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
-        thaw = ExitStack()
-        thaw.callback(unfreeze, model, engine.resolved.unreached)
-        engine.close_with(thaw)
     engine.close_with(connection)
     return engine
 
@@ -154,26 +216,6 @@ def left_to_the_loop(job: Job) -> list[str]:
     if not parts:
         return []
     return [f"{path}: not used: {', '.join(parts)}: the loop has its own optimizer and its rate"]
-
-
-def _engine(
-    blueprint: Blueprint,
-    workload: Workload,
-    job: Job,
-    context: RunContext,
-    task: Task | None,
-    resolved: ResolvedPlan,
-) -> Engine:
-    return Engine(
-        blueprint,
-        workload.loss,
-        workload.make_optimizer,
-        job,
-        context,
-        task=task,
-        example=workload.example,
-        resolved=resolved,
-    )
 
 
 def _workload(
@@ -221,25 +263,3 @@ def _end_after_check(engine: Engine, report: Path) -> None:
         return result
 
     engine.step = step_and_end  # type: ignore[method-assign]
-
-
-_OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights", "batch_dims")
-"""Keys under `optim` and `data` that say what a step does with a given optimizer and batch."""
-
-
-def _check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse what the arguments say already, and a key could only contradict.
-
-    Raises:
-        ConfigError: with the argument to use.
-    """
-    arguments = {"model": "model", "data": "your own loop", "optim": "optimizer"}
-    for key in keys:
-        section, _, name = key.partition("__")
-        if section in arguments and name and name not in _OF_THE_STEP:
-            raise ConfigError(
-                f"prepare(..., {key}=...) would be ignored: what it says is said by "
-                f"{arguments[section]} here. Leave it out, as in prepare(model, loss, "
-                "functools.partial(torch.optim.AdamW, lr=1e-3)); a chunked loss is "
-                "bigtrain.ChunkedCrossEntropy(head=...)."
-            )
