@@ -30,6 +30,8 @@ class Workload:
     repeats: Mapping[str, int] = field(default_factory=dict)
     """For how many blocks of what is trained a block of the model stands, where that is a shorter
     one; others stand for themselves."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of the model as it is trained."""
 
     @cached_property
     def parameter_uses(self) -> ParameterUses | None:

@@ -156,12 +156,10 @@ class Engine:
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
         self._learning_rate, self._closing = learning_rate, ExitStack()
+        make_optimizer = whole_optimizer(optimizer, self.blueprint.model)
+        given = (self.blueprint.model, example, self.loss, make_optimizer)
         self._workload = workload = Workload(
-            self.blueprint.model,
-            example,
-            self.loss,
-            whole_optimizer(optimizer, self.blueprint.model),
-            self.blueprint.whole_bytes,
+            *given, self.blueprint.whole_bytes, notes=self.blueprint.notes
         )
         self.resolved = resolved or resolve_plan(plan, workload)
         if resolved is None:  # who has resolved it has compared it, too
@@ -361,12 +359,14 @@ class Engine:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
+            with self.blueprint.given_back():
+                texts = config_texts(self.runner.module)
             return self.saver.save(
                 folder,
                 self.steps_done,
                 state,
                 {**meta, **random_streams(self.context)},
-                config_texts(self.runner.module),
+                texts,
                 best=best is not None,
                 added=added,
             )

@@ -142,6 +142,7 @@ def prepare(
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
         thaw = ExitStack()
         thaw.callback(unfreeze, model, engine.resolved.unreached)
+        thaw.callback(blueprint.give_back)
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine
@@ -191,7 +192,8 @@ def _workload(
         first_batch = example_batch(example, loss, job, plan)
         loss = follow_loss(loss, blueprint.model, first_batch, plan.batch.num_parts)
         first_batch = with_own_totals(loss, first_batch)
-    return Workload(blueprint.model, first_batch, loss, make_optimizer, blueprint.whole_bytes)
+    given = (blueprint.model, first_batch, loss, make_optimizer, blueprint.whole_bytes)
+    return Workload(*given, notes=blueprint.notes)
 
 
 VERIFY_VARIABLE = "BIGTRAIN_VERIFY"

@@ -203,7 +203,14 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         )
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
-    workload = Workload(blueprint.model, example, loss, optimizer, blueprint.whole_bytes)
+    workload = Workload(
+        blueprint.model,
+        example,
+        loss,
+        optimizer,
+        blueprint.whole_bytes,
+        notes=blueprint.notes,
+    )
     # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     return RunSetup(
