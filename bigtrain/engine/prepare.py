@@ -140,12 +140,17 @@ def prepare(
     for line in (*resolved.notes, *left_to_the_loop(job)) if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
-        thaw = ExitStack()
-        thaw.callback(unfreeze, model, engine.resolved.unreached)
-        thaw.callback(blueprint.give_back)
-        engine.close_with(thaw)
+        engine.close_with(_handed_back(model, blueprint, engine.resolved))
     engine.close_with(connection)
     return engine
+
+
+def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
+    """What puts a caller's module back when the engine is closed."""
+    undo = ExitStack()
+    undo.callback(unfreeze, model, resolved.unreached)
+    undo.callback(blueprint.give_back)
+    return undo
 
 
 def left_to_the_loop(job: Job) -> list[str]:
