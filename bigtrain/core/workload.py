@@ -36,7 +36,9 @@ class Workload:
     @cached_property
     def parameter_uses(self) -> ParameterUses | None:
         """What a forward pass does with parameters; None without an example that shows it."""
-        return None if self.example is None else parameter_uses(self.model, self.example)
+        if self.example is None:
+            return None
+        return parameter_uses(self.model, self.example, self.loss)
 
     @property
     def micro_batch(self) -> MicroBatch:
