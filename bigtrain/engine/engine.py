@@ -39,6 +39,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
 from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
+from bigtrain.engine.beside import BESIDE, Beside, refuse_copies
 from bigtrain.engine.example import is_resized
 from bigtrain.engine.first_steps import FirstSteps
 from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals
@@ -59,7 +60,7 @@ from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import Peak
+from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
@@ -116,6 +117,8 @@ class Engine:
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
+    beside: Beside | None = None
+    """What is kept beside the model, such as an average of its weights."""
     predicted: Peak | None = None
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
@@ -192,6 +195,7 @@ class Engine:
         try:
             self.runner = self._build(workload)
             _ = self._extra_at_start
+            self._closing.enter_context(refuse_copies(self.runner.module, self.plan))
         except BaseException:
             self._closing.close()
             raise
@@ -237,6 +241,8 @@ class Engine:
             NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
+        if self.beside is not None:
+            self.beside.check_step()
         unseen = self.predicted is None and self.prediction_note is None
         if unseen and not isinstance(batch, Step):
             self._probe_first(*batch)
@@ -264,6 +270,8 @@ class Engine:
         top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
+        if self.beside is not None:
+            self.beside.update()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -331,6 +339,20 @@ class Engine:
         there = tuple(rank for rank in ranks if rank is not None)  # none is lost but those spare
         return MemoryReport(*run, there, self.predicted_step or StepForecast(None))
 
+    def keep_beside(self, kept: Beside) -> None:
+        """Have something follow each step, and go with checkpoints and forecasts."""
+        self.beside = kept
+        self._foresee_beside()
+
+    def _foresee_beside(self) -> None:
+        """Add what is kept beside the model to the forecasts: it is there at every moment."""
+        nbytes = 0 if self.beside is None else self.beside.nbytes
+        for name in ("predicted", "predicted_fullest") if nbytes else ():
+            peak: Peak | None = getattr(self, name)
+            if peak is not None:
+                parts = peak.breakdown.plus(Breakdown(optimizer=nbytes))
+                setattr(self, name, replace(peak, breakdown=parts))
+
     @cached_property
     def saver(self) -> Saver:
         """Writes this run's checkpoints."""
@@ -353,6 +375,8 @@ class Engine:
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
+            if self.beside is not None:
+                state |= self.beside.state()
             check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
             if self._extra_at_start:
@@ -378,15 +402,18 @@ class Engine:
             CheckpointError: it is damaged, or it is another model's.
         """
         checkpoint = open_together(path, self.context)
-        check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
+        tensors = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(BESIDE)}
+        check_optimizer_state(tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
             try:
-                self.runner.load_state(checkpoint.tensors)
+                self.runner.load_state(tensors)
             except DamagedCheckpointError as error:
                 if self.context.world_size == 1:
                     raise  # all of it is taken over anew from another one
                 # The other ranks know nothing of it: to go on with another one, all have to.
                 raise CheckpointError(str(error)) from None
+        if self.beside is not None:
+            self.beside.load(checkpoint.tensors)
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:
@@ -508,6 +535,7 @@ class Engine:
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
         self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
         self.predicted_volume = prediction.volume
+        self._foresee_beside()
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
