@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bigtrain.engine.ema import ema as ema
     from bigtrain.engine.engine import Engine as Engine
     from bigtrain.engine.engine import StepResult as StepResult
+    from bigtrain.engine.frozen import frozen as frozen
     from bigtrain.engine.prepare import prepare as prepare
     from bigtrain.errors import BigtrainError as BigtrainError
     from bigtrain.errors import CheckpointError as CheckpointError
@@ -66,6 +67,7 @@ _MODULE_OF = {
     "connect": "ranks.connect",
     "detect_rank_info": "ranks.launcher_env",
     "ema": "engine.ema",
+    "frozen": "engine.frozen",
     "load_job": "job.load",
     "newest_checkpoint": "checkpoint.folders",
     "prepare": "engine.prepare",

@@ -36,6 +36,11 @@ class Beside(Protocol):
         """Take it over from a checkpoint, which may have none of it."""
 
 
+def holds_whole_model(plan: Plan) -> bool:
+    """Whether each rank has all parameters, whole or in slices, between two steps."""
+    return plan.pp == 1 and (plan.dp == 1 or plan.replicate.sharded_states < 3)
+
+
 @contextmanager
 def refuse_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Refuse a deep copy of a model of which this rank has a part, as AveragedModel makes one.
@@ -44,8 +49,7 @@ def refuse_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
         model: of an engine, as the strategy has left it.
         plan: of the engine.
     """
-    whole = plan.pp == 1 and (plan.dp == 1 or plan.replicate.sharded_states < 3)
-    if whole or "__deepcopy__" in vars(model):  # an engine refuses it by itself
+    if holds_whole_model(plan) or "__deepcopy__" in vars(model):  # an engine refuses it by itself
         yield
         return
 

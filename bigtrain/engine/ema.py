@@ -45,7 +45,7 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
             f"ema: decay={decay} needs to be 0 or more and less than 1. Use decay=0.999."
         )
     traits, name = engine.plan.replicate, engine.plan.strategy.name
-    if engine.beside:
+    if engine.kept:
         raise ConfigError("ema: this engine has an average already. Use the one that there is.")
     if traits.servers or traits.own_numbers:
         raise ConfigError(

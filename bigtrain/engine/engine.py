@@ -117,7 +117,7 @@ class Engine:
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
-    beside: Beside | None = None
+    kept: Beside | None = None
     """What is kept beside the model, such as an average of its weights."""
     predicted: Peak | None = None
     prediction_note: str | None = None
@@ -241,8 +241,8 @@ class Engine:
             NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
-        if self.beside is not None:
-            self.beside.check_step()
+        if self.kept is not None:
+            self.kept.check_step()
         unseen = self.predicted is None and self.prediction_note is None
         if unseen and not isinstance(batch, Step):
             self._probe_first(*batch)
@@ -270,8 +270,8 @@ class Engine:
         top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
-        if self.beside is not None:
-            self.beside.update()
+        if self.kept is not None:
+            self.kept.update()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -341,12 +341,12 @@ class Engine:
 
     def keep_beside(self, kept: Beside) -> None:
         """Have something follow each step, and go with checkpoints and forecasts."""
-        self.beside = kept
+        self.kept = kept
         self._foresee_beside()
 
     def _foresee_beside(self) -> None:
         """Add what is kept beside the model to the forecasts: it is there at every moment."""
-        nbytes = 0 if self.beside is None else self.beside.nbytes
+        nbytes = 0 if self.kept is None else self.kept.nbytes
         for name in ("predicted", "predicted_fullest") if nbytes else ():
             peak: Peak | None = getattr(self, name)
             if peak is not None:
@@ -375,8 +375,8 @@ class Engine:
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
-            if self.beside is not None:
-                state |= self.beside.state()
+            if self.kept is not None:
+                state |= self.kept.state()
             check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
             if self._extra_at_start:
@@ -412,8 +412,8 @@ class Engine:
                     raise  # all of it is taken over anew from another one
                 # The other ranks know nothing of it: to go on with another one, all have to.
                 raise CheckpointError(str(error)) from None
-        if self.beside is not None:
-            self.beside.load(checkpoint.tensors)
+        if self.kept is not None:
+            self.kept.load(checkpoint.tensors)
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:

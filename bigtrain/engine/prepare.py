@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
@@ -75,6 +77,33 @@ def connect_job(
     )
 
 
+def connect_beside(
+    other: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
+) -> AbstractContextManager[RunContext]:
+    """As `connect_job`; with another engine of this process, by the connection that it has.
+
+    Raises:
+        ConfigError: the ranks are connected and no engine is given, or its mesh is another one.
+    """
+    if other is None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "prepare: the ranks are connected already, by another engine or by the script. "
+                "Give prepare(..., beside=engine) to have a second engine, or close the first."
+            )
+        return connect_job(job, plan, placement, facts)
+    context = other.context
+    sizes, wanted = (context.pp_size, context.dp_size, context.tp_size), (plan.pp, plan.dp, plan.tp)
+    if sizes != wanted or device_type_of(job) != context.device.type:
+        raise ConfigError(
+            f"prepare(..., beside=engine): the engine's ranks are pp {sizes[0]} x dp {sizes[1]} x "
+            f"tp {sizes[2]} on {context.device.type}, and this one's would be pp {wanted[0]} x dp "
+            f"{wanted[1]} x tp {wanted[2]} on {device_type_of(job)}. Use one mesh and device."
+        )
+    context.agreement.require(facts)
+    return nullcontext(replace(context, seed=job.train.seed))
+
+
 def prepare(
     model: Callable[[], nn.Module] | nn.Module | Blueprint,
     loss: Loss | Callable[[Any, Any], Tensor],
@@ -83,6 +112,7 @@ def prepare(
     strategy: str = "ddp",
     task: Task | None = None,
     example: tuple[Any, Any] | None = None,
+    beside: Engine | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -97,6 +127,8 @@ def prepare(
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
             with it the memory is predicted before anything is built. Of other rows than the keys
             say, its rows are repeated or left out.
+        beside: another engine of this process, as of a GAN's other network: this one goes by its
+            connection and device, and is closed before it.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -128,7 +160,7 @@ def prepare(
     # What cannot be cut, carried or followed is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     facts = start_facts(job, workload, resolved, one_node=placement.one_node)
-    connection = connect_job(job, resolved.plan, placement, facts)
+    connection = connect_beside(beside, job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
         engine = _engine(blueprint, workload, job, context, task, resolved)
