@@ -39,7 +39,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
 from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
-from bigtrain.engine.beside import BESIDE, Beside, refuse_copies
+from bigtrain.engine.alongside.kept import BESIDE, Beside, refuse_copies
 from bigtrain.engine.example import is_resized
 from bigtrain.engine.first_steps import FirstSteps
 from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals

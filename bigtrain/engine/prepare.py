@@ -171,17 +171,17 @@ def prepare(
         raise
     for line in (*resolved.notes, *left_to_the_loop(job)) if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
-    if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
-        engine.close_with(_handed_back(model, blueprint, engine.resolved))
+    engine.close_with(_handed_back(model, blueprint, engine.resolved))
     engine.close_with(connection)
     return engine
 
 
-def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
-    """What puts a caller's module back when the engine is closed."""
+def _handed_back(model: object, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
+    """What puts a caller's own module back as it was when the engine is closed."""
     undo = ExitStack()
-    undo.callback(unfreeze, model, resolved.unreached)
-    undo.callback(blueprint.give_back)
+    if isinstance(model, nn.Module):
+        undo.callback(unfreeze, model, resolved.unreached)
+        undo.callback(blueprint.give_back)
     return undo
 
 

@@ -54,7 +54,8 @@ FULL = {
     "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 5,
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
     "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 2,
-    "strategies/test_ranks_inner_gradients.py::test_it_is_as_in_a_plain_loop_or_refused_in_a_line": 3,
+    "strategies/test_ranks_inner_gradients.py::test_it_is_as_in_a_plain_loop_or_refused_in_a"
+    "_line": 3,
     "strategies/test_ranks_transformers.py::test_stock_models_train_as_in_a_plain_loop": 4,
     "test_beyond_one_loss.py::test_what_is_frozen_at_first_trains_after_a_save": 2,
     "strategies/test_ranks_odd_parameters.py::test_what_users_write_is_right_or_refused_by"

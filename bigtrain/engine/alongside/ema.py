@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bigtrain.engine.beside import BESIDE
+from bigtrain.engine.alongside.kept import BESIDE
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor
