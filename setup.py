@@ -39,6 +39,7 @@ setup(
         "bigtrain.cutting",
         "bigtrain.data",
         "bigtrain.engine",
+        "bigtrain.engine.alongside",
         "bigtrain.files",
         "bigtrain.hvd",
         "bigtrain.hvd.elastic",

@@ -34,6 +34,7 @@ from bigtrain.cutting.cut import Cut, copy_modules, cut_at
 from bigtrain.cutting.cut_points import legal_points
 from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.data.loader import MicroBatch
+from bigtrain.models.caches import switch_off_caches
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 IN_FLOAT32 = {"mixtral", "xglm"}
@@ -151,12 +152,12 @@ vit_tiny_patch16_224 volo_d1_224 xcit_nano_12_p16_224 xception41
 class ByKeyword(nn.Module):
     """A model that takes keywords, as one of a dict."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.options = model, options
+        self.model = model
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
-        return self.model(**inputs, **self.options)
+        return self.model(**inputs)
 
 
 class Squares:
@@ -185,8 +186,8 @@ def of_transformers(kind: str) -> tuple[nn.Module, Any]:
     inputs["attention_mask"][1, 9:] = 0
     if head == SEQ2SEQ:
         inputs["decoder_input_ids"] = torch.randint(3, WORDS, (2, 7))
-    caches = hasattr(config, "use_cache") and head != MASKED
-    return ByKeyword(model, **({"use_cache": False} if caches else {})), inputs
+    switch_off_caches(model)  # as an engine does: here there is none
+    return ByKeyword(model), inputs
 
 
 def of_timm(name: str) -> tuple[nn.Module, Any]:

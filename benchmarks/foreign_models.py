@@ -76,16 +76,16 @@ def of_timm(name: str, num_classes: int = CLASSES) -> nn.Module:
 class OneInput(nn.Module):
     """A model of transformers that is called with one tensor and returns its logits."""
 
-    def __init__(self, model: nn.Module, head: str, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, head: str) -> None:
         super().__init__()
-        self.model, self.head, self.options = model, head, options
+        self.model, self.head = model, head
 
     def forward(self, inputs: Tensor) -> Any:
         """Images, or tokens (rows, places), which a decoder beside an encoder is given, too."""
         if self.head == "IMAGE_CLASSIFICATION":
-            return self.model(pixel_values=inputs, **self.options).logits
+            return self.model(pixel_values=inputs).logits
         more = {"decoder_input_ids": inputs} if self.head == "SEQ_TO_SEQ_CAUSAL_LM" else {}
-        return self.model(input_ids=inputs, **more, **self.options).logits
+        return self.model(input_ids=inputs, **more).logits
 
 
 def of_transformers(name: str, **_: Any) -> nn.Module:
@@ -98,8 +98,7 @@ def of_transformers(name: str, **_: Any) -> nn.Module:
     if head == "IMAGE_CLASSIFICATION":
         small["num_labels"] = CLASSES
     model = model_class(config_class(**small))
-    caches = "use_cache" in known and head in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
-    return OneInput(model, head, {"use_cache": False} if caches else {})
+    return OneInput(model, head)
 
 
 def _classes(name: str) -> tuple[str, Any, Any]:

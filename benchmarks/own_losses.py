@@ -67,12 +67,12 @@ class OwnLoss(nn.Module):
         super().__init__()
         head = name.split(":")[0]
         maker: Any = foreign_models.of_transformers(name)
-        self.model, self.options = maker.model, maker.options
+        self.model = maker.model
         self.head = head
 
     def forward(self, batch: Batch) -> Any:
         """The model's own output."""
-        return self.model(**batch, **self.options)
+        return self.model(**batch)
 
 
 def model_of(name: str) -> nn.Module:

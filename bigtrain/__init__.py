@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from bigtrain.checkpoint.read import Checkpoint as Checkpoint
     from bigtrain.core.strategy import Plan as Plan
     from bigtrain.core.strategy import Strategy as Strategy
+    from bigtrain.engine.alongside.ema import ema as ema
+    from bigtrain.engine.alongside.frozen import frozen as frozen
     from bigtrain.engine.engine import Engine as Engine
     from bigtrain.engine.engine import StepResult as StepResult
     from bigtrain.engine.prepare import prepare as prepare
@@ -64,6 +66,8 @@ _MODULE_OF = {
     "Task": "losses.tasks",
     "connect": "ranks.connect",
     "detect_rank_info": "ranks.launcher_env",
+    "ema": "engine.alongside.ema",
+    "frozen": "engine.alongside.frozen",
     "load_job": "job.load",
     "newest_checkpoint": "checkpoint.folders",
     "prepare": "engine.prepare",

@@ -28,7 +28,7 @@ from pydantic import ConfigDict
 
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.strategy import Plan
-from bigtrain.core.traits import SPARSE, Traits
+from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
@@ -60,7 +60,7 @@ class TensorSlices(SliceStrategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(cannot_hold=SPARSE | {"accumulate_hooks"})
+        return Traits(cannot_hold=SPARSE | SECOND_BACKWARD | {"accumulate_hooks"})
 
     def check(self, plan: Plan) -> None:
         """Refuse what goes past a module's own code, or wants whole parameters."""

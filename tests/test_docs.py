@@ -43,6 +43,7 @@ MOST_LINES = {
     "README.md": 150,
     "architecture.md": 160,
     "checkpoints.md": 125,
+    "jobs.md": 125,
     "measured.md": 160,
     "CONTRIBUTING.md": 200,
     "keys.md": 400,

@@ -17,7 +17,7 @@ from bigtrain.checkpoint.layout import DTYPE_CODES
 from bigtrain.core.registry import make_technique
 from bigtrain.core.state import NOT_JSON, as_json, extra_modules
 from bigtrain.core.strategy import Plan
-from bigtrain.core.traits import SPARSE, Oddity
+from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Oddity
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import RoleConfig
 from bigtrain.models.blocks import find_blocks, independent_blocks
@@ -97,6 +97,8 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
         refused |= {"gradient_hooks"}  # autograd calls them with a part of the batch's
     if plan.bf16_parameters or (plan.precision == "bf16" and not plan.master_weights):
         refused |= {"writes_trained"}
+    if plan.compiles_blocks:
+        refused |= SECOND_BACKWARD
     if plan.dp > 1:
         refused |= {"writes_from_batch"}
         refused |= SPARSE if plan.pp > 1 else frozenset()  # stages are averaged in flat buckets
@@ -161,6 +163,12 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
     for name in uses.sparse_and_dense:
         what = "has sparse gradients (sparse=True) in one use, and dense ones in another"
         yield Found("sparse_and_dense", name, what, "Set sparse=False")
+    if uses.graph_in_forward is not None:
+        what = "asks for a gradient with create_graph=True in its forward pass"
+        yield Found("graph_in_forward", uses.graph_in_forward or "the model", what)
+    if uses.graph_in_loss:
+        what = "asks autograd for a gradient, which goes back into the model"
+        yield Found("graph_in_loss", "the loss", what, "Ask for it in the model's forward")
     units = {name: unit for name, unit in independent_blocks(model) if name}
     unit_of = {
         f"{name}.{inner}": name

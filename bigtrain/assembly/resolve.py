@@ -53,6 +53,8 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         resolved = ResolvedPlan.of(plan, workload.model, layout, slices)
     sliced = [slices.summary(workload.model)] if slices is not None else []
     notes = (
+        *workload.notes,
+        *_uneven(layout),
         *_not_trained(unreached),
         *chosen,
         *_written_often(plan, workload.parameter_uses),
@@ -67,6 +69,11 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
 def _not_trained(names: Sequence[str]) -> list[str]:
     """What is said of the parameters that the loss does not reach."""
     return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
+
+
+def _uneven(layout: Layout | None) -> list[str]:
+    """What is said of a cut that leaves one rank most of the work."""
+    return [layout.chosen.uneven] if layout is not None and layout.chosen.uneven else []
 
 
 def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:

@@ -35,12 +35,18 @@ Oddity = Literal[
     "writes_from_batch",
     "writes_gathered",
     "writes_in_block",
+    "graph_in_forward",
+    "graph_in_loss",
 ]
 """What a model may have that not every engine holds; see `assembly.inspection`."""
 
 SPARSE: frozenset[Oddity] = frozenset({"sparse", "sparse_calls", "sparse_shared"})
 """Sparse gradients: of a module that says so, of a call that nothing says beforehand, or of a
 parameter that other modules have, too."""
+
+SECOND_BACKWARD: frozenset[Oddity] = frozenset({"graph_in_forward", "graph_in_loss"})
+"""Gradients that a model or loss asks for itself, as a gradient penalty does: a backward pass
+through a backward pass needs the parameters once more."""
 
 StageRecompute = Literal["never", "except_last", "always"]
 """Which micro-batches a stage computes again for their backward pass."""

@@ -30,11 +30,15 @@ class Workload:
     repeats: Mapping[str, int] = field(default_factory=dict)
     """For how many blocks of what is trained a block of the model stands, where that is a shorter
     one; others stand for themselves."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of the model as it is trained."""
 
     @cached_property
     def parameter_uses(self) -> ParameterUses | None:
         """What a forward pass does with parameters; None without an example that shows it."""
-        return None if self.example is None else parameter_uses(self.model, self.example)
+        if self.example is None:
+            return None
+        return parameter_uses(self.model, self.example, self.loss)
 
     @property
     def micro_batch(self) -> MicroBatch:

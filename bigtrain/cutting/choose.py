@@ -11,6 +11,7 @@ from bigtrain.cutting.cut import Cut, cut_at
 from bigtrain.cutting.cut_points import CutPoint, legal_points
 from bigtrain.cutting.partition import AtomicUnits, Partition, partition
 from bigtrain.cutting.traced_model import TracedModel
+from bigtrain.cutting.uneven import uneven_note
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.tracing.records import ForwardTrace
@@ -65,6 +66,8 @@ class ChosenCut:
     parameter_bytes: tuple[int, ...]
     crossing_bytes: tuple[int, ...]
     """Over each cut, one micro-batch, one direction."""
+    uneven: str = ""
+    """A line on a rank with far more work than the others; empty where there is none."""
 
 
 def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, request: CutRequest) -> ChosenCut:
@@ -107,17 +110,22 @@ def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, request: CutRequ
     flops = [0] * request.stages
     for cost in trace.costs:
         flops[bisect_right(ticks, cost.tick)] += cost.flops
-    parameters = dict(rehearsal.fake_model.named_parameters())
-    parameter_bytes = tuple(
-        sum(
-            parameters[name].numel() * parameters[name].element_size()
-            for name in cut.tensor_names_of([stage])
-            if name in parameters
-        )
-        for stage in range(request.stages)
-    )
+    parameter_bytes = tuple(_parameter_bytes(rehearsal, cut, n) for n in range(request.stages))
     crossing = tuple(points[piece - 1].nbytes for piece in chosen)
-    return ChosenCut(cut, partitioned, tuple(flops), parameter_bytes, crossing)
+    uneven = uneven_note(
+        trace,
+        [points[piece - 1] for piece in chosen],
+        partitioned.seconds,
+        request.devices or range(request.stages),
+        named=bool(request.at),
+    )
+    return ChosenCut(cut, partitioned, tuple(flops), parameter_bytes, crossing, uneven)
+
+
+def _parameter_bytes(rehearsal: TracedModel, cut: Cut, stage: int) -> int:
+    parameters = dict(rehearsal.fake_model.named_parameters())
+    own = [parameters[name] for name in cut.tensor_names_of([stage]) if name in parameters]
+    return sum(parameter.numel() * parameter.element_size() for parameter in own)
 
 
 def _common(found: ForwardTrace, rehearsal: TracedModel, micro_batch: MicroBatch) -> list[CutPoint]:

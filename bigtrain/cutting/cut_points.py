@@ -199,7 +199,7 @@ class CutRules:
             if index in self._trace.enclosed:
                 return self._trace.enclosed[index]
         for value in values:
-            reason = self._unsendable(value, spine, tick)
+            reason = self._unsendable(value, spine, call)
             if reason:
                 return reason
         for backward_tick, frame in self._trace.backward:
@@ -210,19 +210,32 @@ class CutRules:
                 return stretch.why
         return ""
 
-    def _unsendable(self, value: int, spine: OuterCalls, tick: int) -> str:
+    def _unsendable(self, value: int, spine: OuterCalls, call: int) -> str:
+        tick = self._trace.calls[call].begin
         traced = self._trace.values[value]
         tensor = traced.tensor
         kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
         if traced.root == "input":
             return f"the input {kind} is changed in place before it, and used after it"
         if not spine.reaches(value, self.shown, self.given):
-            return f"a tensor {kind} is passed on past it otherwise than by arguments and results"
+            return (
+                f"a tensor {kind} that {self._origin(value)} is passed on past it otherwise than "
+                "by arguments and results, as by an attribute, or an object that collects what "
+                "layers leave in it. Let the layer return the tensor, or do without it"
+            )
         if tensor.layout != torch.strided or tensor.is_quantized:
             return f"a tensor of {tensor.layout} would have to be sent"
         if self._last.get(storage_id(traced), -1) > tick:
             return "a tensor from before it is changed in place after it"
         return ""
+
+    def _origin(self, value: int) -> str:
+        """Which module a tensor comes from, as words."""
+        givers = [call for call in self.given.get(value, ()) if self._trace.calls[call].name]
+        if givers:
+            return f"{self._trace.calls[givers[0]].name!r} returns"
+        name = self._trace.calls[max(0, self._trace.values[value].frame)].name
+        return f"{name!r} makes" if name else "the model itself makes"
 
 
 def _nbytes(trace: ForwardTrace, value: int) -> int:

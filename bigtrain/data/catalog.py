@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
+from torch.utils.data import Dataset, IterableDataset
 
 from bigtrain.data.source import Data, Source
 from bigtrain.errors import ConfigError, did_you_mean
@@ -62,12 +63,34 @@ def open_data(
             "needed. Return Data(train=..., validation=..., task=...)."
         )
     for part, samples in (("train", data.train), ("validation", data.validation)):
-        if samples is not None and not (hasattr(samples, "__len__") and len(samples)):
-            raise ConfigError(
-                f"data.name: {name} has no samples in {part}, at least 1 is needed (a map-style "
-                f"data set with a length). Check data.path={path}."
-            )
+        if samples is not None:
+            _check_samples(name, part, samples, path)
     return data
+
+
+def _check_samples(name: str, part: str, samples: Any, path: str | None) -> None:
+    """Refuse what samples cannot be drawn from by their numbers.
+
+    Raises:
+        ConfigError: it has no length, no samples, or is read from its beginning only.
+    """
+    kind = type(samples).__name__
+    # torch's own base of all data sets has a `__getitem__` that only raises.
+    own = getattr(type(samples), "__getitem__", None) not in (None, Dataset.__getitem__)
+    if isinstance(samples, IterableDataset) or not own or not hasattr(samples, "__len__"):
+        lacks = "__getitem__" if not own or isinstance(samples, IterableDataset) else "__len__"
+        raise ConfigError(
+            f"data.name: {name} gives a {kind} in {part}, which has no {lacks}: samples are drawn "
+            "by their numbers, in an order that a resumed run goes on with. Give a map-style data "
+            "set, with __len__ and __getitem__; a stream is for a loop of your own around "
+            "bigtrain.prepare."
+        )
+    if not len(samples):
+        hint = f"Check data.path={path}" if path is not None else "Look at what it makes them of"
+        raise ConfigError(
+            f"data.name: {name} has no samples in {part} (a {kind} of length 0), at least 1 is "
+            f"needed. {hint}."
+        )
 
 
 def check_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:

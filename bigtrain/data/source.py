@@ -15,7 +15,8 @@ from torch.utils.data import Dataset
 
 from bigtrain.errors import ConfigError
 from bigtrain.files.regular import is_there
-from bigtrain.losses.tasks import Task
+from bigtrain.losses.loss import Loss
+from bigtrain.losses.tasks import Task, UntoldTask
 
 PositiveCount = Annotated[int, Field(ge=1)]
 """An argument that is at least 1."""
@@ -49,13 +50,21 @@ class Data:
 
     train: Samples
     validation: Samples | None
-    task: Task
+    task: Task = field(default_factory=UntoldTask)
+    """What is learned, and how it is measured. Left out, or None, the loss alone is: `loss`, the
+    job's `model.loss`, or what targets and outputs tell (see `engine.untold_loss`)."""
     baseline: Mapping[str, float] = field(default_factory=dict)
     """Figures that a model which learned nothing would reach, under the task's names."""
     description: str = ""
     """One line for the log."""
     collate: Callable[[Sequence[Any]], Any] | None = None
     """Makes (inputs, targets) of a list of samples; None is torch's own way of stacking."""
+    loss: Loss | Callable[[Any, Any], Tensor] | None = None
+    """A mean loss of (output, targets) to train with, in the place of the task's own."""
+
+    def __post_init__(self) -> None:
+        if vars(self)["task"] is None:  # whatever the types say
+            object.__setattr__(self, "task", UntoldTask())
 
 
 class Source(Protocol):

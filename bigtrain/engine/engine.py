@@ -43,6 +43,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
 from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
+from bigtrain.engine.alongside.kept import BESIDE, Beside, refuse_copies
 from bigtrain.engine.example import is_resized
 from bigtrain.engine.first_steps import FirstSteps
 from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals
@@ -63,7 +64,7 @@ from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import Peak
+from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
@@ -131,6 +132,8 @@ class Engine(LoopCalls):
 
     in_own_loop = False
     """Whether `prepare` made it, and no command; then the job's model and optimizer say nothing."""
+    kept: Beside | None = None
+    """What is kept beside the model, such as an average of its weights."""
     predicted: Peak | None = None
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
@@ -170,12 +173,10 @@ class Engine(LoopCalls):
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
         self._closing = ExitStack()
+        make_optimizer = whole_optimizer(optimizer, self.blueprint.model)
+        given = (self.blueprint.model, example, self.loss, make_optimizer)
         self._workload = workload = Workload(
-            self.blueprint.model,
-            example,
-            self.loss,
-            whole_optimizer(optimizer, self.blueprint.model),
-            self.blueprint.whole_bytes,
+            *given, self.blueprint.whole_bytes, notes=self.blueprint.notes
         )
         self.resolved = resolved or resolve_plan(plan, workload)
         if resolved is None:  # who has resolved it has compared it, too
@@ -208,6 +209,7 @@ class Engine(LoopCalls):
         try:
             self.runner = self._build(workload)
             _ = self._extra_at_start
+            self._closing.enter_context(refuse_copies(self.runner.module, self.plan))
             self._open_loop(learning_rate, metrics)
         except BaseException:
             self._closing.close()
@@ -271,6 +273,8 @@ class Engine(LoopCalls):
             NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
+        if self.kept is not None:
+            self.kept.check_step()
         unseen = self.predicted is None and self.prediction_note is None
         if unseen:
             first = batch.micro_batches[0] if isinstance(batch, Step) else None
@@ -301,6 +305,8 @@ class Engine(LoopCalls):
         self.samples_seen += samples
         self.optimizer.stepped()
         self._rate.after_step()
+        if self.kept is not None:
+            self.kept.update()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -341,6 +347,20 @@ class Engine(LoopCalls):
         there = tuple(rank for rank in ranks if rank is not None)  # none is lost but those spare
         return MemoryReport(*run, there, self.predicted_step or StepForecast(None))
 
+    def keep_beside(self, kept: Beside) -> None:
+        """Have something follow each step, and go with checkpoints and forecasts."""
+        self.kept = kept
+        self._foresee_beside()
+
+    def _foresee_beside(self) -> None:
+        """Add what is kept beside the model to the forecasts: it is there at every moment."""
+        nbytes = 0 if self.kept is None else self.kept.nbytes
+        for name in ("predicted", "predicted_fullest") if nbytes else ():
+            peak: Peak | None = getattr(self, name)
+            if peak is not None:
+                parts = peak.breakdown.plus(Breakdown(optimizer=nbytes))
+                setattr(self, name, replace(peak, breakdown=parts))
+
     @cached_property
     def saver(self) -> Saver:
         """Writes this run's checkpoints."""
@@ -372,6 +392,8 @@ class Engine(LoopCalls):
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
+            if self.kept is not None:
+                state |= self.kept.state()
             check_equal_ranks(state, self.context, self.steps_done)
             meta: dict[str, Any] = {
                 "samples_seen": self.samples_seen,
@@ -385,12 +407,14 @@ class Engine(LoopCalls):
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
+            with self.blueprint.given_back():
+                texts = config_texts(self.runner.module)
             path = self.saver.save(
                 folder,
                 self.steps_done,
                 state,
                 {**meta, **random_streams(self.context)},
-                config_texts(self.runner.module),
+                texts,
                 best=best is not None,
                 added=added,
             )
@@ -414,15 +438,18 @@ class Engine(LoopCalls):
         path = as_folder(path, "load")
         path = newest_of_all(path, self.context) or path
         checkpoint = open_together(path, self.context)
-        check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
+        tensors = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(BESIDE)}
+        check_optimizer_state(tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
             try:
-                self.runner.load_state(checkpoint.tensors)
+                self.runner.load_state(tensors)
             except DamagedCheckpointError as error:
                 if self.context.world_size == 1:
                     raise  # all of it is taken over anew from another one
                 # The other ranks know nothing of it: to go on with another one, all have to.
                 raise CheckpointError(str(error)) from None
+        if self.kept is not None:
+            self.kept.load(checkpoint.tensors)
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:
@@ -555,6 +582,7 @@ class Engine(LoopCalls):
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
         self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
         self.predicted_volume = prediction.volume
+        self._foresee_beside()
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)

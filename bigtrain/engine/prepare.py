@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.engine.engine import Engine, StepResult
@@ -79,6 +82,33 @@ def connect_job(
     )
 
 
+def connect_beside(
+    other: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
+) -> AbstractContextManager[RunContext]:
+    """As `connect_job`; with another engine of this process, by the connection that it has.
+
+    Raises:
+        ConfigError: the ranks are connected and no engine is given, or its mesh is another one.
+    """
+    if other is None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "prepare: the ranks are connected already, by another engine or by the script. "
+                "Give prepare(..., beside=engine) to have a second engine, or close the first."
+            )
+        return connect_job(job, plan, placement, facts)
+    context = other.context
+    sizes, wanted = (context.pp_size, context.dp_size, context.tp_size), (plan.pp, plan.dp, plan.tp)
+    if sizes != wanted or device_type_of(job) != context.device.type:
+        raise ConfigError(
+            f"prepare(..., beside=engine): the engine's ranks are pp {sizes[0]} x dp {sizes[1]} x "
+            f"tp {sizes[2]} on {context.device.type}, and this one's would be pp {wanted[0]} x dp "
+            f"{wanted[1]} x tp {wanted[2]} on {device_type_of(job)}. Use one mesh and device."
+        )
+    context.agreement.require(facts)
+    return nullcontext(replace(context, seed=job.train.seed))
+
+
 def prepare(
     model: Callable[[], nn.Module] | nn.Module | Blueprint,
     loss: Loss | Callable[[Any, Any], Tensor],
@@ -90,6 +120,7 @@ def prepare(
     learning_rate: GivenRate | None = None,
     forward: ForwardFunction | None = None,
     metrics: Metrics | None = None,
+    beside: Engine | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -114,6 +145,8 @@ def prepare(
             names; anything else is its first argument.
         metrics: what `engine.evaluate` measures besides the loss: functions of (outputs, targets)
             by their names.
+        beside: another engine of this process, as of a GAN's other network: this one goes by its
+            connection and device, and is closed before it.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -134,14 +167,12 @@ def prepare(
         if asked is not None:
             disable_dropout(blueprint.model)
         given = (blueprint, as_loss(loss), optimizer, example, job)
-        engine = _opened(*given, task, learning_rate, metrics)
+        engine = _opened(*given, task, learning_rate, metrics, beside)
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
         if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
             engine.close_last(undo.pop_all())
-            thaw = ExitStack()
-            thaw.callback(unfreeze, model, engine.resolved.unreached)
-            engine.close_with(thaw)
+            engine.close_with(_handed_back(model, blueprint, engine.resolved))
         undo.pop_all()
     return engine
 
@@ -176,6 +207,7 @@ def _opened(
     task: Task | None,
     learning_rate: GivenRate | None,
     metrics: Metrics | None,
+    beside: Engine | None,
 ) -> Engine:
     """The engine, on ranks that are connected; closing it ends the connection."""
     placement = detect_rank_info(os.environ)
@@ -184,7 +216,7 @@ def _opened(
     # What cannot be cut, carried or followed is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     facts = start_facts(job, workload, resolved, one_node=placement.one_node)
-    connection = connect_job(job, resolved.plan, placement, facts)
+    connection = connect_beside(beside, job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
         engine = Engine(
@@ -207,6 +239,14 @@ def _opened(
         sys.stderr.write(f"bigtrain: {line}\n")
     engine.close_with(connection)
     return engine
+
+
+def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
+    """What puts a caller's own module back as it was when the engine is closed."""
+    undo = ExitStack()
+    undo.callback(unfreeze, model, resolved.unreached)
+    undo.callback(blueprint.give_back)
+    return undo
 
 
 def left_to_the_loop(job: Job) -> list[str]:
@@ -233,7 +273,8 @@ def _workload(
         first_batch = example_batch(example, loss, job, plan)
         loss = follow_loss(loss, blueprint.model, first_batch, plan.batch.num_parts)
         first_batch = with_own_totals(loss, first_batch)
-    return Workload(blueprint.model, first_batch, loss, make_optimizer, blueprint.whole_bytes)
+    given = (blueprint.model, first_batch, loss, make_optimizer, blueprint.whole_bytes)
+    return Workload(*given, notes=blueprint.notes)
 
 
 VERIFY_VARIABLE = "BIGTRAIN_VERIFY"

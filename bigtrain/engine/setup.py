@@ -25,14 +25,16 @@ from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.start_facts import start_facts
+from bigtrain.engine.untold_loss import settle_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
 from bigtrain.job.import_path import load_object
-from bigtrain.job.schema import Job
+from bigtrain.job.schema import Job, OptimConfig
 from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
+from bigtrain.losses.tasks import CustomTask, UntoldTask
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
@@ -183,29 +185,17 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     total_steps = _total_steps(job, order)
     schedule = _file_schedule(job, order, total_steps)
     blueprint = _described(job, data)
-    loss = data.task.loss()
-    if job.model.loss is not None:
-        loss = as_loss(load_object(job.model.loss, "model.loss"))
-    example = _example(data, plan.batch.micro_size, loss)
-    set_model_inputs(blueprint, None, example.inputs)
-    loss = follow_loss(loss, blueprint.model, example, plan.batch.num_parts)
-    example = with_own_totals(loss, example)
-    if job.model.loss is None:
-        cut = plan.techniques.get("cut")
-        several_waiting = (
-            isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
-        )
-        loss = choose_loss(
-            job.model,
-            data.task,
-            blueprint.model,
-            example,
-            several_waiting=several_waiting,
-            device_type=plan.device_type,
-        )
+    data, loss, example, notes = _followed_loss(job, plan, data, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
-    workload = Workload(blueprint.model, example, loss, optimizer, blueprint.whole_bytes)
+    workload = Workload(
+        blueprint.model,
+        example,
+        loss,
+        optimizer,
+        blueprint.whole_bytes,
+        notes=(*blueprint.notes, *neutral_notes(job), *notes),
+    )
     # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     return RunSetup(
@@ -219,6 +209,62 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
         schedule=schedule,
     )
+
+
+def _followed_loss(
+    job: Job, plan: Plan, data: Data, blueprint: Blueprint
+) -> tuple[Data, Loss, MicroBatch, list[str]]:
+    """The data with their task, the loss that is trained with, an example, and what to say of it.
+
+    Raises:
+        ConfigError: data and model tell no loss, or the loss cannot be followed.
+    """
+    loss = _given_loss(job, data)
+    is_given = loss is not None
+    example = _example(data, plan.batch.micro_size, loss or data.task.loss())
+    set_model_inputs(blueprint, None, example.inputs)
+    notes: list[str] = []
+    if isinstance(data.task, UntoldTask):
+        if loss is None:
+            loss, said = settle_loss(job.data.name, blueprint.model, example)
+            notes.append(said)
+            example = replace(example, count=loss.count(example.targets))
+        data, is_given = replace(data, task=CustomTask(loss)), True
+    loss = loss or data.task.loss()
+    loss = follow_loss(loss, blueprint.model, example, plan.batch.num_parts)
+    example = with_own_totals(loss, example)
+    if not is_given:
+        cut = plan.techniques.get("cut")
+        several_waiting = (
+            isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
+        )
+        loss = choose_loss(
+            job.model,
+            data.task,
+            blueprint.model,
+            example,
+            several_waiting=several_waiting,
+            device_type=plan.device_type,
+        )
+    return data, loss, example, notes
+
+
+def _given_loss(job: Job, data: Data) -> Loss | None:
+    """The loss that the job names, or the data bring; None where it is the task's own."""
+    if job.model.loss is not None:
+        return as_loss(load_object(job.model.loss, "model.loss"))
+    return None if data.loss is None else as_loss(data.loss)
+
+
+def neutral_notes(job: Job) -> list[str]:
+    """What updates a model of one's own, where no job and no word says anything of it."""
+    if ":" not in job.model.name or job.optim != OptimConfig():
+        return []
+    name, rate = job.optim.name, job.optim.lr
+    return [
+        f"optim: {name}, lr {rate:g} constant, no warm-up, no weight decay, no clipping: the "
+        "defaults, as nothing else is said. Set optim.KEY=VALUE"
+    ]
 
 
 def _described(job: Job, data: Data) -> Blueprint:

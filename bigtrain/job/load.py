@@ -19,7 +19,14 @@ from pydantic_core import ErrorDetails
 from bigtrain.errors import ConfigError, UnreadableError, plain_text
 from bigtrain.files.parse import parse_yaml
 from bigtrain.job.deepspeed_json import said_of_job
-from bigtrain.job.presets import COMMAND_LINE, ConfigTree, KeyPath, read_preset
+from bigtrain.job.presets import (
+    COMMAND_LINE,
+    ConfigTree,
+    KeyPath,
+    is_file,
+    preset_names,
+    read_preset,
+)
 from bigtrain.job.public_names import public_hint, refuse_yacs
 from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
@@ -42,6 +49,8 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
             raise ConfigError(f"{word!r}: a strategy's words have no space between: ddp+full.")
         key, equals, text = word.partition("=")
         if not equals:
+            if is_file(word) or word in preset_names("jobs"):
+                raise ConfigError(f"{plain_text(word, 80)} is a job. Write --config {word}.")
             if not rest:
                 raise ConfigError(f"{word!r} has no value. Write {word.lower()}=VALUE.")
             text = rest.pop(0)
@@ -99,6 +108,8 @@ def load_job(
     refuse_yacs(tree.values, str(config))
     _check_sections(tree)
     words = parse_overrides(overrides)
+    if config is None and _is_own(words):
+        _forget_optimizer(tree)
     named = (("--strategy", strategy), ("--plan", plan), ("strategy", words.strategy))
     for asked, text in named:
         if text is not None:
@@ -123,6 +134,19 @@ def _check_sections(tree: ConfigTree) -> None:
             del tree.values[name]
         elif not isinstance(value, dict):
             validate_job(Job, ConfigTree({name: value}, tree.origins))
+
+
+def _is_own(words: ConfigTree) -> bool:
+    """Whether words name a model by its import path."""
+    model = words.values.get("model")
+    return isinstance(model, Mapping) and ":" in str(model.get("name"))
+
+
+def _forget_optimizer(tree: ConfigTree) -> None:
+    """Leave `optim` to the schema's defaults: what the default job says is for its own model."""
+    tree.values.pop("optim", None)
+    for path in [path for path in tree.origins if path[0] == "optim"]:
+        del tree.origins[path]
 
 
 def _resolve_strategy(tree: ConfigTree) -> None:
@@ -228,7 +252,7 @@ def format_validation_error(
     path = tuple(str(part) for part in first["loc"])
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
-    place = tree.origin(_blamed(first, path, kind)) if tree else None
+    place = tree.origin(_blamed(first, path, kind, tree)) if tree else None
     prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
@@ -246,14 +270,28 @@ def format_validation_error(
     return f"{prefix}{describe_fault(first, name)}"
 
 
-def _blamed(fault: ErrorDetails, path: KeyPath, kind: type[BaseModel]) -> KeyPath:
-    """The key whose place is named: of a whole section the first that the complaint names."""
+def _blamed(fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree) -> KeyPath:
+    """The key whose place is named: of a whole section one that the complaint names.
+
+    One of the command line goes before one of a file, as it was said last; a file of the user's
+    before a preset, which is right by itself.
+    """
+    if len(path) != 1 or fault["type"] != "value_error":
+        return path
     known = _fields_at(kind, path)
-    if len(path) == 1 and fault["type"] == "value_error":
-        for key in re.findall(r"\b(\w+)=", str(fault["msg"])):
-            if key in known:
-                return (*path, key)
-    return path
+    named = [(*path, k) for k in re.findall(r"\b(\w+)=", str(fault["msg"])) if k in known]
+
+    def rank(key: KeyPath) -> int:
+        place = tree.origins.get(key, "")
+        if place.startswith(COMMAND_LINE):
+            return 0
+        return 1 if place and not place.startswith(_PRESETS) else 2
+
+    return min(named, key=rank, default=path)
+
+
+_PRESETS = ("jobs/", "strategies/")
+"""How the place of a key begins that a preset of bigtrain's says."""
 
 
 def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:

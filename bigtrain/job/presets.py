@@ -115,12 +115,18 @@ def _merge(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> None:
             base[key] = value
 
 
+_INSTEAD: dict[KeyPath, tuple[tuple[str, str], ...]] = {
+    ("train",): (("steps", "epochs"), ("epochs", "steps")),
+    ("optim",): (("warmup_steps", "warmup_epochs"), ("warmup_epochs", "warmup_steps")),
+}
+"""In each section the keys that say the same in other units: the higher layer's counts."""
+
+
 def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any]) -> None:
     """Drop what a higher layer displaces: another model's or optimizer's own, a length."""
-    if path == ("train",):
-        for said, displaced in (("steps", "epochs"), ("epochs", "steps")):
-            if over.get(said) is not None and displaced not in over:
-                base.pop(displaced, None)
+    for said, displaced in _INSTEAD.get(path, ()):
+        if over.get(said) and displaced not in over:
+            base.pop(displaced, None)
     if path == ("optim",) and over.get("name", base.get("name")) != base.get("name"):
         for key in keys_without_use(over["name"]):
             base.pop(key, None)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import (
     CrossEntropy,
     Loss,
@@ -197,3 +198,24 @@ class CustomTask(Task):
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Figures: `loss`, the mean over the valid targets."""
         return {"loss": _ratio(sums["loss"], sums["count"])}
+
+
+class UntoldTask(CustomTask):
+    """What data ask for that name no task: a run settles the loss, see `engine.untold_loss`."""
+
+    def __init__(self) -> None:
+        super().__init__(_Unsettled())
+
+
+class _Unsettled:
+    """Stands for a loss until that is settled, for a first look at the data."""
+
+    def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
+        del output, target, count
+        raise ConfigError(
+            "data.name: these data name no task. Give Data(..., task=...) or Data(..., loss=...)."
+        )
+
+    def count(self, target: Any) -> int:
+        del target
+        return 1

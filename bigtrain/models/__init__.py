@@ -15,7 +15,7 @@ from torch import nn
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import load_object
 from bigtrain.models import from_path, torchvision_models
-from bigtrain.models.gpt import GPT, PRESETS, GPTConfig
+from bigtrain.models.gpt import GPT, GPT2_VOCABULARY, PRESETS, GPTConfig
 from bigtrain.models.lenet import LeNet
 
 __all__ = [
@@ -94,7 +94,14 @@ def model_defaults(
     if ":" in name:
         return {}
     if name in PRESETS:
-        arguments = {"vocab_size": num_classes, "sequence_length": sequence_length}
+        # A model that is named for its size keeps its vocabulary where the data need less of it:
+        # it is the model that people mean, in parameters and in the memory of its logits.
+        own = PRESETS[name]["vocab_size"]
+        keeps = own == GPT2_VOCABULARY and (num_classes or 0) <= own
+        arguments = {
+            "vocab_size": None if keeps else num_classes,
+            "sequence_length": sequence_length,
+        }
     else:
         arguments = {"num_classes": num_classes}
     return {key: value for key, value in arguments.items() if value is not None}

@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.models.caches import NOTE, switch_off_caches, switch_on_caches
 from bigtrain.models.init_recorder import InitRecorder
 from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
 from bigtrain.tensors.shards import StateTensor
@@ -74,6 +75,29 @@ class Blueprint:
     """For each random operation, the name that its seed is made from."""
     _first_names: dict[str, str] = field(default_factory=dict)
     """Every name of every tensor -> its first one, also when that part of the model is gone."""
+    _uncached: list[Any] = field(default_factory=list)
+    """Configurations whose `use_cache` was switched off."""
+
+    def __post_init__(self) -> None:
+        self._uncached = switch_off_caches(self.model)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say of how the model is trained."""
+        return (NOTE,) if self._uncached else ()
+
+    def give_back(self) -> None:
+        """Put the configuration of a caller's own module back as it was."""
+        switch_on_caches(self._uncached)
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """The configuration as it was, for as long as it is written down."""
+        switch_on_caches(self._uncached)
+        try:
+            yield
+        finally:
+            self._uncached = switch_off_caches(self.model)
 
     @classmethod
     def of(cls, module: nn.Module) -> Blueprint:

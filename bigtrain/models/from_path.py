@@ -21,7 +21,7 @@ def make_from_path(path: str, args: Mapping[str, Any]) -> nn.Module:
     constructor = load_object(path, "model.name")
     check_arguments(path, constructor, args)
     try:
-        model = constructor(**args)
+        model = constructor(**_with_configuration(path, constructor, args))
     except TypeError as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in args.items())
         raise ConfigError(
@@ -40,7 +40,8 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
     """Compare arguments with a constructor's signature, without calling it.
 
     Raises:
-        ConfigError: one is unknown, or a required one is missing.
+        ConfigError: one is unknown, or a required one is missing; so of the fields in a mapping
+            `config`, where the class says what its configuration is made by.
     """
     try:
         parameters = inspect.signature(constructor).parameters.values()
@@ -57,7 +58,61 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
     for parameter in parameters:
         required = parameter.name in known and parameter.default is parameter.empty
         if required and parameter.name not in args:
+            example = f"{parameter.name}=VALUE"
+            if parameter.name == "config" and _config_class(constructor) is not None:
+                example = "config={} for the defaults, or model.args.config.KEY=VALUE"
             raise ConfigError(
                 f"model.args.{parameter.name}: {name} needs it, and it is not given. "
-                f"Set model.args.{parameter.name}=VALUE."
+                f"Set model.args.{example}."
             )
+    _check_configuration(name, constructor, args)
+
+
+def _config_class(constructor: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What makes the configuration of a model, where its class says so, as transformers' do."""
+    found = getattr(constructor, "config_class", None)
+    return found if isinstance(found, type) else None
+
+
+def _check_configuration(
+    name: str, constructor: Callable[..., Any], args: Mapping[str, Any]
+) -> None:
+    """Compare the mapping `config` with the fields of the model's configuration.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    kind, given = _config_class(constructor), args.get("config")
+    if kind is None or not isinstance(given, Mapping):
+        return
+    parameters = inspect.signature(kind).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    # Other names of the same fields, and what is set by way of a property, as num_labels is.
+    known += getattr(kind, "attribute_map", {})
+    for key in given:
+        if known and key not in known and not hasattr(kind, key):
+            raise ConfigError(
+                f"model.args.config.{key}: {kind.__name__}, which {name} is made from, has no "
+                f"{key!r}{did_you_mean(key, known) or '.'} Use a field of {kind.__name__}."
+            )
+
+
+def _with_configuration(
+    path: str, constructor: Callable[..., Any], args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments, with a mapping `config` made the object that the class asks for.
+
+    Raises:
+        ConfigError: a value is not one that the configuration takes.
+    """
+    kind, given = _config_class(constructor), args.get("config")
+    if kind is None or not isinstance(given, Mapping):
+        return dict(args)
+    try:
+        return {**args, "config": kind(**given)}
+    except Exception as error:
+        said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError(
+            f"model.args.config: {kind.__name__}, which {path} is made from, does not take these "
+            f"values: {type(error).__name__}: {said}. Correct them."
+        ) from error

@@ -1,9 +1,10 @@
 """A decoder-only transformer, and the sizes of it that people name.
 
 Pre-LayerNorm blocks, learned positions, GELU, causal attention through torch's fused kernel.
-The presets from gpt2 on have the shapes of GPT-3 (Brown et al. 2020, Table 2.1), where the
-table multiplies out: 16 heads and not 24 at 1.3B (24 x 128 is not 2048), width 5120 and not
-5140 at 13B (40 x 128).
+The presets gpt2 to gpt2-xl have the shapes of GPT-2 (Radford et al. 2019, Table 2) and, with its
+vocabulary and 1024 places, its number of parameters to the last one. Those from gpt-124m on have
+the shapes of GPT-3 (Brown et al. 2020, Table 2.1), where the table multiplies out: 16 heads and not
+24 at 1.3B (24 x 128 is not 2048), width 5120 and not 5140 at 13B (40 x 128).
 """
 
 from __future__ import annotations
@@ -139,6 +140,9 @@ PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "gpt-10m": _shape(6, 384, 6, BYTE_VOCABULARY, 256),
         "gpt-50m": _shape(8, 512, 8, GPT2_VOCABULARY, 512),
         "gpt2": _shape(12, 768, 12, GPT2_VOCABULARY, 1024),
+        "gpt2-medium": _shape(24, 1024, 16, GPT2_VOCABULARY, 1024),
+        "gpt2-large": _shape(36, 1280, 20, GPT2_VOCABULARY, 1024),
+        "gpt2-xl": _shape(48, 1600, 25, GPT2_VOCABULARY, 1024),
         "gpt-124m": _shape(12, 768, 12, GPT2_VOCABULARY, 1024),
         "gpt-350m": _shape(24, 1024, 16, GPT2_VOCABULARY, 2048),
         "gpt-760m": _shape(24, 1536, 16, GPT2_VOCABULARY, 2048),

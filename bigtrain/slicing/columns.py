@@ -214,9 +214,18 @@ def _wanted(ctx: Any) -> list[bool]:
     nodes = [node for node, _ in ctx.next_functions]  # of what is no tensor there are none
     nodes += [None] * (len(ctx.needs_input_grad) - len(nodes))
     return [
-        needed and (node is None or torch._C._will_engine_execute_node(node))
+        needed and (node is None or _is_reached(node))
         for needed, node in zip(ctx.needs_input_grad, nodes, strict=True)
     ]
+
+
+def _is_reached(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except (
+        RuntimeError
+    ):  # of a leaf torch does not say it in `autograd.grad`, within a forward pass
+        return True
 
 
 def _added_up(partial: Tensor, shared: Uses) -> Begun:

@@ -201,10 +201,10 @@ class RunClock:
         chosen, names = self._chosen(kept, timed)
         edges = self._edges()
         paces = [self._pace(chosen, *edge) for edge in pairwise(edges)]
-        whole = [*accumulate(map(round, edges), lambda before, edge: max(before + 1, edge))]
+        whole = _whole_edges(edges, len(chosen))
 
         def profile_of(stage: int) -> Profile:
-            first, stop = whole[stage], whole[stage + 1]
+            first, stop = whole[stage], max(whole[stage] + 1, whole[stage + 1])
             own = chosen[first:stop]
             layout, tp = self._resolved.layout, plan.tp
             into, out = (False, False) if layout is None else layout.between_ranks(stage)
@@ -293,6 +293,16 @@ class RunClock:
             if share > 0:
                 paces.append(self._timer.pass_seconds([section], self._plan.tp).scaled(share))
         return PassSeconds.sum(paces)
+
+
+def _whole_edges(edges: Sequence[float], count: int) -> list[int]:
+    """Where stages begin and end in whole sections: each has one at least.
+
+    Where there are more stages than sections, the first ones share theirs.
+    """
+    rising = accumulate(map(round, edges), lambda before, edge: max(before + 1, edge))
+    left = len(edges) - 1
+    return [max(0, min(edge, count - left + place)) for place, edge in enumerate(rising)]
 
 
 def _told(seconds: StepSeconds, basis: StepBasis, source: str) -> StepForecast:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.data.loader import MicroBatch
+from bigtrain.losses.loss import Loss
 from bigtrain.models.blueprint import kept_random_state
 from bigtrain.tensors.fake import fake_model, run_without_numbers
 from bigtrain.tensors.tree import tree_tensors
@@ -44,6 +47,11 @@ class ParameterUses:
     """Modules whose forward pass ran."""
     used: frozenset[str] = frozenset()
     """Parameters that some operation was given."""
+    graph_in_forward: str | None = None
+    """The module whose forward pass asks for a gradient with a graph, so that another can
+    be taken of it; '' for the model's own, None where there is none."""
+    graph_in_loss: bool = False
+    """Whether the loss asks for a gradient, of whatever kind: it goes back through the output."""
 
     def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
         """Of some modules those that are never called, and of which parameters are used.
@@ -58,31 +66,40 @@ class ParameterUses:
         ]
 
 
-def parameter_uses(model: nn.Module, example: MicroBatch) -> ParameterUses | None:
+def parameter_uses(
+    model: nn.Module, example: MicroBatch, loss: Loss | None = None
+) -> ParameterUses | None:
     """See what a forward pass does with a model's parameters.
 
     Args:
         model: on any device; a copy without numbers runs.
         example: one micro-batch; only shapes matter.
+        loss: of its output, where what it does is looked at, too.
 
     Returns:
         None where the model does not run without its numbers.
     """
     try:
         with kept_random_state():
-            return run_without_numbers(partial(_seen, model, example))
+            return run_without_numbers(partial(_seen, model, example, loss))
     except Exception:  # noqa: BLE001 - user code of any kind runs here
         return None
 
 
-def _seen(model: nn.Module, example: MicroBatch, device: torch.device) -> ParameterUses:
+def _seen(
+    model: nn.Module, example: MicroBatch, loss: Loss | None, device: torch.device
+) -> ParameterUses:
     twin, batch = fake_model(model, device, double=False), example.fake(device)
     watch = _Watch(twin)
     for name, module in twin.named_modules():
         module.register_forward_pre_hook(partial(watch.enter, name))
         module.register_forward_hook(watch.leave, always_call=True)
-    with watch:
-        twin.train()(batch.inputs)
+    in_forward, in_loss = _Graphs(watch, all_kinds=False), _Graphs(watch, all_kinds=True)
+    with watch, in_forward:
+        output = twin.train()(batch.inputs)
+    with suppress(Exception), in_loss:  # a loss may want values, which says nothing of the model
+        if loss is not None and batch.targets is not None:
+            loss(output, batch.targets, max(1, batch.count))
     sparse = tuple(dict.fromkeys(watch.sparse))
     return ParameterUses(
         tuple(watch.writes),
@@ -90,7 +107,31 @@ def _seen(model: nn.Module, example: MicroBatch, device: torch.device) -> Parame
         tuple(name for name in sparse if name in watch.dense),
         frozenset(watch.called),
         frozenset(watch.used),
+        in_forward.where,
+        in_loss.where is not None,
     )
+
+
+class _Graphs(TorchFunctionMode):
+    """Sees gradients that are asked for, of all kinds or with a graph of their own."""
+
+    def __init__(self, watch: _Watch, *, all_kinds: bool) -> None:
+        super().__init__()
+        self._watch, self._all_kinds = watch, all_kinds
+        self.where: str | None = None
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKING and self.where is None:
+            place = _ASKING[func]
+            with_graph = kwargs.get("create_graph") or any(args[place : place + 1])
+            if self._all_kinds or with_graph:
+                self.where = self._watch.innermost
+        return func(*args, **kwargs)
+
+
+_ASKING = {torch.autograd.grad: 4, torch.autograd.backward: 3, Tensor.backward: 3}
+"""What asks for gradients, and the place of `create_graph` among its arguments."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,6 +154,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         self._inside.append(name)
         self.called.add(name)
+
+    @property
+    def innermost(self) -> str:
+        """The module that is at work, '' for the model itself and outside of it."""
+        return self._inside[-1] if self._inside else ""
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._inside.pop()

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import SPARSE, Traits
+from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
@@ -63,7 +63,7 @@ class AutoTP(SliceStrategy):
         return Traits(
             engine="deepspeed",
             needs_group=True,
-            cannot_hold=SPARSE | {"gradient_hooks", "accumulate_hooks", "writes"},
+            cannot_hold=SPARSE | SECOND_BACKWARD | {"gradient_hooks", "accumulate_hooks", "writes"},
         )
 
     def warning(self) -> str | None:

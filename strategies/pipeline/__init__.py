@@ -111,7 +111,7 @@ class Pipeline(CutStrategy):
             schedule=self.schedule,
             stages_per_rank=self.per_rank(),
             recompute=self.checkpoint,
-            cannot_hold=SPARSE | {"writes"},
+            cannot_hold=SPARSE | {"writes", "graph_in_loss"},
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:

@@ -35,7 +35,8 @@ class TorchPipeline(Pipeline):
         splits = self.schedule in SPLIT_BACKWARD_SCHEDULES
         # Whole backward passes leave a stage's gradients as autograd makes them.
         sparse = SPARSE if splits else frozenset[Oddity]({"sparse_shared"})
-        return replace(super().traits, splits_backward=splits, cannot_hold=sparse | {"writes"})
+        others: frozenset[Oddity] = frozenset({"writes", "graph_in_loss"})
+        return replace(super().traits, splits_backward=splits, cannot_hold=sparse | others)
 
     def check(self, plan: Plan) -> None:
         """Refuse no pp axis, micro-batches that do not suit, a torch that gets gradients wrong."""

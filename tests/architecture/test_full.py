@@ -24,6 +24,7 @@ FULL = {
     "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 14,
     "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 1,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
+    "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 7,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
     "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
@@ -58,6 +59,10 @@ FULL = {
     "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 5,
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
     "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 2,
+    "strategies/test_ranks_inner_gradients.py::test_it_is_as_in_a_plain_loop_or_refused_in_a"
+    "_line": 3,
+    "strategies/test_ranks_transformers.py::test_stock_models_train_as_in_a_plain_loop": 4,
+    "test_beyond_one_loss.py::test_what_is_frozen_at_first_trains_after_a_save": 2,
     "strategies/test_ranks_odd_parameters.py::test_what_users_write_is_right_or_refused_by"
     "_name": 20,
     "slice_planning/test_planned_exchanges.py::test_exchanges_of_a_plan_are_those_of_its"

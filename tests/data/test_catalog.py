@@ -105,7 +105,7 @@ def test_a_users_class_is_a_source():
         ("mine:plain", {}, r"data\.args\.rows is missing: mine:plain needs it"),
         ("mine:plain", {"rows": "x"}, r"data\.args\.rows: needs a whole number .got 'x'"),
         ("mine:nothing", {}, r"mine:nothing returned a int, and a bigtrain\.data\.Data is needed"),
-        ("mine:empty", {}, r"mine:empty has no samples in train, at least 1"),
+        ("mine:empty", {}, r"mine:empty has no samples in train .*, at least 1"),
         ("text", {"sequence_lenght": 5}, r"did you mean 'sequence_length'\?"),
         ("text", {"sequence_length": 0}, r"sequence_length: .*needs 1 or more \(got 0"),
         ("text", {"validation_fraction": 1.0}, r"validation_fraction: .*less than 1 \(got 1\.0\)"),

@@ -315,3 +315,37 @@ def test_an_empty_section_says_nothing(tmp_path):
     path.write_text("train:\noptim: null\nstrategy: single\n")
     job = load_job(str(path), None, ["train.steps=2"])
     assert (job.train.steps, job.optim) == (2, load_job(None, "single").optim.__class__())
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [((), 20, 0.0), (("optim.warmup_epochs=2",), 0, 2.0), (("optim.warmup_steps=3",), 3, 0.0)],
+)
+def test_a_warm_up_in_other_units_displaces_that_of_the_job(words, steps, epochs):
+    optim = load_job(overrides=words).optim
+    assert (optim.warmup_steps, optim.warmup_epochs) == (steps, epochs)
+
+
+def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path):
+    words = ["optim.state=bf16"]  # `name` is the default job's, which is right by itself
+    with pytest.raises(ConfigError, match=r"^optim: state=bf16 is for name=adamw"):
+        load_job(overrides=[*words, "optim.name=adam"])
+    config = write(tmp_path, "optim:\n  name: sgd\n  state: bf16\n")
+    with pytest.raises(ConfigError, match=r"job.yaml:3: optim: state=bf16 is for name=adamw"):
+        load_job(config)
+    for key in ("base_batch_size", "warmup_factor"):
+        with pytest.raises(ConfigError) as raised:
+            load_job(overrides=[f"optim.{key}=0.5", "optim.warmup_steps=0"])
+        assert "default.yaml" not in str(raised.value)
+    with pytest.raises(ConfigError) as raised:
+        load_job(overrides=["optim.name=sgd", "optim.nesterov=true"])
+    assert str(raised.value).startswith("optim: nesterov=true looks ahead")
+    with pytest.raises(ConfigError) as raised:  # clip_norm is of the default job, the word is not
+        load_job(overrides=["optim.release_gradients=true"])
+    assert str(raised.value).startswith("optim: release_gradients=true updates each parameter")
+
+
+@pytest.mark.parametrize("words", [["digits"], ["digits", "train.steps=3"], ["my/job.yaml"]])
+def test_a_job_without_its_option_is_told_how_to_name_it(words):
+    with pytest.raises(ConfigError, match=f"{words[0]} is a job. Write --config {words[0]}"):
+        load_job(overrides=words)

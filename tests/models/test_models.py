@@ -17,6 +17,7 @@ import torchvision.models
 from torch import nn
 
 from bigtrain.errors import ConfigError
+from bigtrain.job.load import load_job
 from bigtrain.models import (
     GPT,
     GPTConfig,
@@ -39,6 +40,9 @@ NAMED_SIZES = {
     "gpt-10m": 10,
     "gpt-50m": 50,
     "gpt2": 124,
+    "gpt2-medium": 355,
+    "gpt2-large": 774,
+    "gpt2-xl": 1558,
     "gpt-124m": 124,
     "gpt-350m": 350,
     "gpt-760m": 760,
@@ -67,6 +71,29 @@ def test_presets_have_the_parameters_that_their_names_say(name: str) -> None:
     count = sum(parameter.numel() for parameter in described(name).model.parameters())
     assert GPTConfig.from_preset(name, {}).num_parameters == count
     assert count / 1e6 == pytest.approx(NAMED_SIZES[name], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_gpt2_has_its_parameters_to_the_last_one(name: str, published: int) -> None:
+    assert GPTConfig.from_preset(name, {}).num_parameters == published
+
+
+def test_the_job_gpt2_trains_gpt2_on_bytes() -> None:
+    job = load_job("gpt2")
+    defaults = model_defaults(job.model.name, num_classes=256, sequence_length=1024)
+    config = GPTConfig.from_preset(job.model.name, {**defaults, **job.model.args})
+    assert config.num_parameters == 124_439_808
+    job = load_job("gpt2", overrides=["model.args.vocab_size=256"])  # where bytes alone are meant
+    config = GPTConfig.from_preset(job.model.name, {**defaults, **job.model.args})
+    assert config.num_parameters == 124_439_808 - (50257 - 256) * 768
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -298,7 +325,12 @@ def test_the_data_fills_in_what_was_left_out() -> None:
     assert model_defaults("lenet", num_classes=7, sequence_length=None) == {"num_classes": 7}
     assert model_defaults("resnet18", num_classes=7, sequence_length=3) == {"num_classes": 7}
     language = model_defaults("gpt2", num_classes=256, sequence_length=64)
-    assert language == {"vocab_size": 256, "sequence_length": 64}
+    assert language == {"sequence_length": 64}  # its vocabulary is larger, and stays
+    larger = model_defaults("gpt2", num_classes=60000, sequence_length=None)
+    assert larger == {"vocab_size": 60000}
+    for name in ("gpt", "gpt-10m"):  # models of bytes take what the data have
+        own = model_defaults(name, num_classes=64, sequence_length=None)
+        assert own == {"vocab_size": 64}
     assert model_defaults("gpt", num_classes=None, sequence_length=None) == {}
     assert model_defaults("a.b:C", num_classes=7, sequence_length=3) == {}
     check_model("gpt2", language)

@@ -156,3 +156,31 @@ def test_only_steps_that_are_not_tracked_count():
     measured = watch.measured()
     assert measured is not None
     assert (measured.count, measured.seconds) == (3, 2.0)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"])
+@pytest.mark.parametrize(
+    ("pp", "stages", "layers"), [(2, 1, 4), (2, 2, 2), (2, 3, 4), (2, 4, 4), (3, 3, 4), (4, 2, 3)]
+)
+def test_several_stages_of_a_rank_have_their_seconds(schedule, pp, stages, layers):
+    """Also where a stage is less than a block: 6 stages of a model with 4."""
+    words = [f"strategy.cut.schedule={schedule}", f"strategy.cut.stages_per_rank={stages}"]
+    words += [f"model.args.num_layers={layers}", "train.global_batch_size=12"]
+    job, setup = setup_of("interleaved_1f1b", pp, *words, "train.micro_batch_size=1")
+    assert len(setup.resolved.layout.ranks) == pp * stages
+    found = forecast(job, setup)
+    assert found.seconds is not None, found.source
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize(
+    ("edges", "count", "whole"),
+    [
+        ([0, 1.4, 3.6, 5], 5, [0, 1, 4, 5]),
+        ([0, 0.2, 0.4, 5], 5, [0, 1, 2, 5]),
+        ([0, 3.9, 3.95, 4], 4, [0, 2, 3, 4]),
+        ([0, 1.2, 1.6, 2], 2, [0, 0, 1, 2]),
+    ],
+)
+def test_every_stage_has_whole_sections(edges, count, whole):
+    assert run_seconds._whole_edges(edges, count) == whole

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.state import first_names
 from bigtrain.core.strategy import Assembly
-from bigtrain.errors import ConfigError
+from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.models.names import names_of
 from bigtrain.optim.whole import WholeOptimizer, drop_empty_groups
@@ -178,9 +178,10 @@ def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitSta
 
     def copied(_memo: dict[int, object]) -> nn.Module:
         if not isinstance(torch.empty(0), FakeTensor):
-            raise TypeError(
-                "a model under DeepSpeed cannot be copied: its parameters are in shards and in "
-                "flat buffers. Save a checkpoint, and load it into another model."
+            raise BigtrainError(
+                "a model under DeepSpeed cannot be copied (copy.deepcopy, AveragedModel): its "
+                "parameters are in shards and in flat buffers. bigtrain.ema(engine, decay=0.999) "
+                "keeps an average; for a copy save a checkpoint, and load it into another model."
             )
         memo: dict[int, object] = {id(b): twin(b) for b in plain.buffers()}
         for parameter in plain.parameters():

@@ -58,9 +58,17 @@ from bigtrain.tracing.routes import Routes
 DEEPSPEED_ALTERNATIVES = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
 
-_CANNOT_HOLD: frozenset[Oddity] = SPARSE | {"accumulate_hooks", "complex", "not_fp32"}
-_STAGE_3_CANNOT: frozenset[Oddity] = frozenset({"writes", "empty", "frozen_complex"})
-"""What is written into a parameter between its uses is gone with its gathered values."""
+_CANNOT_HOLD: frozenset[Oddity] = SPARSE | {
+    "accumulate_hooks",
+    "complex",
+    "not_fp32",
+    "graph_in_loss",
+}
+_STAGE_3_CANNOT: frozenset[Oddity] = frozenset(
+    {"writes", "empty", "frozen_complex", "graph_in_forward"}
+)
+"""What is written into a parameter between its uses is gone with its gathered values, and these are
+not there for a second backward pass."""
 
 
 class DeepSpeed(Zero):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bigtrain.core.state import check_shapes, load_optimizer
 from bigtrain.core.strategy import Assembly, Plan
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import SECOND_BACKWARD, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
@@ -53,6 +53,7 @@ class FairscaleFSDP(FairscaleEngine):
             materializes=True,
             optimizer_sees="elements",
             cannot_hold=super().traits.cannot_hold
+            | SECOND_BACKWARD
             | {"gradient_hooks", "accumulate_hooks", "writes", "scalars", "strided", "empty"},
         )
 

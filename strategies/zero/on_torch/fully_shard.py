@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
-from bigtrain.core.traits import SPARSE, Traits
+from bigtrain.core.traits import SECOND_BACKWARD, SPARSE, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
 from bigtrain.devices import is_accelerator
@@ -62,7 +62,7 @@ class FullySharded(Zero):
             casts_inputs=True,
             optimizer_gets="shards",
             optimizer_sees="shards",
-            cannot_hold=SPARSE | {"writes_gathered", "mixed_block"},
+            cannot_hold=SPARSE | SECOND_BACKWARD | {"writes_gathered", "mixed_block"},
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,

@@ -1,0 +1,74 @@
+"""What is said of a cut that leaves one rank most of the work, and which tensor is behind it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from bigtrain.cutting.cut_points import CutPoint, legal_points
+from bigtrain.tracing.records import END_OF_PASS, ForwardTrace
+
+MOST_WORK = 2.0
+"""Times the work that the other ranks have on average, above which a rank's is worth a word."""
+
+
+def uneven_note(
+    trace: ForwardTrace,
+    starts: Sequence[CutPoint],
+    seconds: Sequence[float],
+    devices: Sequence[int],
+    *,
+    named: bool,
+) -> str:
+    """A line on the rank with far more work than the others; '' where there is none.
+
+    Args:
+        trace: of the model.
+        starts: where the second and later stages begin.
+        seconds: of each stage.
+        devices: for each stage its rank.
+        named: whether the user said where the cuts are.
+    """
+    work = dict.fromkeys(devices, 0.0)
+    for device, own in zip(devices, seconds, strict=True):
+        work[device] += own
+    fullest = max(work, key=lambda device: work[device])
+    others = [own for device, own in work.items() if device != fullest]
+    if not others or work[fullest] <= MOST_WORK * sum(others) / len(others):
+        return ""
+    share = 100 * work[fullest] / sum(work.values())
+    said = (
+        f"cut: rank {fullest} has {share:.0f} % of the work of {len(work)} ranks, and the others "
+        "wait for it"
+    )
+    if named:
+        return f"{said}: strategy.cut.at says so. Leave it out, and the stages are balanced."
+    stages = [stage for stage, device in enumerate(devices) if device == fullest]
+    heaviest = max(stages, key=lambda stage: seconds[stage])
+    ticks = [0, *(point.tick for point in starts), END_OF_PASS]
+    reason = _nearest_refusal(trace, ticks[heaviest], ticks[heaviest + 1])
+    if not reason:
+        names = ["the input", *(repr(point.name) for point in starts), "the end"]
+        between = f"{names[heaviest]} and {names[heaviest + 1]}"
+        reason = f"between {between} no module is called before which a cut could stand"
+    return f"{said}: {reason}."
+
+
+def _nearest_refusal(trace: ForwardTrace, first: int, last: int) -> str:
+    """Why no cut is where it would halve a stretch of ticks; '' where nothing speaks against it."""
+    points, refused = legal_points(trace)
+    legal = {point.name for point in points}
+    work = sorted(cost.tick for cost in trace.costs if first < cost.tick < last)
+    middle = len(work) / 2
+    inside = {
+        call.name: abs(bisect_right(work, call.begin) - middle)
+        for call in reversed(trace.calls)
+        if first < call.begin < last and call.name in refused and call.name not in legal
+    }
+    # A block's own beginning says more to its author than that of a layer in it.
+    if not inside:
+        return ""
+    reach = max(len(work) / 8, min(inside.values()))
+    near = [name for name, distance in inside.items() if distance <= reach]
+    name = min(near, key=lambda one: (one.count("."), inside[one]))
+    return f"no cut can stand before {name!r}: {refused[name]}"

@@ -1,0 +1,1 @@
+"""What goes alongside an engine's step: an average of its weights, its model in another loss."""

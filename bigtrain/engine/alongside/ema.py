@@ -1,0 +1,229 @@
+"""An exponential moving average of the weights, kept in the pieces in which a rank has them.
+
+Whatever the strategy, a rank averages what it holds itself: shards under fsdp and ZeRO, its stages
+in a pipeline, its slices under tensor. So an average costs a rank as much as its own weights, and
+keeping it sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bigtrain.engine.alongside.kept import BESIDE
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor
+
+SLOT = BESIDE.removeprefix(".")
+"""The key under which a checkpoint has an average, beside the slots of the optimizer."""
+
+
+def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
+    """Keep an exponential moving average of an engine's trained weights from now on.
+
+    It begins with the weights as they are, and follows each step: average = decay * average +
+    (1 - decay) * weight, in the precision in which weights are updated (fp32 where bf16 is only
+    computed with). Frozen parameters and buffers are the model's own. `engine.save` and
+    `engine.load` have it in their checkpoints. Collective.
+
+    Args:
+        engine: of `bigtrain.prepare`, before or after a checkpoint is loaded.
+        decay: in [0, 1); or a function that gives it for a step, counted from 1.
+
+    Raises:
+        ConfigError: the decay is not in [0, 1), the engine has an average already, or its ranks do
+            not hold one model (parameter servers, local SGD).
+    """
+    if not callable(decay) and not 0 <= decay < 1:
+        raise ConfigError(
+            f"ema: decay={decay} needs to be 0 or more and less than 1. Use decay=0.999."
+        )
+    traits, name = engine.plan.replicate, engine.plan.strategy.name
+    if engine.kept:
+        raise ConfigError("ema: this engine has an average already. Use the one that there is.")
+    if traits.servers or traits.own_numbers:
+        raise ConfigError(
+            f"ema: under strategy {name} the ranks do not have one model after each step, of which "
+            "there could be an average. Use --strategy ddp, or one that shards."
+        )
+    average = Ema(engine, decay)
+    engine.keep_beside(average)
+    return average
+
+
+class Ema:
+    """A moving average of the weights of an engine; see `ema`."""
+
+    def __init__(self, engine: Engine, decay: float | Callable[[int], float]) -> None:
+        self._engine, self._decay = engine, decay
+        self._swapped = False
+        self._values = {
+            name: tensor.values().detach().clone() for name, tensor in self._tensors().items()
+        }
+        engine.meter.label(self._values.values(), "optimizer")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the average on this rank."""
+        return sum(values.nbytes for values in self._values.values())
+
+    def _tensors(self) -> dict[str, StateTensor]:
+        """What this rank holds of the trained weights, each under its first name."""
+        state, found = self._engine.runner.state(), {}
+        for root in self._engine.runner.roots:
+            for name, parameter in root.named_parameters():
+                own = state.get(f"model.{name}")
+                if parameter.requires_grad and own is not None:
+                    found[name] = own
+        return found
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Follow the weights after a step; the engine calls it."""
+        step = self._engine.steps_done
+        decay = self._decay(step) if callable(self._decay) else self._decay
+        for name, tensor in self._tensors().items():
+            values = tensor.values()
+            average = self._values.get(name)
+            if average is None:  # trained from this step on
+                self._values[name] = values.detach().clone()
+            else:
+                average.lerp_(values, 1 - decay)
+
+    def check_step(self) -> None:
+        """Refuse a step while the averages are in the model.
+
+        Raises:
+            BigtrainError: they are.
+        """
+        if self._swapped:
+            raise BigtrainError(
+                "a step within `with average.swapped():` would train the average. Leave the block "
+                "before engine.step."
+            )
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Have the averages in the model's place, to evaluate, predict or save; then the weights.
+
+        The weights are kept beside meanwhile, once more what this rank holds of them. Collective.
+
+        Example:
+            with average.swapped():
+                engine.save("averaged")  # a checkpoint of the averages, to be exported
+        """
+        self.check_step()
+        tensors = self._tensors()
+        weights = {name: one.values().detach().clone() for name, one in tensors.items()}
+        self._put({name: self._values[name] for name in tensors if name in self._values})
+        self._swapped = True
+        try:
+            yield
+        finally:
+            self._swapped = False
+            self._put(weights)
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        """Give the model these values for the pieces that this rank holds. Collective."""
+        runner, context = self._engine.runner, self._engine.context
+        own = {n: t for n, t in runner.state().items() if n.startswith("model.")}
+        first = {
+            f"model.{name}": values[names[id(parameter)]]
+            for root in runner.roots
+            for names in [{id(p): n for n, p in root.named_parameters()}]
+            for name, parameter in root.named_parameters(remove_duplicate=False)
+            if names[id(parameter)] in values
+        }
+        held: dict[str, SavedTensor] = {
+            name: _Held(name, tensor, first.get(name)) for name, tensor in own.items()
+        }
+        elsewhere = {
+            name for names in context.all_gather_objects(list(own)) for name in names or ()
+        }
+        for name in elsewhere - held.keys():  # of other stages: known by name, and never read
+            held[name] = _Held(name, _NOTHING, None)
+        runner.load_state(held)
+
+    def state(self) -> dict[str, StateTensor]:
+        """What this rank holds of the averages, as a checkpoint names it."""
+        found = {}
+        for name, tensor in self._tensors().items():
+            average = self._values.get(name)
+            if average is not None:
+                key = f"optimizer.{name}.{SLOT}"
+                found[key] = replace(tensor, values=partial(_same, average))
+        return found
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, SavedTensor]) -> None:
+        """Take over what this rank holds of saved averages; without some, begin with the weights.
+
+        Args:
+            saved: of a checkpoint whose weights the model has taken over.
+        """
+        for name, tensor in self._tensors().items():
+            key, values = f"optimizer.{name}.{SLOT}", tensor.values()
+            found = saved[key].read(tensor.extents) if key in saved else values
+            self._values[name] = found.to(values.device, values.dtype, copy=True)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+_NOTHING = StateTensor(torch.float32, (), (), lambda: torch.empty(0))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a tensor, to be read as a saved one is."""
+
+    name: str
+    tensor: StateTensor
+    values: Tensor | None
+    """In the place of the tensor's own."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.tensor.shape
+
+    def read(self, extents: Sequence[Extent]) -> Tensor:
+        """These elements, which are here.
+
+        Raises:
+            BigtrainError: they are on other ranks.
+        """
+        values = self.tensor.values() if self.values is None else self.values
+        if tuple(extents) == self.tensor.extents:
+            return values.detach().clone()
+        parts = [part for extent in extents for part in self._parts(extent, values)]
+        found = torch.cat(parts) if parts else values.new_empty(0)
+        wanted = sum(extent.size for extent in extents)
+        if found.numel() != wanted:
+            raise BigtrainError(
+                f"ema: this rank holds {found.numel()} of the {wanted} elements of {self.name} "
+                "that it would put into the model. Use --strategy fsdp or ddp for an average."
+            )
+        return found.clone()
+
+    def _parts(self, wanted: Extent, values: Tensor) -> Iterator[Tensor]:
+        """The elements of one extent, run by run."""
+        for number in range(wanted.count):
+            begin = wanted.start + number * wanted.pitch
+            place = 0
+            for own in self.tensor.extents:
+                for inside, part in own.within(begin, begin + wanted.length):
+                    yield values[place + inside : place + inside + part.size]
+                place += own.size

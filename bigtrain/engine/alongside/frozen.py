@@ -1,0 +1,45 @@
+"""One engine's model inside another's loss, its weights held still: a GAN's discriminator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.func import functional_call
+
+from bigtrain.engine.alongside.kept import holds_whole_model
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import ConfigError
+
+
+def frozen(engine: Engine) -> Callable[..., Any]:
+    """The model of an engine as a function through which gradients go, and into which none do.
+
+    A loss of another engine may call it: what it returns has the graph back to its arguments, and
+    the model's own weights, as they are at the time of the call, get no gradient.
+
+    Args:
+        engine: under a strategy that leaves a rank the whole model.
+
+    Raises:
+        ConfigError: a rank has a part of the model.
+    """
+    plan = engine.plan
+    reason = ""
+    if not holds_whole_model(plan) or plan.tp > 1:
+        reason = "a rank has a part of the model, and another engine's loss needs all of it"
+    elif "recompute" in plan.techniques:
+        reason = (
+            "blocks are computed again in the backward pass, when the weights are not held still"
+        )
+    if reason:
+        raise ConfigError(
+            f"frozen: under strategy {plan.strategy.name} {reason}. Use strategy ddp, zero1_torch "
+            "or zero2 for this engine; the other one may have any."
+        )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        weights = {name: p.detach() for name, p in engine.model.named_parameters()}
+        return functional_call(engine.model, weights, args, kwargs)
+
+    return call

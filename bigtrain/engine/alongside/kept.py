@@ -1,0 +1,67 @@
+"""What is kept beside the model that an engine trains, and copies of it that cannot be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from bigtrain.core.strategy import Plan
+from bigtrain.errors import BigtrainError
+from bigtrain.tensors.shards import SavedTensor, StateTensor
+
+BESIDE = ".moving_average"
+"""How names of a checkpoint end that are of what is kept beside the model."""
+
+
+class Beside(Protocol):
+    """What is kept beside the model: it follows each step, and checkpoints have it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+
+    def update(self) -> None:
+        """Follow a step."""
+
+    def check_step(self) -> None:
+        """Refuse a step that cannot be."""
+
+    def state(self) -> dict[str, StateTensor]:
+        """What this rank holds of it, under the names of a checkpoint."""
+
+    def load(self, saved: Mapping[str, SavedTensor]) -> None:
+        """Take it over from a checkpoint, which may have none of it."""
+
+
+def holds_whole_model(plan: Plan) -> bool:
+    """Whether each rank has all parameters, whole or in slices, between two steps."""
+    return plan.pp == 1 and (plan.dp == 1 or plan.replicate.sharded_states < 3)
+
+
+@contextmanager
+def refuse_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Refuse a deep copy of a model of which this rank has a part, as AveragedModel makes one.
+
+    Args:
+        model: of an engine, as the strategy has left it.
+        plan: of the engine.
+    """
+    if holds_whole_model(plan) or "__deepcopy__" in vars(model):  # an engine refuses it by itself
+        yield
+        return
+
+    def refuse(_memo: Any) -> None:
+        raise BigtrainError(
+            f"under strategy {plan.strategy.name} a rank has a part of the model, and a copy of "
+            "it (copy.deepcopy, AveragedModel) would be of that part. "
+            "bigtrain.ema(engine, decay=0.999) keeps an average, whatever the strategy."
+        )
+
+    model.__deepcopy__ = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        vars(model).pop("__deepcopy__", None)

@@ -1,0 +1,107 @@
+"""A cut that leaves one rank most of the work is said, with the tensor that is behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.caching_nets import CachingLM
+from torch import Tensor, nn
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.workload import Workload
+from bigtrain.cutting.choose import CutRequest, choose_cut
+from bigtrain.cutting.traced_model import Numerics, TracedModel
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.models.blueprint import Blueprint
+
+
+def tokens() -> MicroBatch:
+    ids = torch.arange(24).view(4, 6) % 13
+    return MicroBatch(ids, ids, 24, 4)
+
+
+def chosen(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-def]
+    rehearsal = TracedModel(model, CrossEntropy(), torch.device("cpu"), Numerics())
+    return choose_cut(rehearsal, tokens(), request)
+
+
+class Lists(nn.Module):
+    """Its blocks leave tensors in an attribute of the model, which the head reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.head = nn.Linear(16, 13)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept = [self.embed(ids)]
+        for block in self.blocks:
+            kept.append(block(kept[-1]))
+        return self.head(torch.stack(kept).sum(0))
+
+
+class OneHeavyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.small = nn.Embedding(13, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4000)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.small(self.embed(ids)))[..., :13]
+
+
+@pytest.mark.parametrize("blocks", [4, 8, 12])
+def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
+    model, stages = CachingLM(blocks), 2
+    found = chosen(model, CutRequest(stages))
+    shares = [s / sum(found.partition.seconds) for s in found.partition.seconds]
+    assert max(shares) > 0.6
+    assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in found.uneven
+    assert "no cut can stand before 'blocks." in found.uneven
+    assert ".key' returns is passed on past it" in found.uneven
+    Blueprint.of(model)  # with the cache switched off nothing is in the way
+    found = chosen(model, CutRequest(stages))
+    assert found.uneven == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "request_", "said"),
+    [
+        (Lists, CutRequest(2), ""),  # a list in the model's own code is no obstacle
+        (OneHeavyLayer, CutRequest(2), "between 'head' and the end no module is called"),
+        (Lists, CutRequest(2, at=("head",)), "strategy.cut.at says so. Leave it out, and the"),
+        (CachingLM, CutRequest(1), ""),
+    ],
+)
+def test_what_is_said_of_other_cuts(make, request_, said):
+    found = chosen(make(), request_).uneven
+    assert said in found
+    assert bool(found) is bool(said)
+
+
+def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():
+    with pytest.raises(
+        ConfigError,
+        match=r"no cut can stand before 'blocks.2': a tensor \(4, 6, 16\) of torch.float32 that "
+        r"'blocks.0.key' returns is passed on past it otherwise than by arguments and results, as "
+        r"by an attribute, or an object that collects.* Let the layer return the tensor",
+    ):
+        chosen(CachingLM(), CutRequest(2, at=("blocks.2",)))
+
+
+def test_the_notes_of_a_plan_have_it():
+    job = job_from_keys("1f1b", {"train.global_batch_size": 8, "train.micro_batch_size": 4})
+    plan = make_plan(job, 2, "cpu")
+    workload = Workload(CachingLM(8), tokens(), CrossEntropy(), torch.optim.AdamW, notes=("a",))
+    notes = resolve_plan(plan, workload).notes
+    assert notes[0] == "a"
+    assert notes[1].startswith("cut: rank 1 has")
+
+
+def test_stages_that_share_a_rank_say_nothing():
+    assert chosen(Lists(), CutRequest(4, devices=(0, 1, 0, 1))).uneven == ""

@@ -1,0 +1,70 @@
+"""A small language model that keeps keys and values as the models of transformers do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Settings:
+    """What such a model calls its configuration; a part may have one of its own in it."""
+
+    def __init__(self, **given: Any) -> None:
+        self.use_cache, self.architectures = True, None
+        vars(self).update(given)
+
+    def to_json_string(self) -> str:
+        """As it is written beside a checkpoint."""
+        return json.dumps({"use_cache": self.use_cache})
+
+
+class Cache:
+    """Collects what every layer leaves, which goes round all cuts."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class CachingBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+        key = self.key(x)
+        if cache is not None:
+            cache.kept.append(key)
+        return x + self.out(torch.tanh(key))
+
+
+class CachingLM(nn.Module):
+    """Returns logits, and the keys of all its blocks where `config.use_cache` says so."""
+
+    def __init__(self, blocks: int = 4, width: int = 16, words: int = 13) -> None:
+        super().__init__()
+        self.config = Settings()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(CachingBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        cache = Cache() if self.config.use_cache else None
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cache)
+        return {"logits": self.head(x), "keys": cache.kept if cache is not None else None}
+
+
+class Around(nn.Module):
+    """A model of one's own around such a one, whose configuration holds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = CachingLM()
+        self.net.config = Settings(text=Settings(), use_cache=False)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.net(tokens)["logits"]
