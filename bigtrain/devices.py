@@ -7,9 +7,11 @@ refused in one line, by name. Nothing else of bigtrain asks a kind's module itse
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,7 @@ from bigtrain.errors import ConfigError
 
 Kind = Literal["cuda", "xpu"]
 KINDS: tuple[Kind, ...] = ("cuda", "xpu")
+_DRIVER_MODULE = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,27 @@ def nccl_version() -> tuple[int, int, int]:
     version: Any = torch.cuda.nccl.version
     major, minor, patch = version()[:3]
     return int(major), int(minor), int(patch)
+
+
+def driver_versions() -> dict[str, str]:
+    """Of what lies between torch and the GPUs, and what the first of them can; empty without any.
+
+    The driver's own number stands in no library of torch: the kernel's module tells it.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    found = {"nccl": ".".join(map(str, nccl_version()))}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    if torch.version.hip is not None:
+        found["hip"] = torch.version.hip
+    cudnn = torch.backends.cudnn.version()
+    if cudnn is not None:
+        found["cudnn"] = str(cudnn)
+    found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    with contextlib.suppress(OSError):
+        found["driver"] = _DRIVER_MODULE.read_text().strip()
+    return found
 
 
 def device_name(index: int) -> str:

@@ -24,6 +24,7 @@ from bigtrain.compare.rows import TRACKED_STEPS, ComparisonRow
 from bigtrain.compare.subprocess_runs import run_bigtrain
 from bigtrain.devices import accelerator, device_count, device_names
 from bigtrain.errors import ConfigError
+from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import read_text
 from bigtrain.machine.versions import hardware_and_versions
 from bigtrain.units import format_bytes
@@ -89,6 +90,8 @@ class CheckedRun:
     command: str = ""
     status: int | None = None
     row: ComparisonRow | None = None
+    memory: dict[str, Any] | None = None
+    """What memory.json has of it: what tensors asked for, and what the allocator took for them."""
     last_lines: list[str] = field(default_factory=list)
     """Of what it printed, where it did not pass."""
 
@@ -167,6 +170,7 @@ def run_check(check: Check, before: Mapping[str, CheckedRun], folder: Path) -> C
         " ".join(shown),
         ended.status,
         row,
+        None if row is None else read_json_object(folder / check.name / "memory.json"),
         printed[-40:],
     )
     for rule in check.rules:

@@ -7,7 +7,7 @@ import os
 import platform
 from typing import Any
 
-from bigtrain.devices import device_count, device_names
+from bigtrain.devices import device_count, device_names, driver_versions
 
 _LIBRARIES = ("torch", "deepspeed", "fairscale")
 
@@ -27,5 +27,5 @@ def hardware_and_versions() -> dict[str, Any]:
     return {
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, {gpus}",
         "python": platform.python_version(),
-        "versions": {name: installed_version(name) for name in _LIBRARIES},
+        "versions": {name: installed_version(name) for name in _LIBRARIES} | driver_versions(),
     }
