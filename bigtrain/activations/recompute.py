@@ -79,8 +79,9 @@ def checkpoint_block(
         if not selective:
             return nullcontext(), _ReentrantContexts(*same)
         first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-        first.__class__, first.bigtrain_policy = _noting(type(first)), policy
-        again.__class__ = _only_saved_ops(type(again))
+        kinds: tuple[Any, Any] = (type(first), type(again))
+        first.__class__, first.bigtrain_policy = _noting(kinds[0]), policy
+        again.__class__ = _only_saved_ops(kinds[1])
         return first, _ReentrantContexts(lambda: again, *same)
 
     # Fakes draw nothing, and torch 2.11 copies a GPU's real state where all should be fake.
