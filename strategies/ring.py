@@ -56,7 +56,7 @@ class Ring(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(cannot_hold=SPARSE)
+        return Traits(cannot_hold=SPARSE, sends_messages=True)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
         """None: `ddp` sends as much by the backend's own all-reduce."""
