@@ -199,10 +199,9 @@ def start_kernels(device: torch.device) -> None:
         )
 
         def products(rows: Tensor, matrix: Tensor = matrix, bias: Tensor = bias) -> Tensor:
-            return torch.addmm(
-                bias, rows @ matrix, matrix
-            ).exp()  # which keeps what it gives: else the
-            # second pass ends before the last product
+            # What exp gives is kept: without it the second pass would end before the last product.
+            # What exp gives is kept: without it the second pass would end before the last product.
+            return torch.addmm(bias, rows @ matrix, matrix).exp()
 
         products(rows).sum().backward()  # type: ignore[no-untyped-call]
         again: Any = checkpoint(products, rows, use_reentrant=False, preserve_rng_state=False)

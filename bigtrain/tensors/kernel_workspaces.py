@@ -1,4 +1,4 @@
-"""What CUDA's kernels take of a device inside: made and freed in one operation, seen by nobody else.
+"""What CUDA's kernels take of a device inside: made and freed in one operation, seen by nobody.
 
 A bias's gradient is a sum over all rows, and that of torch 2.11 on a GPU takes up to eight bytes
 for each number it adds: often the highest moment of a backward pass. Attention's backward pass adds
