@@ -7,11 +7,9 @@ refused in one line, by name. Nothing else of bigtrain asks a kind's module itse
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +20,6 @@ from bigtrain.errors import ConfigError
 
 Kind = Literal["cuda", "xpu"]
 KINDS: tuple[Kind, ...] = ("cuda", "xpu")
-_DRIVER_MODULE = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,7 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def driver_versions() -> dict[str, str]:
-    """Of what lies between torch and the GPUs, and what the first of them can; empty without any.
-
-    The driver's own number stands in no library of torch: the kernel's module tells it.
-    """
+    """Of what lies between torch and the GPUs, and what the first of them can; empty without any."""
     if not torch.cuda.is_available():
         return {}
     found = {"nccl": ".".join(map(str, nccl_version()))}
@@ -85,8 +79,6 @@ def driver_versions() -> dict[str, str]:
     if cudnn.is_available():
         found["cudnn"] = str(cudnn.version())
     found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
-    with contextlib.suppress(OSError):
-        found["driver"] = _DRIVER_MODULE.read_text().strip()
     return found
 
 

@@ -29,7 +29,6 @@ from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.tensors.kernel_workspaces import workspaces_of
 
 
 class ProcessPeak:
@@ -115,9 +114,7 @@ class MemoryMeter:
         self._tracker: StorageTracker | None = None
         if track_steps > 0:
             limit = cap.tensor_limit if cap is not None else None
-            self._tracker = StorageTracker(
-                device_type=device.type, limit_bytes=limit, inside=workspaces_of(device.type)
-            )
+            self._tracker = StorageTracker(device_type=device.type, limit_bytes=limit)
         elif cap is not None:
             cap.limit_process(0)
         self._tracked: Peak | None = None
