@@ -67,7 +67,7 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def driver_versions() -> dict[str, str]:
-    """Of what lies between torch and the GPUs, and what the first of them can; empty without any."""
+    """Of what is between torch and the GPUs, and what the first of them can; empty without any."""
     if not torch.cuda.is_available():
         return {}
     found = {"nccl": ".".join(map(str, nccl_version()))}

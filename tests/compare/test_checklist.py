@@ -138,3 +138,20 @@ def test_a_promise_that_is_not_kept_fails_the_command(tmp_path, monkeypatch, cap
     assert "0 of 1 passed" in capsys.readouterr().out
     (run,) = json.loads(Path("figures.json").read_text())["checks"]
     assert (run["told"], run["last_lines"]) == ("its forecast is wrong", ["bigtrain: crashed"])
+
+
+def test_a_list_that_is_cut_short_leaves_what_ran(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done: list[str] = []
+
+    def run(check, *_):
+        if done:
+            raise KeyboardInterrupt
+        done.append(check.name)
+        return replace(GOOD, name=check.name, memory={"peak_bytes": 1})
+
+    monkeypatch.setattr(checklist, "run_check", run)
+    with pytest.raises(KeyboardInterrupt):
+        checklist.main(["--only", "single,cap"])
+    (kept,) = json.loads(Path("check.json").read_text())["checks"]
+    assert (kept["name"], kept["memory"]) == ("single", {"peak_bytes": 1})
