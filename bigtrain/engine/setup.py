@@ -199,6 +199,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             blueprint.model,
             example,
             several_waiting=several_waiting,
+            copies_modules=plan.replicate.copies_modules,
             device_type=plan.device_type,
         )
     loss = _with_accuracy(job, plan, data, loss)

@@ -264,6 +264,7 @@ def _open_mesh(
         shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
+        _open_stages_group(mesh, device)
     except (RuntimeError, OSError) as error:
         if not is_peer_failure(error):
             raise
@@ -272,6 +273,16 @@ def _open_mesh(
         # The watch of this rank ends a run that hangs; the backend does where that fails.
         set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout + BACKEND_GRACE_S)
     return mesh
+
+
+def _open_stages_group(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let all stages exchange something first, where messages may be what comes then. Collective.
+
+    NCCL makes a group's communicator with the first exchange, for which all of its ranks have to
+    come; messages that begin together, and those of tied parameters, are of a few of them.
+    """
+    if mesh.size(AXES.index("pp")) > 1 and is_accelerator(device):
+        dist.all_reduce(torch.zeros((), device=device), group=mesh.get_group("pp"))
 
 
 def _why_not_connected(

@@ -338,3 +338,29 @@ def test_a_rank_that_did_not_come_in_time_is_told_from_that(monkeypatch, identit
     assert isinstance(error, LaunchError)
     assert "rank 0 of 2 could not connect to the others within 300 s: wait timeout" in str(error)
     assert "raise mesh.setup_timeout" in str(error)
+
+
+def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:
+    """NCCL makes a communicator with it: tied parameters alone are of two stages of three."""
+    asked: list[tuple[object, torch.device]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: object) -> None:
+        asked.append((group, tensor.device))
+
+    class Mesh:
+        def __init__(self, pp: int) -> None:
+            self._pp = pp
+
+        def size(self, _axis: int) -> int:
+            return self._pp
+
+        def get_group(self, axis: str) -> str:
+            return f"group of {axis}"
+
+    monkeypatch.setattr(ranks_connect.dist, "all_reduce", all_reduce)
+    cpu = torch.device("cpu")
+    for pp, on_gpu, expected in ((3, True, 1), (1, True, 0), (3, False, 0)):
+        asked.clear()
+        monkeypatch.setattr(ranks_connect, "is_accelerator", lambda _, own=on_gpu: own)
+        ranks_connect._open_stages_group(Mesh(pp), cpu)  # type: ignore[arg-type]
+        assert asked == [("group of pp", cpu)] * expected
