@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.devices import accelerator, processors
+from bigtrain.devices import device_count, processors
 
 _ATEN = torch.ops.aten
 PROCESSORS = 132
@@ -50,7 +50,7 @@ def workspaces_of(device_type: str) -> Callable[[Any, Sequence[Any], Any], int] 
 
 @cache
 def _multiprocessors() -> int:
-    return (processors(0) if accelerator() == "cuda" else None) or PROCESSORS
+    return (processors(0) if device_count() else None) or PROCESSORS
 
 
 def column_sum_bytes(rows: int, columns: int, size: int, multiprocessors: int) -> int:
