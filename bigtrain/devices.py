@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from bigtrain.errors import ConfigError
 
@@ -65,9 +66,47 @@ def nccl_version() -> tuple[int, int, int]:
     return int(major), int(minor), int(patch)
 
 
+def driver_versions() -> dict[str, str]:
+    """Of what is between torch and the GPUs, and what the first of them can; empty without any."""
+    if not torch.cuda.is_available():
+        return {}
+    found = {"nccl": ".".join(map(str, nccl_version()))}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    if torch.version.hip is not None:
+        found["hip"] = torch.version.hip
+    cudnn: Any = torch.backends.cudnn
+    if cudnn.is_available():
+        found["cudnn"] = str(cudnn.version())
+    found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    return found
+
+
 def device_name(index: int) -> str:
     """What one of them is called."""
     return str(_module(accelerator() or "cpu").get_device_name(index))
+
+
+def device_identity(device: torch.device) -> str | None:
+    """What tells one accelerator from all others, however it is numbered; None where nothing does.
+
+    Its UUID: two ranks may each call theirs 0 and mean two, or one.
+    """
+    if not is_accelerator(device):
+        return None
+    uuid = getattr(_module(device.type).get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def processors(index: int) -> int | None:
+    """Multiprocessors of a GPU, among which it shares out a product's tiles; None unless it tells.
+
+    Args:
+        index: of the GPU.
+    """
+    properties = _module(accelerator() or "cpu").get_device_properties(index)
+    count = getattr(properties, "multi_processor_count", None)
+    return None if count is None else int(count)
 
 
 def device_names() -> list[str]:
@@ -137,15 +176,28 @@ def limit_memory(device: torch.device, share: float) -> None:
 
 
 def start_kernels(device: torch.device) -> None:
-    """Have the workspaces of the products made that the caller's thread and autograd's keep.
+    """Have the workspaces of products made that the caller's thread and autograd's keep.
 
-    They are no tensors of a run, and stay for as long as the process does: on Hopper 32 MiB each.
+    They are no tensors of a run, and stay for as long as the process does: cuBLAS has one for each
+    thread (32 MiB on Hopper), and cuBLASLt, which adds biases, one of its own (1 MiB). Blocks that
+    are computed again add biases on autograd's thread, too.
     """
     if not is_accelerator(device):
         return
     for kind in (torch.float32, torch.bfloat16):
-        rows = torch.ones(16, 16, device=device, dtype=kind, requires_grad=True)
-        (rows @ rows).sum().backward()  # type: ignore[no-untyped-call]
+        rows, matrix, bias = (
+            torch.ones(*shape, device=device, dtype=kind, requires_grad=True)
+            for shape in ((16, 16), (16, 16), (16,))
+        )
+
+        def products(rows: Tensor, matrix: Tensor = matrix, bias: Tensor = bias) -> Tensor:
+            # What exp gives is kept: without it the second pass would end before the last product.
+            # What exp gives is kept: without it the second pass would end before the last product.
+            return torch.addmm(bias, rows @ matrix, matrix).exp()
+
+        products(rows).sum().backward()  # type: ignore[no-untyped-call]
+        again: Any = checkpoint(products, rows, use_reentrant=False, preserve_rng_state=False)
+        again.sum().backward()
     synchronize(device)
 
 

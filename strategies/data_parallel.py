@@ -51,7 +51,7 @@ class DataParallel(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(final_gradients=True, cannot_hold=SPARSE)
+        return Traits(final_gradients=True, cannot_hold=SPARSE, copies_modules=True)
 
     @property
     def count(self) -> int:

@@ -36,7 +36,7 @@ from bigtrain.core.traits import SPARSE, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, TrafficKind, buffer_broadcast_traffic
-from bigtrain.devices import current_stream, is_accelerator, on_stream, side_stream
+from bigtrain.devices import current_stream, is_accelerator, on_stream, set_current, side_stream
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.ranks.context import RunContext
@@ -56,7 +56,7 @@ class Ring(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(cannot_hold=SPARSE)
+        return Traits(cannot_hold=SPARSE, sends_messages=True)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
         """None: `ddp` sends as much by the backend's own all-reduce."""
@@ -324,6 +324,8 @@ class GradientRing:
     def _send_all(self) -> None:
         """What the thread does: bucket by bucket, until there is none."""
         try:
+            # A new thread's device is the first, where it would take memory of another rank's.
+            set_current(self._context.device)
             with on_stream(self._stream) if self._stream is not None else nullcontext():
                 while (bucket := self._waiting.get()) is not None:
                     if self._stream is not None:

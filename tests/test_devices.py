@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from support.hidden_gpus import SHOWN, hide_gpus
 from support.ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain import devices
 from bigtrain.errors import ConfigError
@@ -49,8 +50,9 @@ class MadeUp(SimpleNamespace):
     def get_device_name(self, index: int) -> str:
         return f"Alpha {index}"
 
-    def get_device_properties(self, device: torch.device) -> Any:
-        return SimpleNamespace(total_memory=1000 + device.index)
+    def get_device_properties(self, device: torch.device | int) -> Any:
+        index = device if isinstance(device, int) else device.index
+        return SimpleNamespace(total_memory=1000 + index)
 
     def mem_get_info(self, _: torch.device) -> tuple[int, int]:
         return 700, 1001
@@ -201,7 +203,7 @@ def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
     sources = {path: path.read_text("utf-8") for path in own}
     assert [path for path, text in sources.items() if "torch.cuda" in text] == []
     # Where a plan is made for a kind of device that need not be here, it is called by its name.
-    assert sum(text.count('"cuda"') for text in sources.values()) <= 24
+    assert sum(text.count('"cuda"') for text in sources.values()) <= 25
 
 
 def test_programs_that_tests_start_see_no_gpu() -> None:
@@ -225,3 +227,39 @@ def test_ranks_see_no_gpu() -> None:
 
 def visible(_context: RunContext) -> tuple[str | None, str | None]:
     return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("HIP_VISIBLE_DEVICES")
+
+
+def test_starting_kernels_adds_biases_there_back_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLASLt's workspace is a thread's own: a block that is computed again adds biases there."""
+    threads: list[tuple[str, bool]] = []
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.addmm.default:
+                going_back = torch._C._current_graph_task_id() != -1
+                threads.append((str(result.dtype), going_back))
+            return result
+
+    monkeypatch.setattr(devices, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(devices, "synchronize", lambda _: None)
+    with Watch():  # type: ignore[no-untyped-call]
+        devices.start_kernels(CPU)
+    for dtype in ("torch.float32", "torch.bfloat16"):
+        assert (dtype, False) in threads
+        assert (dtype, True) in threads
+
+
+def test_what_tells_one_gpu_from_another(gpus: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.device_identity(CPU) is None
+    assert devices.device_identity(SECOND) is devices.processors(1) is None  # it says neither
+    told = SimpleNamespace(uuid="GPU-7", multi_processor_count=132)
+    monkeypatch.setattr(gpus, "get_device_properties", lambda _: told, raising=False)
+    assert (devices.device_identity(SECOND), devices.processors(1)) == ("GPU-7", 132)
+
+
+@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+def test_without_a_gpu_there_are_no_versions_of_its_parts() -> None:
+    assert devices.driver_versions() == {}

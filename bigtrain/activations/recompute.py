@@ -79,14 +79,33 @@ def checkpoint_block(
         if not selective:
             return nullcontext(), _ReentrantContexts(*same)
         first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-        kind: Any = type(again)
-        again.__class__ = _only_saved_ops(kind)
+        kinds: tuple[Any, Any] = (type(first), type(again))
+        first.__class__, first.bigtrain_policy = _noting(kinds[0]), policy
+        again.__class__ = _only_saved_ops(kinds[1])
         return first, _ReentrantContexts(lambda: again, *same)
 
     # Fakes draw nothing, and torch 2.11 copies a GPU's real state where all should be fake.
     keeps = not any(isinstance(leaf, FakeTensor) for leaf in leaves)
     options = {"use_reentrant": False, "preserve_rng_state": keeps, **CHECKPOINT_OPTIONS}
     return checkpoint(run, *leaves, context_fn=contexts, **options)
+
+
+@functools.cache
+def _noting(kind: type[Any]) -> type[Any]:
+    """Torch's mode that keeps results, with the policy told what was kept.
+
+    The policy itself is asked with the result from torch 2.12 on, and before it is there in 2.11.
+    """
+
+    class Noting(kind):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+            self.bigtrain_policy.note(func, args, kwargs or {}, made)
+            return made
+
+    return Noting
 
 
 @functools.cache
@@ -173,17 +192,21 @@ class _SelectivePolicy:
         self._kept.add(storage)
 
     def __call__(
-        self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
+        self, _context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         if not isinstance(func, torch._ops.OpOverload):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if any(_storage(tensor) in self._kept for tensor in mutated_tensors(func, args, kwargs)):
             raise ConfigError(CHANGED_IN_PLACE)
         if is_saved_op(func, args, kwargs):
-            made = tree_leaves(context.op_output)
-            self._kept.update(_storage(t) for t in made if isinstance(t, Tensor))
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+        """An operation has given this: its storages are kept where the operation is a saved one."""
+        if isinstance(func, torch._ops.OpOverload) and is_saved_op(func, args, kwargs):
+            leaves = tree_leaves(made)
+            self._kept.update(_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 CHANGED_IN_PLACE = (

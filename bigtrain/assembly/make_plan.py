@@ -7,7 +7,7 @@ from typing import Any, Literal
 from bigtrain.assembly.optimizer_check import check_optimizer
 from bigtrain.core.registry import make_technique
 from bigtrain.core.strategy import CutStrategy, Plan, Strategy
-from bigtrain.devices import Kind, accelerator
+from bigtrain.devices import Kind, accelerator, is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.batch import Batch, resolve_batch
 from bigtrain.job.deepspeed_json import batch_keys_of
@@ -82,6 +82,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     for technique in techniques.values():
         technique.check(plan)
     _check_kernels(plan, job.memory.cap)
+    _check_messages(plan, job.mesh.backend)
     return plan
 
 
@@ -111,6 +112,26 @@ def _check_kernels(plan: Plan, cap: int | None) -> None:
             f"memory.cap={cap} limits all of that. Use train.compile=none, or leave memory.cap out."
         )
     check_compiler(plan.device_type)
+
+
+def _check_messages(plan: Plan, backend: str) -> None:
+    """Refuse to send an accelerator's tensors by gloo, which takes their addresses for the host's.
+
+    Exchanges that a whole group takes part in go by the host there; messages end the process.
+    """
+    if backend != "gloo" or not is_accelerator(plan.device_type):
+        return
+    what = None
+    if plan.pp > 1:
+        what = f"the stages of a pipeline (mesh.pp={plan.pp})"
+    elif plan.replicate.sends_messages:
+        what = f"the ranks of strategy.replicate={plan.techniques['replicate'].name}"
+    if what is not None:
+        raise ConfigError(
+            f"mesh.backend=gloo sends messages between hosts alone, and {what} send each other "
+            f"tensors of a {plan.device_type} device. Leave mesh.backend out, with one GPU for "
+            "each rank, or use device=cpu; ddp, fsdp, zero and tensor go with gloo on a GPU."
+        )
 
 
 def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int, int, int]:

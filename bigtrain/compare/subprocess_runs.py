@@ -127,10 +127,11 @@ def reason_in(log: Path, status: int) -> str:
     """The one line of a run's output that says best why it failed."""
     lines = list(_lines(log))
     bigtrain_lines = [line for line in lines if line.startswith("bigtrain: ")]
-    causes = [line for line in bigtrain_lines if not _BESIDE.search(line)] or bigtrain_lines
+    causes = [line for line in bigtrain_lines if not _BESIDE.search(line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    reason = (causes or errors or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
-    return reason if causes or errors else f"exit status {status}: {reason}"
+    found = causes or errors or bigtrain_lines
+    reason = (found or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
+    return reason if found else f"exit status {status}: {reason}"
 
 
 def _lines(log: Path) -> Iterator[str]:

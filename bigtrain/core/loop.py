@@ -99,6 +99,11 @@ class StepRunner:
         if self._released is not None:
             self._released.begin_step()
 
+    def forget_gradients(self) -> None:
+        """As if the passes since the last `update` had not been: nothing of them is updated by."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
     def step_loss(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> StepLoss:
         """The loss of a step; read now, so that nothing goes on with it where it is refused."""
         loss = StepLoss(own_sum, mean)

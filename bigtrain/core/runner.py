@@ -73,6 +73,9 @@ class Runner(Protocol):
             NonFiniteError: the plan checks the norm, and it is not finite.
         """
 
+    def forget_gradients(self) -> None:
+        """Drop what `forward_backward` has made, where no `update` is to follow."""
+
     def gradients(self) -> dict[str, StateTensor]:
         """What this rank has of the gradients of the global batch by plain names, before clipping.
 

@@ -112,6 +112,10 @@ class Traits:
     averaging_bucket: int | None = None
     """Bytes of gradients that the replicas of a stage average at once when its backward passes
     are over (see `replicas.GradientAverager`); None where they do not."""
+    sends_messages: bool = False
+    """Ranks send tensors of the device to one another, beside what all of a group exchange."""
+    copies_modules: bool = False
+    """Each pass runs on copies of the modules, in threads of their own."""
     finds_unused: bool = False
     """It looks in every step which parameters get a gradient: none is left out beforehand."""
     offload_tiers: OffloadTiers = OffloadTiers()

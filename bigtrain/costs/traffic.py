@@ -240,7 +240,10 @@ def _moved_sizes(profile: Profile) -> list[int]:
     while the next one runs. What the last block saves stays. A tensor that lives across the
     beginning of a block and that nobody saves is counted, too: blocks save what they are given.
     """
-    begins = sorted(first.forward[0] for _, first, _ in profile.windows)[1:]
+    # Of a profile that was put together of sections the windows are of what is computed again.
+    windows, named = [w[1] for w in profile.windows], [first for first, _ in profile.blocks]
+    blocks = named if len(named) > len(windows) else windows
+    begins = sorted(block.forward[0] for block in blocks)[1:]
     return [
         span.nbytes
         for span in profile.passes["first"].spans

@@ -58,6 +58,7 @@ def choose_loss(
     example: MicroBatch,
     *,
     several_waiting: bool = False,
+    copies_modules: bool = False,
     device_type: str = "cpu",
 ) -> Loss:
     """The task's loss, in chunks where the job says so.
@@ -72,10 +73,11 @@ def choose_loss(
         several_waiting: whether several micro-batches wait at the head for their
             backward passes (GPipe).
             Each then holds a gradient of the head's weight, and without chunks its logits.
+        copies_modules: see `Traits.copies_modules`: a copy's head is not told the targets.
         device_type: of the run; it decides how large a chunk is.
 
     Raises:
-        ConfigError: a chunked loss is asked for, and this task or model has none.
+        ConfigError: a chunked loss is asked for, and this task, model or strategy has none.
     """
     task_loss, is_gpt = task.loss(), task_of(config.name) == "language"
     if config.auxiliary_weight is not None:
@@ -83,6 +85,14 @@ def choose_loss(
     is_chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
     if not is_chunked:
         return task_loss
+    if copies_modules:
+        if config.chunked_loss is None:
+            return task_loss
+        raise ConfigError(
+            "model.chunked_loss=true: the head makes the loss, and --strategy data_parallel runs "
+            "copies of it that know no targets. Set model.chunked_loss=false, or use --strategy "
+            "ddp with a rank for each GPU."
+        )
     if type(task_loss) is not CrossEntropy or task_loss.class_dim != -1:
         if config.chunked_loss is None:
             return task_loss

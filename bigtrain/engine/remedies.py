@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bigtrain.assembly.make_plan import make_plan
@@ -94,17 +94,38 @@ class RemedySearch:
         beside = kept_beside_tensors(subject.resolved.plan.device_type)
         usable = Limit(limit, beside=beside).for_tensors
         for changes in _ways(subject, usable):
-            for words in changes():
+            candidates = changes()
+            last: Remedy | None = None
+            if isinstance(candidates, _EachLess) and len(candidates) > 1:
                 if time.monotonic() > end:
                     return
-                peak = subject.peak(words)
-                self.forecasts += peak is not None
-                if peak is not None and peak.bytes <= usable:
-                    self.remedies.append(Remedy(tuple(words), peak.bytes))
+                last = self._tried(subject, candidates.pop(), usable)
+                if last is None:  # then none before it fits, and is worth its time
+                    continue
+            for words in candidates:
+                if time.monotonic() > end:
+                    self.remedies += [last] if last is not None else []
+                    return
+                found = self._tried(subject, words, usable)
+                if found is not None:
+                    last = found
                     break
+            self.remedies += [last] if last is not None else []
             if len(self.remedies) == MAX_REMEDIES:
                 break
         self.complete = True
+
+    def _tried(self, subject: ForecastInputs, words: Sequence[str], usable: int) -> Remedy | None:
+        """What a change is predicted to take; None where that does not fit, or nobody can say."""
+        peak = subject.peak(words)
+        self.forecasts += peak is not None
+        if peak is None or peak.bytes > usable:
+            return None
+        return Remedy(tuple(words), peak.bytes)
+
+
+class _EachLess(list[Sequence[str]]):
+    """Changes of which each takes less memory than the one before it."""
 
 
 def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
@@ -143,10 +164,10 @@ def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
     return [words for technique in asked for words in technique.remedies(plan, most)]
 
 
-def _ways(subject: ForecastInputs, usable: int) -> Iterator[Callable[[], Iterator[Sequence[str]]]]:
+def _ways(subject: ForecastInputs, usable: int) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
     """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
-    yield lambda: smaller_micro_batches(job, plan)
+    yield lambda: _EachLess(smaller_micro_batches(job, plan))
     less, shared, away = (
         _offered(plan, role, usable) for role in ("recompute", "replicate", "offload")
     )

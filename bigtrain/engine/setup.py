@@ -244,6 +244,7 @@ def _followed_loss(
             blueprint.model,
             example,
             several_waiting=several_waiting,
+            copies_modules=plan.replicate.copies_modules,
             device_type=plan.device_type,
         )
     return data, loss, example, notes

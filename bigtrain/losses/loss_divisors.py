@@ -13,7 +13,11 @@ from torch.utils._pytree import tree_unflatten
 
 from bigtrain.losses.loss_trace import Call, Node
 
-BY_TARGET = (F.cross_entropy, F.nll_loss, F.linear_cross_entropy)
+BY_TARGET = tuple(
+    getattr(F, name)
+    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
+    if hasattr(F, name)  # the last is there from torch 2.14 on
+)
 """Losses that count the targets that are not ignored."""
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from bigtrain.devices import capacity_bytes, device_count, device_names
+from bigtrain.devices import capacity_bytes, device_count, device_names, processors
 from bigtrain.errors import ConfigError
 from bigtrain.machine.busy import others_in_words
 from bigtrain.machine.cluster import Cluster, DeviceSpec, Flops, Link, NodeSpec
@@ -39,7 +39,12 @@ def measure_local_cluster(ranks: int | None = None) -> Cluster:
     if rates.device != "cpu":
         memory, name = capacity_bytes(torch.device(rates.device, 0)), device_names()[0]
         return cluster_from_rates(
-            rates, devices=device_count(), device_memory=memory, host_memory=host, device_name=name
+            rates,
+            devices=device_count(),
+            device_memory=memory,
+            host_memory=host,
+            device_name=name,
+            device_processors=processors(0),
         )
     return cluster_from_rates(rates, devices=ranks or usable_cores(), host_memory=host)
 
@@ -62,7 +67,12 @@ def cached_local_cluster(ranks: int, device_type: str) -> Cluster | None:
         return cluster_from_rates(rates, devices=ranks, host_memory=host)
     memory, name = capacity_bytes(torch.device(device_type, 0)), device_names()[0]
     return cluster_from_rates(
-        rates, devices=ranks, device_memory=memory, host_memory=host, device_name=name
+        rates,
+        devices=ranks,
+        device_memory=memory,
+        host_memory=host,
+        device_name=name,
+        device_processors=processors(0),
     )
 
 
@@ -73,6 +83,7 @@ def cluster_from_rates(
     host_memory: int,
     device_memory: int | None = None,
     device_name: str | None = None,
+    device_processors: int | None = None,
 ) -> Cluster:
     """A cluster of one node with the rates that were measured on it; nothing is measured here.
 
@@ -82,6 +93,8 @@ def cluster_from_rates(
         host_memory: bytes of the host.
         device_memory: bytes of a GPU; on a CPU a rank has an equal share of the host's.
         device_name: left out, the processor's.
+        device_processors: of a GPU: products that do not fill all of them reach less than the rate
+            that was measured. Left out, all reach it.
 
     Raises:
         ConfigError: something that is needed could not be measured.
@@ -113,6 +126,7 @@ def cluster_from_rates(
             efficiency=1.0,
             memory_bandwidth=2 * copy_rate,  # each byte is read and written
             launch=LAUNCH_SECONDS[kind],
+            processors=device_processors,
         ),
         node=NodeSpec(
             devices=devices,

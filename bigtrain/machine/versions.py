@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
-from bigtrain.devices import device_count, device_names
+from bigtrain.devices import device_count, device_names, driver_versions
+from bigtrain.files.regular import is_there, read_text
 
+_DRIVER_MODULE = Path("/sys/module/nvidia/version")
 _LIBRARIES = ("torch", "deepspeed", "fairscale")
 
 
@@ -20,6 +24,15 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def _driver() -> dict[str, str]:
+    """NVIDIA's, which no library of torch knows: the kernel's module tells it."""
+    if not is_there(_DRIVER_MODULE):
+        return {}
+    with contextlib.suppress(OSError):
+        return {"driver": read_text(_DRIVER_MODULE).strip()}
+    return {}
+
+
 def hardware_and_versions() -> dict[str, Any]:
     """Hardware and versions, as JSON values."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -27,5 +40,9 @@ def hardware_and_versions() -> dict[str, Any]:
     return {
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, {gpus}",
         "python": platform.python_version(),
-        "versions": {name: installed_version(name) for name in _LIBRARIES},
+        "versions": {
+            **{name: installed_version(name) for name in _LIBRARIES},
+            **driver_versions(),
+            **_driver(),
+        },
     }

@@ -51,6 +51,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device_type: count what is on such devices only; None counts everything.
         limit_bytes: the most that may be alive at once, per rank; None limits nothing. The
             operation that goes beyond raises torch.OutOfMemoryError, after it has run.
+        inside: says of an operation, its arguments and its result how many bytes it takes beside
+            them while it runs; left out, none are known.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake: bool = False,
         device_type: str | None = None,
         limit_bytes: int | None = None,
+        inside: Callable[[Any, Any, Any], int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._device_type = device_type
         self._limit_bytes = limit_bytes
+        self._inside = inside
         self._watching = ExitStack()
         self.told: Callable[[Any, Any, Any, Any], None] | None = None
         """See `TellingMode.told`: of what the tracker has noted."""
@@ -102,8 +106,21 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
+        if self._inside is not None:
+            self._pass_through(self._inside(func, args, result))
         if self.told is not None:
             self.told(func, args, kwargs, result)
+
+    def _pass_through(self, nbytes: int) -> None:
+        """Note what an operation took inside, and has given back."""
+        if not nbytes:
+            return
+        self._tick()
+        record = _Record(nbytes, self.clock)
+        self._tick()
+        record.death = self.clock
+        self._records.append(record)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
 
     @contextmanager
     def behind(self, mode: TellingMode) -> Iterator[None]:

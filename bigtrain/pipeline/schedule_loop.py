@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bigtrain.devices import is_accelerator
 from bigtrain.pipeline.torch_stage import (
     LostGradients,
     StageCaller,
@@ -226,9 +225,6 @@ class ScheduleLoop:
         self._device, self._group = context.device, context.pp_group
         self._recorder = context.recorder
         self._parcels: dict[StepEvent, _Parcel] = {}
-        if is_accelerator(context.device):
-            # Messages that begin together may not be the first that a group of NCCL does.
-            context.all_reduce_sum(torch.zeros((), device=context.device), "pp")
 
     def step(self, arguments: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """See `TorchSchedule.step`."""

@@ -45,6 +45,7 @@ from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.fake_mode import FakeMode
+from bigtrain.tensors.kernel_workspaces import workspaces_of
 from bigtrain.tensors.memory_format import set_channels_last
 from bigtrain.tensors.replaced_products import ReplacedProducts
 
@@ -262,7 +263,7 @@ def _record(
         for one in ([last] if earlier_batch is None else [earlier_batch, last])
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
-    tracker = StorageTracker(fake=True)
+    tracker = StorageTracker(fake=True, inside=workspaces_of(plan.device_type))
     exchanges = ExchangeLog(lambda: tracker.clock)
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()

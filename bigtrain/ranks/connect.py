@@ -27,6 +27,7 @@ from bigtrain.devices import (
     Kind,
     accelerator,
     device_count,
+    device_identity,
     is_accelerator,
     set_current,
 )
@@ -256,23 +257,87 @@ def _open_mesh(
         # share its one stream, in both directions.
         joining["device_id"] = device
     start_recording()
+    if _is_of_device(backend):
+        _tell_device(placement, meeting, device)
     try:
         dist.init_process_group(_with_host(backend, device), **joining)
         shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
+        _open_stages_group(mesh, device)
     except (RuntimeError, OSError) as error:
         if not is_peer_failure(error):
             raise
-        raise LaunchError(
-            f"rank {placement.rank} of {placement.world_size} could not connect to the others "
-            f"within {setup_timeout:.0f} s: {str(error).splitlines()[0]} "
-            "Check that all ranks started, or raise mesh.setup_timeout"
-        ) from error
+        raise _why_not_connected(error, placement, meeting, device, setup_timeout) from error
     if backend != "mpi":
         # The watch of this rank ends a run that hangs; the backend does where that fails.
         set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout + BACKEND_GRACE_S)
     return mesh
+
+
+def _open_stages_group(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let all stages exchange something first, where messages may be what comes then. Collective.
+
+    NCCL makes a group's communicator with the first exchange, for which all of its ranks have to
+    come; messages that begin together, and those of tied parameters, are of a few of them.
+    """
+    if mesh.size(AXES.index("pp")) > 1 and is_accelerator(device):
+        dist.all_reduce(torch.zeros((), device=device), group=mesh.get_group("pp"))
+
+
+def _why_not_connected(
+    error: BaseException,
+    placement: RankInfo,
+    meeting: Rendezvous,
+    device: torch.device,
+    waited_s: float,
+) -> ConfigError | LaunchError:
+    """What to say where a backend could not connect the ranks.
+
+    Args:
+        error: the backend's own.
+        placement: of this rank.
+        meeting: with what `_tell_device` of each rank has put down.
+        device: of this rank.
+        waited_s: as long as the ranks had.
+    """
+    shared = _sharing_ranks(placement, meeting, device)
+    first_line = str(error).splitlines()[0]
+    if shared is not None:
+        return ConfigError(
+            f"ranks {shared[0]} and {shared[1]} have the same GPU: {device} of both is one device"
+            f"{_hidden_by(os.environ)}. Give each rank one of its own, start fewer ranks, or set "
+            f"mesh.backend=gloo, by which ranks may share one. The backend said: {first_line}"
+        )
+    who = f"rank {placement.rank} of {placement.world_size}"
+    if "invalid usage" in first_line:  # NCCL's word for what it refuses at once
+        return LaunchError(
+            f"{who} could not connect to the others: {first_line} Run again with NCCL_DEBUG=WARN, "
+            "which says what is wrong, or set mesh.backend=gloo"
+        )
+    return LaunchError(
+        f"{who} could not connect to the others within {waited_s:.0f} s: {first_line} "
+        "Check that all ranks started, or raise mesh.setup_timeout"
+    )
+
+
+def _tell_device(placement: RankInfo, meeting: Rendezvous, device: torch.device) -> None:
+    """Put down which accelerator a rank has, by what tells it from all others."""
+    meeting.store.set(f"device/{placement.rank}", device_identity(device) or "")
+
+
+def _sharing_ranks(
+    placement: RankInfo, meeting: Rendezvous, device: torch.device
+) -> tuple[int, int] | None:
+    """Two ranks that have one accelerator, of which this is one; None where none are known."""
+    own = device_identity(device)
+    others = [rank for rank in range(placement.world_size) if rank != placement.rank]
+    with contextlib.suppress(RuntimeError, OSError):  # rank 0 may be gone, and the store with it
+        for rank in others if own else []:
+            key = f"device/{rank}"
+            if meeting.store.check([key]) and meeting.store.get(key).decode() == own:
+                return min(rank, placement.rank), max(rank, placement.rank)
+    return None
 
 
 @contextlib.contextmanager

@@ -71,7 +71,8 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
         return None
     if wait is None:
         return None
-    allowed = timeout_s if wait.message else max(timeout_s, wait.timeout_s - BACKEND_GRACE_S)
+    # Of a message that torch did not record there is no other time than the run's.
+    allowed = max(timeout_s, wait.timeout_s - BACKEND_GRACE_S)
     return wait if wait.seconds >= allowed else None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -38,7 +39,9 @@ def read_exchanges() -> list[dict[str, Any]]:
     groups = _groups()
     for dump in _dumps():
         recorded = pickle.loads(dump(includeCollectives=True, includeStackTraces=False))
-        found += [_described(entry, groups) for entry in recorded.get("entries", ())[-_RECENT:]]
+        entries = recorded.get("entries", ())
+        over = _grouped_messages(entries)
+        found += [_described(entry, groups, over) for entry in entries[-_RECENT:]]
     found.sort(key=lambda exchange: -float(exchange["age_s"]))
     return found[-_RECENT:]
 
@@ -94,7 +97,28 @@ def _groups() -> dict[str, tuple[str, list[int]]]:
     return found
 
 
-def _described(entry: dict[str, Any], groups: dict[str, tuple[str, list[int]]]) -> dict[str, Any]:
+def _is_over(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
+
+
+def _grouped_messages(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], bool]:
+    """Of messages that began together whether they are over: by their group, and their number.
+
+    NCCL's record of one of them stays as it was scheduled. What ends is an entry of all of them,
+    which has the number of each.
+    """
+    return {
+        (entry["process_group"][0], entry["p2p_seq_id"]): _is_over(entry)
+        for entry in entries
+        if entry["profiling_name"].endswith(":coalesced")
+    }
+
+
+def _described(
+    entry: dict[str, Any],
+    groups: dict[str, tuple[str, list[int]]],
+    grouped: Mapping[tuple[str, int], bool],
+) -> dict[str, Any]:
     name = entry["process_group"][0]
     desc, ranks = groups.get(name, (entry["process_group"][1], []))
     message = bool(entry.get("is_p2p"))
@@ -109,7 +133,7 @@ def _described(entry: dict[str, Any], groups: dict[str, tuple[str, list[int]]]) 
         "begun": entry["time_created_ns"] / 1e9,
         "age_s": round(time.time() - entry["time_created_ns"] / 1e9, 3),
         "timeout_s": entry["timeout_ms"] / 1000,
-        "done": bool(entry["retired"]) or entry["state"] == "completed",
+        "done": _is_over(entry) or (message and grouped.get((name, entry["p2p_seq_id"]), False)),
     }
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bigtrain.devices import current_stream, on_stream, side_stream
+from bigtrain.devices import current_stream, on_stream, set_current, side_stream
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import anonymous_file
 
@@ -103,6 +103,11 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = side_stream(device)
+
+    @property
+    def device(self) -> torch.device:
+        """Between which and the host it copies."""
+        return self._device
 
     @property
     def beside(self) -> bool:
@@ -324,7 +329,13 @@ class DiskTransfer:
         self._copies = copies
         self._bounced = BouncedFile(self._file, copies) if copies.beside else None
         self._space = FileAllocator()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="bigtrain-disk")
+        # A new thread's device is the first, where it would take memory of another rank's.
+        self._worker = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="bigtrain-disk",
+            initializer=set_current,
+            initargs=(copies.device,),
+        )
         self._shut = weakref.finalize(self, _shut, self._worker, self._file)
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:

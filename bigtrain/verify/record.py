@@ -192,8 +192,7 @@ def random_losses(
         dropout.begin_step(0, places)
         with dropout:
             losses.append(engine.runner.forward_backward(batch.micro_batches).read())
-        for parameter in engine.runner.module.parameters():
-            parameter.grad = None
+        engine.runner.forget_gradients()
     same = abs(losses[0] - losses[1]) <= 1e-6 * abs(losses[0])
     return None if same else (losses[0], losses[1])
 

@@ -88,6 +88,7 @@ class ParameterServer(Strategy):
             state_ranks=self.servers,
             sharded_states=1,
             servers=self.servers,
+            sends_messages=True,
             notice_every=_NOTICE_EVERY if self._asynchronous else 1,
             own_numbers=_OWN_NUMBERS if self._asynchronous else None,
         )

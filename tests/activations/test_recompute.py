@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, rows, settled_for
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.activations.policy import apply_policies, remove_policies
+from bigtrain.activations.recompute import _SelectivePolicy
 from bigtrain.errors import ConfigError
 
 
@@ -45,3 +48,19 @@ def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tm
     assert all("forward" not in layer.__dict__ for layer in model.layers)
     assert model.layers[0].forward.__func__ is plain
     mover.close()
+
+
+def test_what_selective_keeps_is_known_by_the_result_whatever_torch_tells_the_policy() -> None:
+    """torch 2.11 asks before there is a result."""
+    policy = _SelectivePolicy()
+    mm, relu = torch.ops.aten.mm.default, torch.ops.aten.relu.default
+    kept, other = torch.ones(2, 2), torch.ones(2, 2)
+    told = SimpleNamespace(is_recompute=False)
+    assert policy(told, mm, kept, kept) is CheckpointPolicy.MUST_SAVE
+    assert policy(told, relu, kept) is CheckpointPolicy.PREFER_RECOMPUTE
+    policy.note(mm, (kept, kept), {}, kept)
+    policy.note(relu, (kept,), {}, other)
+    assert policy.keeps(kept.untyped_storage()._cdata)
+    assert not policy.keeps(other.untyped_storage()._cdata)
+    with pytest.raises(ConfigError, match="changes one in place"):
+        policy(told, torch.ops.aten.relu_.default, kept)

@@ -14,6 +14,7 @@ from bigtrain.compare import checklist
 from bigtrain.compare.checklist import CHECKS, Check, CheckedRun, forecast_holds, same_losses
 from bigtrain.compare.rows import ComparisonRow
 from bigtrain.devices import accelerator
+from bigtrain.units import MIB
 
 FULL = pytest.mark.full
 ROW = ComparisonRow(
@@ -31,7 +32,11 @@ def like_single(**changes: object) -> CheckedRun:
     ("rule", "run", "wrong"),
     [
         (forecast_holds, GOOD, None),
-        (forecast_holds, like_single(predicted_peak_bytes=1006), r"\+0\.60 % off; 0\.5 % may be"),
+        (
+            forecast_holds,
+            like_single(predicted_peak_bytes=1006),
+            r"\+0\.60 % off \(6 B\); 0\.5 % may be",
+        ),
         (forecast_holds, like_single(predicted_peak_bytes=None), "no forecast of its peak"),
         (forecast_holds, FAILED, "it crashed"),
         (same_losses("single"), like_single(losses=(5.0, 4.00001)), None),
@@ -58,6 +63,23 @@ def test_rules(rule, run, wrong) -> None:
     else:
         assert found is not None
         assert re.search(wrong, found)
+
+
+def test_workspaces_that_are_no_larger_than_a_gpus_kernels_want_are_let_pass(monkeypatch) -> None:
+    monkeypatch.setattr(checklist, "accelerator", lambda: "cuda")
+    sizes = (200 * MIB, 263 * MIB, 7000 * MIB, 7069 * MIB, 7100 * MIB)
+
+    def found(peak: int, predicted: int) -> str | None:
+        run = replace(GOOD, row=replace(ROW, peak_bytes=peak, predicted_peak_bytes=predicted))
+        return forecast_holds(run, {})
+
+    small, within, large, share, beyond = sizes
+    assert found(within, small) is None  # 24 %, and 63 MiB
+    assert found(small, within + 2 * MIB) == (
+        "its forecast is +32.50 % off (65.0 MiB); 64.0 MiB may be"
+    )
+    assert found(large, share) is None
+    assert found(large, beyond) == "its forecast is +1.43 % off (100.0 MiB); 1.0 % may be"
 
 
 def test_what_others_are_held_against_comes_first() -> None:
@@ -116,3 +138,20 @@ def test_a_promise_that_is_not_kept_fails_the_command(tmp_path, monkeypatch, cap
     assert "0 of 1 passed" in capsys.readouterr().out
     (run,) = json.loads(Path("figures.json").read_text())["checks"]
     assert (run["told"], run["last_lines"]) == ("its forecast is wrong", ["bigtrain: crashed"])
+
+
+def test_a_list_that_is_cut_short_leaves_what_ran(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done: list[str] = []
+
+    def run(check, *_):
+        if done:
+            raise KeyboardInterrupt
+        done.append(check.name)
+        return replace(GOOD, name=check.name, memory={"peak_bytes": 1})
+
+    monkeypatch.setattr(checklist, "run_check", run)
+    with pytest.raises(KeyboardInterrupt):
+        checklist.main(["--only", "single,cap"])
+    (kept,) = json.loads(Path("check.json").read_text())["checks"]
+    assert (kept["name"], kept["memory"]) == ("single", {"peak_bytes": 1})

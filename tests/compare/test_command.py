@@ -352,6 +352,11 @@ def test_front_is_what_nothing_beats():
         ("bigtrain: the cause\nbigtrain: rank 1 lost rank 0: gone\n", "the cause"),
         ("bigtrain: rank 1 lost rank 0: gone\n", "rank 1 lost rank 0: gone"),
         ("Traceback\n  File\nValueError: bad\n", "ValueError: bad"),
+        ("ValueError: bad\nbigtrain: rank 0 fails. It stands in x\n", "ValueError: bad"),
+        (
+            "bigtrain: the last events of each rank: a\n",
+            "the last events of each rank: a",
+        ),
         ("only noise\n", "exit status 3: only noise"),
         ("", "exit status 3: it said nothing"),
     ],

@@ -246,3 +246,30 @@ def test_cap_is_a_size():
 
 def test_host_memory_in_words():
     assert "free now" in host_memory_line()
+
+
+def test_micro_batches_are_not_halved_where_the_smallest_does_not_fit(monkeypatch):
+    tried: list[str] = []
+
+    def search(smallest):
+        tried.clear()
+        peaks = {"8": 900, "4": 500, "2": 300, "1": smallest, "full": 90}
+
+        def peak(words):
+            tried.append(words[0])
+            return Peak("forward", Breakdown(parameters=peaks[words[0]] * MIB))
+
+        ways = [
+            lambda: remedies._EachLess([["8"], ["4"], ["2"], ["1"]]),
+            lambda: iter([["full"]]),
+        ]
+        monkeypatch.setattr(remedies, "_ways", lambda *_: ways)
+        found = remedies.RemedySearch()
+        found.run(SimpleNamespace(peak=peak, resolved=ON_CPU), 400 * MIB, 60.0)
+        assert found.complete
+        return [remedy.words[0] for remedy in found.remedies]
+
+    assert search(smallest=450) == ["full"]
+    assert tried == ["1", "full"]
+    assert search(smallest=200) == ["2", "full"]  # the largest that fits
+    assert tried == ["1", "8", "4", "2", "full"]

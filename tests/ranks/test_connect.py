@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.ranks import connect as ranks_connect
 from bigtrain.ranks.connect import connect, pick_backend, pick_device
 from bigtrain.ranks.context import RunContext, resolve_mesh
 from bigtrain.ranks.cpu_threads import thread_share
@@ -299,3 +300,67 @@ def test_alone_works_without_any_group() -> None:
     context = RunContext.alone("meta", seed=3)
     assert context.device == torch.device("meta")
     assert (context.seed, context.dp_size, context.dp_group) == (3, 1, None)
+
+
+def failed(monkeypatch, identities: dict[int, str | None], rank: int, message: str) -> Exception:
+    """What a rank says where the backend could not connect ranks with these devices."""
+    meeting = Rendezvous(dist.HashStore(), "localhost")
+    device = torch.device("cuda", 0)
+    for other, identity in identities.items():
+        monkeypatch.setattr(ranks_connect, "device_identity", lambda _, own=identity: own)
+        ranks_connect._tell_device(placed(other, len(identities), 4), meeting, device)
+    monkeypatch.setattr(ranks_connect, "device_identity", lambda _: identities[rank])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    place = placed(rank, len(identities), 4)
+    return ranks_connect._why_not_connected(RuntimeError(message), place, meeting, device, 300.0)
+
+
+INVALID = "NCCL error in: NCCLUtils.cpp:93, invalid usage"
+
+
+def test_ranks_that_share_a_gpu_are_named_where_nccl_says_invalid_usage_alone(monkeypatch) -> None:
+    for rank, pair in ((0, "0 and 2"), (2, "0 and 2")):
+        error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, rank, INVALID)
+        assert isinstance(error, ConfigError)
+        assert f"ranks {pair} have the same GPU: cuda:0 of both is one device" in str(error)
+        assert "to be seen with CUDA_VISIBLE_DEVICES=0" in str(error)
+        assert "mesh.backend=gloo" in str(error)
+    # The one that shares with nobody does not blame itself.
+    error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, 1, INVALID)
+    assert isinstance(error, LaunchError)
+    assert "NCCL_DEBUG=WARN" in str(error)
+    assert "within" not in str(error)
+
+
+@pytest.mark.parametrize("identities", [{0: None, 1: None}, {0: "GPU-a", 1: "GPU-b"}])
+def test_a_rank_that_did_not_come_in_time_is_told_from_that(monkeypatch, identities) -> None:
+    error = failed(monkeypatch, identities, 0, "wait timeout after 300000ms")
+    assert isinstance(error, LaunchError)
+    assert "rank 0 of 2 could not connect to the others within 300 s: wait timeout" in str(error)
+    assert "raise mesh.setup_timeout" in str(error)
+
+
+def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:
+    """NCCL makes a communicator with it: tied parameters alone are of two stages of three."""
+    asked: list[tuple[object, torch.device]] = []
+
+    def all_reduce(tensor: torch.Tensor, group: object) -> None:
+        asked.append((group, tensor.device))
+
+    class Mesh:
+        def __init__(self, pp: int) -> None:
+            self._pp = pp
+
+        def size(self, _axis: int) -> int:
+            return self._pp
+
+        def get_group(self, axis: str) -> str:
+            return f"group of {axis}"
+
+    monkeypatch.setattr(ranks_connect.dist, "all_reduce", all_reduce)
+    cpu = torch.device("cpu")
+    for pp, on_gpu, expected in ((3, True, 1), (1, True, 0), (3, False, 0)):
+        asked.clear()
+        monkeypatch.setattr(ranks_connect, "is_accelerator", lambda _, own=on_gpu: own)
+        ranks_connect._open_stages_group(Mesh(pp), cpu)  # type: ignore[arg-type]
+        assert asked == [("group of pp", cpu)] * expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,14 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.traffic import StepVolume
+from bigtrain.data.loader import MicroBatch
+from bigtrain.engine.choose_loss import choose_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import CrossEntropy
 from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.models import make_model
 
 
 def plan_on(strategy: str = "single", ranks: int = 1, device: str = "cuda", rows: int = 8) -> Plan:
@@ -105,3 +112,21 @@ def test_it_says_what_goes_between_the_gpus_and_what_the_first_one_holds():
     said = data_parallel.DataParallel(devices=4).advise(Forecast.of(found), found, plan)
     assert "the first of 4 GPUs holds 45.8 MiB more than each other" in said
     assert "BatchNorm statistics) follow the rows of the first GPU alone" in said
+
+
+def test_its_copies_make_no_loss_in_chunks() -> None:
+    """The head of a copy would be the original's, and its thread is told no targets."""
+    job = job_from_keys("data_parallel", {"model.name": "gpt", "train.global_batch_size": 2})
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    example = MicroBatch(tokens, tokens, 16, 2)
+    model = make_model("gpt", {"num_layers": 1, "width": 16, "num_heads": 2})
+    task = SimpleNamespace(loss=CrossEntropy, name="language")
+    arguments: Any = (task, model, example)
+    chunked = choose_loss(job.model, *arguments)
+    assert isinstance(chunked, ChunkedCrossEntropy)
+    plain = choose_loss(job.model, *arguments, copies_modules=True)
+    assert type(plain) is CrossEntropy
+    asked = job.model.model_copy(update={"chunked_loss": True})
+    with pytest.raises(ConfigError, match="model.chunked_loss=true: the head makes the loss"):
+        choose_loss(asked, *arguments, copies_modules=True)
+    assert data_parallel.DataParallel().traits.copies_modules

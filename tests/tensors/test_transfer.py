@@ -190,6 +190,11 @@ def cuda(monkeypatch) -> Cuda:
     stand_in = Cuda()
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(f"torch.cuda.{name}", getattr(stand_in, name))
+    stand_in.devices = []
+    monkeypatch.setattr(
+        "torch.cuda.set_device",
+        lambda device: stand_in.devices.append((device, threading.current_thread().name)),
+    )
     empty_like, copy = torch.empty_like, torch.Tensor.copy_
 
     def pinned(*args, pin_memory=False, **kwargs):
@@ -266,6 +271,14 @@ def test_a_file_has_one_buffer_while_the_other_is_copied(cuda, tmp_path, monkeyp
         *("side marks 9", "main waits for 9"),
     ]
     assert torch.equal(target, source)
+    transfer.close()
+
+
+def test_the_thread_that_copies_to_a_file_is_on_the_rank_s_own_device(cuda, tmp_path):
+    transfer = DiskTransfer(str(tmp_path), HostCopies(torch.device("cuda", 1)))
+    _, wait = transfer.copy_out(torch.arange(8, dtype=torch.uint8))
+    wait()
+    assert cuda.devices == [(torch.device("cuda", 1), "bigtrain-disk_0")]
     transfer.close()
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.traffic import offloaded_activations
 from bigtrain.engine.setup import RunSetup, open_setup
-from bigtrain.job.load import load_job
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.collective_cost import collective_seconds
@@ -20,7 +21,7 @@ from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing import run_seconds
-from bigtrain.timing.run_seconds import RunClock, StepWatch, forecast_step_seconds
+from bigtrain.timing.run_seconds import RunClock, StepWatch, forecast_on, forecast_step_seconds
 from bigtrain.timing.step_time import StepTimer
 from bigtrain.units import GIB
 
@@ -184,3 +185,25 @@ def test_several_stages_of_a_rank_have_their_seconds(schedule, pp, stages, layer
 )
 def test_every_stage_has_whole_sections(edges, count, whole):
     assert run_seconds._whole_edges(edges, count) == whole
+
+
+def test_activations_that_move_to_the_host_take_the_time_of_the_link() -> None:
+    """By sections that were put together, of which none is computed again."""
+    keys = {
+        "model.name": "gpt",
+        "model.args": {"num_layers": 4, "width": 128, "num_heads": 4, "vocab_size": 64},
+        "data.name": "synthetic",
+        "data.args": {"kind": "language", "vocabulary": 64},
+        "train.global_batch_size": 8,
+        "strategy.offload.activations": "cpu",
+    }
+    job = job_from_keys("single", keys)
+    parts = open_setup(job, make_plan(job, 1, "cuda"))
+    h100 = load_cluster("h100-node")
+    node = h100.node.model_copy(update={"host_link": 1e6})  # so slow that it hides behind nothing
+    slow = h100.model_copy(update={"node": node})
+    forecast = forecast_on(StepTimer(slow), job, parts.resolved, parts.workload)
+    recorded = forecast_rank(parts.resolved, parts.workload, 0).profiles[0]
+    nbytes, _ = offloaded_activations(recorded)
+    assert nbytes > 0
+    assert forecast.parts["moving"] == pytest.approx(2 * nbytes / 1e6, rel=0.15)

@@ -141,6 +141,11 @@ class DeepSpeedRunner(LoopRunner):
         self._sharded.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return torch.tensor(norm, dtype=torch.float64)
 
+    def forget_gradients(self) -> None:
+        """See `StepRunner.forget_gradients`: DeepSpeed has them in buffers of its own."""
+        super().forget_gradients()
+        self._sharded.shards.clear()
+
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
         own = {f"model.{name}": g for name, g in self._sharded.gradients().items()}

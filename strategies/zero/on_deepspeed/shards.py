@@ -238,7 +238,12 @@ class FlatShards(OptimizerShards):
         finish = replace_end_of_backward(zero, finish_all)
 
     def clear(self) -> None:
-        """See `OptimizerShards.clear`; without offload they are in a buffer gone with the step."""
+        """See `OptimizerShards.clear`; without offload they are in a buffer, made with the first.
+
+        DeepSpeed lets it go in its step; passes without one would be added up in it.
+        """
+        for number in self.zero.averaged_gradients:
+            self.zero.averaged_gradients[number] = None
         if self.zero.cpu_offload:
             for piece in self.zero.single_partition_of_fp32_groups:
                 if piece.grad is not None:

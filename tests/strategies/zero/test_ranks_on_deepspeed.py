@@ -402,3 +402,25 @@ def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
     # Shards, copies of shards that DeepSpeed makes while it builds, and one layer.
     for found in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
         assert found[0][0] < whole
+
+
+def tried_twice(context, strategies):
+    """Norms of a step's gradients after a pass that no update followed."""
+    norms = []
+    for strategy in strategies:
+        job = job_from_keys(strategy, {"train.global_batch_size": 4, "memory.predict": False})
+        samples = tokens(4, ignored=False)
+        with Engine(TinyLM, CrossEntropy(), sgd, job, context) as engine:
+            batch, _ = engine._micro_batches((samples.inputs, samples.targets))
+            batch = engine._with_totals(batch)
+            engine.runner.forward_backward(batch)
+            engine.runner.forget_gradients()
+            engine.runner.forward_backward(batch)
+            norms.append(float(engine.runner.update()))
+    return norms
+
+
+def test_passes_without_an_update_are_forgotten():
+    strategies = ["single", "zero1", "zero2", "zero3", "zero2_offload"]
+    (norms,) = run_ranks(tried_twice, 1, strategies, flavour="deepspeed", force_group=True)
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)

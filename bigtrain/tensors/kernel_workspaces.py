@@ -1,0 +1,132 @@
+"""What CUDA's kernels take of a device inside: made and freed in one operation, seen by nobody.
+
+A bias's gradient is a sum over all rows, and that of torch 2.11 on a GPU takes up to eight bytes
+for each number it adds: often the highest moment of a backward pass. Attention's backward pass adds
+the queries' gradients up in fp32. These are the sizes that torch's and cuDNN's code asks the
+allocator for, as they were seen on an H100 (docs/gpu.md). What cuDNN's convolutions take depends on
+the algorithm that it picks, and is not here.
+
+Source: aten/src/ATen/native/cuda/Reduce.cuh of torch, for the shapes of blocks and grids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigtrain.devices import device_count, processors
+
+_ATEN = torch.ops.aten
+PROCESSORS = 132
+"""Multiprocessors of a GPU that is not here: an H100's. It matters to wide sums alone."""
+_RESIDENT_THREADS = 2048
+"""Threads that a multiprocessor keeps at once."""
+_BLOCK_THREADS, _WARP = 512, 32
+_LEAST_PER_THREAD, _MOST_PER_THREAD = 16, 256
+"""Numbers that a thread adds up, before and after a sum is shared out among blocks."""
+
+
+def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Bytes that an operation on CUDA holds, at its highest, beside what goes in and comes out.
+
+    Args:
+        func: the operation.
+        args: of it, real or fake, wherever they are.
+        result: of it.
+    """
+    rule = _RULES.get(func)
+    return 0 if rule is None else rule(args, result)
+
+
+def workspaces_of(device_type: str) -> Callable[[Any, Sequence[Any], Any], int] | None:
+    """`workspace_bytes` where a run's kernels are CUDA's; None where they are not."""
+    return workspace_bytes if device_type == "cuda" else None
+
+
+@cache
+def _multiprocessors() -> int:
+    return (processors(0) if device_count() else None) or PROCESSORS
+
+
+def column_sum_bytes(rows: int, columns: int, size: int, multiprocessors: int) -> int:
+    """The partial sums, and the counters, of a sum over rows that lie one after the other.
+
+    Args:
+        rows: how many are added up.
+        columns: numbers of a row, and of the result.
+        size: bytes of a number in which it adds up.
+        multiprocessors: of the GPU.
+    """
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads = _BLOCK_THREADS // vector
+    wide, high = (min(_power_of_2(n), threads) for n in (max(1, columns // vector), rows))
+    width = min(wide, _WARP)
+    height = min(high, threads // width)
+    width = min(wide, threads // height)
+    if rows < min(height * 16, 256):
+        return 0  # each thread adds a column up by itself
+    each = math.ceil(rows / height)
+    grid = math.ceil(columns // vector / width)
+    target = multiprocessors * (_RESIDENT_THREADS // (width * height))
+    if each < _MOST_PER_THREAD or grid > target:
+        return 0
+    blocks = min(math.ceil(target / grid), math.ceil(each / _LEAST_PER_THREAD))
+    blocks = max(blocks, math.ceil(each / _MOST_PER_THREAD))
+    return size * columns * blocks * width * vector + 4 * grid if blocks > 1 else 0
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def _sum(args: Sequence[Any], _result: Any) -> int:
+    tensor, dims = args[0], args[1]
+    if not dims or not tensor.is_contiguous() or not tensor.is_floating_point():
+        return 0
+    reduced = sorted(dim % tensor.dim() for dim in dims)
+    if reduced != list(range(len(reduced))) or len(reduced) == tensor.dim():
+        return 0  # not over rows
+    rows = math.prod(tensor.shape[: len(reduced)])
+    columns = tensor.numel() // max(1, rows)
+    if not rows or not columns:
+        return 0
+    return column_sum_bytes(rows, columns, max(4, tensor.itemsize), _multiprocessors())
+
+
+def _attention_backward(args: Sequence[Any], _result: Any) -> int:
+    """The queries' gradients in fp32, and a number for each of their rows.
+
+    In fp32 torch's kernel copies the gradient that comes in before that, which takes as much.
+    """
+    query: Tensor = args[1]
+    batch, heads, length = query.shape[:3]
+    statistics = 4 * batch * heads * length
+    if query.dtype == torch.float32:
+        return 4 * query.numel() + 2 * statistics
+    return 4 * query.numel() + statistics + 256
+
+
+def _copies(count: int) -> Callable[[Sequence[Any], Any], int]:
+    """Of the first so many arguments those that lie in another order than their dims."""
+
+    def rule(args: Sequence[Any], _result: Any) -> int:
+        return sum(t.numel() * t.itemsize for t in args[:count] if not t.is_contiguous())
+
+    return rule
+
+
+_RULES: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    _ATEN.sum.dim_IntList: _sum,
+    _ATEN._scaled_dot_product_cudnn_attention_backward.default: _attention_backward,
+    _ATEN._scaled_dot_product_flash_attention_backward.default: _attention_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward.default: _attention_backward,
+    # Where a run on CUDA is described on the CPU.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _ATEN.native_layer_norm.default: _copies(1),
+    _ATEN.native_layer_norm_backward.default: _copies(2),
+}
