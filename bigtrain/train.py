@@ -33,7 +33,8 @@ from bigtrain.ranks.exit_status import REQUEUE_STATUS, run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
-from bigtrain.report.lines import closing_lines, dry_run_lines, make_console, opening_lines
+from bigtrain.report.dry_run import dry_run_lines
+from bigtrain.report.lines import closing_lines, make_console, opening_lines
 from bigtrain.report.run_log import RunLog, run_folder
 
 
@@ -95,7 +96,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                 console,
                 total_steps=parts.total_steps,
                 first_step=engine.steps_done,
-                predicted=engine.predicted,
+                predicted=engine.fullest.peak if engine.fullest else None,
                 predicted_step=engine.predicted_step,
                 predicted_volume=engine.predicted_volume,
             ) as log,
@@ -106,9 +107,9 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
             if engine.steps_done < parts.total_steps:
                 for batch in parts.training_steps(context, engine.samples_seen):
                     result = engine.step(batch)
-                    log.step(result, getattr(engine.runner, "figures", {}))
                     last = result.step == parts.total_steps
-                    stops = notice.agreed() and not last
+                    stops = notice.agreed(result.peak_memory_bytes) and not last
+                    log.step(result, getattr(engine.runner, "figures", {}), notice.highest)
                     if stops:  # before anything that takes long: little time may be left
                         log.sync()
                         for line in stopped_lines(engine, folder, notice.signal_name):

@@ -62,6 +62,7 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.prediction.fullest_rank import FullestRank
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -118,8 +119,8 @@ class Engine:
 
     predicted: Peak | None = None
     prediction_note: str | None = None
-    predicted_fullest: Peak | None = None
-    """As `predicted`, which is of this rank, of the fullest replica."""
+    fullest: FullestRank | None = None
+    """Which rank is predicted to need the most; on rank 0, where an example was given."""
     predicted_volume: StepVolume | None = None
     _host_bytes = 0
     predicted_state = StatePeaks()
@@ -180,8 +181,7 @@ class Engine:
         with suppress(Exception):  # a module that cannot be copied cannot be predicted either
             self._skeleton = replace(workload, model=meta_copy(workload.model))
         if example is not None:
-            self._predict(workload)
-            ensure_host_room(self.plan, self._host_bytes, context)
+            self._predict_all(workload)
         self.first_steps: FirstSteps | None = None
         if job.train.check_first_steps:  # before a technique changes the model
             self.first_steps = FirstSteps(
@@ -215,9 +215,7 @@ class Engine:
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
         """What this rank could take before it was built, in bytes."""
         if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
-            self.advice += predict_out_of_memory(
-                self._subject, self.predicted_fullest, self.limit_bytes
-            )
+            self.advice += predict_out_of_memory(self._subject, self.fullest, self.limit_bytes)
         self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
@@ -506,12 +504,18 @@ class Engine:
         given = (self.resolved, workload, self.job.checkpoint, prediction)
         self.predicted_state = forecast_state_peaks(*given, *place)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
-        self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
-        self.predicted_volume = prediction.volume
+        self._host_bytes, self.predicted_volume = prediction.host_bytes, prediction.volume
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
         self.advice = [*self.advice, *prediction.advice]
+
+    def _predict_all(self, workload: Workload) -> None:
+        """Predict every rank before anything is built. Collective."""
+        self._predict(workload)
+        save = self.predicted_state.save
+        self.fullest = FullestRank.of_all(self.context, self.predicted, save)
+        ensure_host_room(self.plan, self._host_bytes, self.context)
 
     def _set_learning_rate(self) -> float:
         groups = self.runner.optimizer.param_groups

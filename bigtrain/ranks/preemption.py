@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,25 @@ SAME_S = 2.0
 """A signal within so many seconds of the first is that one again: schedulers signal the launcher
 and its ranks, and the launcher passes it on."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Highest:
+    """The highest figure of all ranks."""
+
+    figure: float
+    rank: int
+    """The first that has it."""
+    alike: bool
+    """Whether every rank has it."""
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Highest | None:
+        """The highest of one figure a rank; None where it is below 0, which is none."""
+        figure = max(figures)
+        if figure < 0:
+            return None
+        return cls(figure, figures.index(figure), min(figures) == figure)
 
 
 class PreemptionNotice:
@@ -43,16 +64,23 @@ class PreemptionNotice:
         self._before: dict[int, Any] = {}
         self.signal_name = ""
         """Which signal it was, on every rank; empty while there is none."""
+        self.highest: Highest | None = None
+        """Of the figures that `agreed` was given on all ranks."""
 
-    def agreed(self) -> bool:
+    def agreed(self, figure: float | None = None) -> bool:
         """Whether any rank has got a signal; the same on all ranks. Collective.
 
         The numbers go from host to host: an accelerator is not waited for.
+
+        Args:
+            figure: goes with the question, so that it costs no exchange of its own; see `highest`.
         """
         self._calls += 1
         if self._calls % self._every:
             return bool(self.signal_name)
-        numbers = [int(number) for number in self._context.all_gather_numbers(self._noted)]
+        rows = self._context.all_gather_rows([self._noted, -1.0 if figure is None else figure])
+        numbers = [int(row[0]) for row in rows]
+        self.highest = Highest.of([row[1] for row in rows])
         if max(numbers):
             self.signal_name = signal.Signals(max(numbers)).name
         return bool(self.signal_name)

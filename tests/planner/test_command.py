@@ -157,10 +157,11 @@ def test_auto_chooses_says_why_and_the_run_follows(here: Path) -> None:
     assert "auto: " in done.output
     assert "predicted peak" in done.output
     memory = json.loads((here / "runs/auto/memory.json").read_text())
-    assert memory["strategy"] == "planned"
+    assert memory["strategy"].startswith("auto: ")
+    assert f"strategy {memory['strategy']}: 2 ranks on cpu" in done.output
     assert memory["predicted_peak_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.01)
     plan = yaml.safe_load((here / "runs/auto/plan.yaml").read_text())
-    assert plan["strategy"]["name"] == "planned"
+    assert plan["strategy"]["name"] == memory["strategy"]
 
 
 def test_auto_under_a_cap_that_nothing_fits_is_refused(here: Path) -> None:
