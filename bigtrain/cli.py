@@ -32,6 +32,13 @@ SCRIPTS = {"train": "train.py", "record": "verify/record.py", "pace": "speedup/m
 
 def main(arguments: list[str] | None = None) -> int:
     """The `bigtrain` command; returns the exit status."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:  # before a command has begun
+        return 128 + signal.SIGINT
+
+
+def _main(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="bigtrain",

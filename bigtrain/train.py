@@ -11,6 +11,12 @@ import sys
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+if __name__ == "__main__":  # Ctrl-C while torch is loaded: no traceback from each rank
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
+
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +27,7 @@ from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import Saving, resume, run_note, stopped_lines
+from bigtrain.engine.resume import Saving, StopReport, resume, run_note, stopped_lines
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -29,7 +35,7 @@ from bigtrain.job.schema import Job
 from bigtrain.planner.auto import read_job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.exit_status import REQUEUE_STATUS, run_guarded
+from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
@@ -65,14 +71,15 @@ def main(arguments: list[str]) -> int:
         console.print(hint, highlight=False, soft_wrap=True)
 
     facts = parts.facts(one_node=placement.one_node) if parts else {}
-    with connect_job(job, plan, placement, facts) as context:
+    stopped = StopReport(speaks=placement.rank == 0)
+    with stopped, connect_job(job, plan, placement, facts) as context:
         if parts is None:
             if context.is_main:
                 prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
             parts = open_setup(job, plan)
             context.agreement.require(parts.facts(one_node=placement.one_node))
-        folder = context.recorder.folder = run_folder(job, context)
+        folder = context.recorder.folder = stopped.folder = run_folder(job, context)
         if context.is_main:
             run_note(job, parts.plan, folder, restart, planned=bool(reasons)).leave(os.environ)
         if restart is not None and restart.said and context.is_main:
@@ -119,7 +126,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
                     if stops:
-                        return REQUEUE_STATUS
+                        return notice.exit_status
                     for line in saving.after_step(result.step, measured, log.sync):
                         log.print_line(line)
                     if last:
@@ -143,4 +150,6 @@ def show(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run_guarded(lambda: main(sys.argv[1:])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import CheckpointError, DamagedCheckpointError, LostRankError
 from bigtrain.job.schema import Job
-from bigtrain.ranks.restart import Restart, RunNote
+from bigtrain.ranks.exit_status import is_interrupt
+from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
 
 _SAID_OF_DAMAGE = 3
 """Checkpoints whose damage is said one by one."""
@@ -224,8 +226,29 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
         ) from None
     return [
         f"stopped by {signal_name} after step {engine.steps_done}, saved as {path}. Go on with the "
-        f"same command and: --resume auto log.dir={folder.parent} log.name={folder.name}"
+        f"same command and: {resume_words(folder)}"
     ]
+
+
+class StopReport:
+    """Says what is left of a run where Ctrl-C or SIGTERM ends a `with` block before it could save.
+
+    Args:
+        speaks: whether this rank says it.
+    """
+
+    folder: Path | None = None
+    """Of the run, as soon as it has one."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks = speaks
+
+    def __enter__(self) -> StopReport:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and is_interrupt(error) and self._speaks:
+            sys.stderr.write(f"bigtrain: {left_behind(self.folder)}\n")
 
 
 def run_note(

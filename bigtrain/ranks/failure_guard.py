@@ -32,7 +32,7 @@ from bigtrain.ranks.hang_watch import watch_for_hangs
 from bigtrain.ranks.launcher_env import RankInfo
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.rendezvous import Rendezvous
-from bigtrain.ranks.restart import RestartRequest
+from bigtrain.ranks.restart import RestartRequest, left_behind
 from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
@@ -265,6 +265,8 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
         status = 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
         watch.report("", status)
         if not handled.wait(_SIGNAL_PATIENCE_S):
+            if watch.rank == 0:  # the blocked main thread cannot say it
+                sys.stderr.write(f"bigtrain: {left_behind(watch.recorder.folder)}\n")
             exit_process(status)
 
     def forward_signals() -> None:
