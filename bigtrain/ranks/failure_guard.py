@@ -265,9 +265,7 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
         status = 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
         watch.report("", status)
         if not handled.wait(_SIGNAL_PATIENCE_S):
-            if watch.rank == 0:  # the blocked main thread cannot say it
-                sys.stderr.write(f"bigtrain: {left_behind(watch.recorder.folder)}\n")
-            exit_process(status)
+            _end_blocked(watch, status)
 
     def forward_signals() -> None:
         # This thread may outlive the process groups: it keeps no handler, which may have them.
@@ -286,6 +284,13 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
                 signal.signal(
                     number, signal.default_int_handler if is_interrupt_signal else signal.SIG_DFL
                 )
+
+
+def _end_blocked(watch: FailureListener, status: int) -> None:
+    """End a rank whose main thread is blocked; rank 0 says what that thread cannot say."""
+    if watch.rank == 0:
+        sys.stderr.write(f"bigtrain: {left_behind(watch.recorder.folder)}\n")
+    exit_process(status)
 
 
 def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | None], Any]]:
