@@ -11,18 +11,16 @@ import sys
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-if __name__ == "__main__":  # Ctrl-C while torch is loaded: no traceback from each rank
-    import signal
+if __name__ == "__main__":
+    from bigtrain.ranks.exit_status import end_quietly_on_interrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
+    end_quietly_on_interrupt()  # while torch is loaded
 
 from pathlib import Path
 
 from rich.console import Console
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
-from bigtrain.core.strategy import Plan
 from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
@@ -39,7 +37,7 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
-from bigtrain.report.dry_run import dry_run_lines
+from bigtrain.report.dry_run import show_dry_run
 from bigtrain.report.lines import closing_lines, make_console, opening_lines
 from bigtrain.report.run_log import RunLog, run_folder
 
@@ -64,7 +62,7 @@ def main(arguments: list[str]) -> int:
     for line in reasons if placement.rank == 0 else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
-        return show(job, plan, parts, console) if placement.rank == 0 else 0
+        return show_dry_run(job, plan, parts, console) if placement.rank == 0 else 0
     has_gpu = is_accelerator(plan.device_type)
     hint = launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
@@ -142,14 +140,5 @@ def due(job: Job, step: int) -> bool:
     return job.train.eval_every > 0 and step % job.train.eval_every == 0
 
 
-def show(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
-    """Print the resolved job and the predicted peak, and run nothing."""
-    for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 0
-
-
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run_guarded(lambda: main(sys.argv[1:])))

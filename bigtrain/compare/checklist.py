@@ -7,7 +7,6 @@ command, in processes of their own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from bigtrain.compare.subprocess_runs import run_bigtrain
 from bigtrain.devices import accelerator, device_count, device_names
 from bigtrain.errors import ConfigError
 from bigtrain.files.regular import read_text
+from bigtrain.job.command_parser import CommandParser
 from bigtrain.machine.versions import hardware_and_versions
 from bigtrain.units import format_bytes
 
@@ -95,10 +95,9 @@ class CheckedRun:
 
 def main(arguments: list[str]) -> int:
     """Run the list; returns the exit status: 0 where nothing failed, else 1."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain doctor --check",
         description="Run what bigtrain promises on this machine, and hold each run to a rule.",
-        allow_abbrev=False,
     )
     parser.add_argument("--only", metavar="NAMES", help="some of the list, with commas between")
     parser.add_argument("--output", default="check.json", help="the file for all figures")

@@ -175,7 +175,7 @@ def _words(options: ComparisonOptions) -> Iterator[str]:
     yield "bigtrain compare"
     if options.job is not None:
         yield options.job
-    yield f"--strategies {options.strategies}"
+    yield f"--strategy {options.strategies}"
     if options.num_ranks is not None:
         yield f"-n {options.num_ranks}"
     if options.cap is not None:

@@ -8,7 +8,6 @@ cannot run, and its reason is what is shown.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,6 +27,7 @@ from bigtrain.core.registry import make_technique, technique_class
 from bigtrain.core.strategy import Plan
 from bigtrain.core.traits import Need
 from bigtrain.errors import ConfigError
+from bigtrain.job.command_parser import CommandParser
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_line, preset_names
 from bigtrain.job.schema import Job, Role, RoleConfig
@@ -123,11 +123,10 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigError: there is no strategy of that name.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain strategies",
         description="List the strategies and what they combine with, or explain one; several with "
         "+ between them are one.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the one to explain: NAME, or NAME+NAME"

@@ -95,7 +95,7 @@ def load_job(
     Raises:
         ConfigError: with the file, the line and the nearest valid key.
     """
-    tree = read_preset("jobs", config or "default", "--config")
+    tree = read_preset("jobs", config or "default", "job")
     refuse_yacs(tree.values, str(config))
     words = parse_overrides(overrides)
     named = (("--strategy", strategy), ("--plan", plan), ("strategy", words.strategy))

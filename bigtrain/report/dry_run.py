@@ -7,13 +7,14 @@ from dataclasses import replace
 from itertools import product
 
 import yaml
+from rich.console import Console
 
 from bigtrain.assembly.make_plan import describe_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.out_of_memory import predict_out_of_memory, predict_save_beyond
 from bigtrain.engine.remedies import ForecastInputs
-from bigtrain.engine.setup import RunSetup
+from bigtrain.engine.setup import RunSetup, open_setup
 from bigtrain.job.schema import Job
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.memory.timeline import Peak
@@ -21,6 +22,13 @@ from bigtrain.prediction.fullest_rank import FullestRank
 from bigtrain.prediction.predict import Prediction, predict
 from bigtrain.report.banner import MemoryLimit, banner_lines, peak_line
 from bigtrain.units import format_bytes
+
+
+def show_dry_run(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
+    """Print the resolved job and the predicted peak, and run nothing; returns the exit status."""
+    for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:

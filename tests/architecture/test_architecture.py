@@ -44,12 +44,23 @@ TRAIN_OPTIONS = STARTING | {
     *("--dry-run", "--cap", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
 }
 _SIDES = {
-    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategies", "--time-limit", "--output"),
-    *("--json", "--steps"),
+    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategy", "--strategies"),
+    *("--time-limit", "--output", "--json", "--steps"),
 }
 COMMANDS = {
     "plan": {
-        *("-h", "--help", "--config", "--devices", "--memory", "--cap", "--cluster", "--engines"),
+        *(
+            "-h",
+            "--help",
+            "--config",
+            "-n",
+            "--num-ranks",
+            "--devices",
+            "--memory",
+            "--cap",
+            "--cluster",
+            "--engines",
+        ),
         *("--global-batch-size", "--output", "--picture", "--json"),
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
@@ -206,7 +217,9 @@ def test_the_command_line_is_frozen(monkeypatch):
         options = {option for action in actions for option in action.option_strings}
         assert options == TRAIN_OPTIONS - (set() if starts_ranks else STARTING)
     actions = parser_of(lambda: cli.main([]), monkeypatch)
-    assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
+    assert {o for action in actions for o in action.option_strings} == {
+        *("-h", "--help", "--version")
+    }
     (commands,) = [action for action in actions if not action.option_strings]
     assert set(commands.choices) == {"train", "record", "pace", *COMMANDS}
     assert set(cli.COMMANDS) == {"train", *COMMANDS}
