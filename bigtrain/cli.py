@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bigtrain.job.arguments import TrainOptions
 
 COMMANDS = {
+    "init": "write a first model, data source, job and test of your own",
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
     "compare": "run strategies side by side: memory by part, time, losses",
@@ -86,6 +87,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.verify.command import main as run
     elif command == "checkpoint":
         from bigtrain.checkpoint.command import main as run
+    elif command == "init":
+        from bigtrain.job.starter import main as run
     elif command == "doctor" and "--check" in arguments:
         from bigtrain.compare.checklist import main as run
 

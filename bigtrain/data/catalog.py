@@ -65,9 +65,14 @@ def open_data(
         if samples is not None and not (hasattr(samples, "__len__") and len(samples)):
             raise ConfigError(
                 f"data.name: {name} has no samples in {part}, at least 1 is needed (a map-style "
-                f"data set with a length). Check data.path={path}."
+                f"data set with a length). {_look_at(name, path)}"
             )
     return data
+
+
+def _look_at(name: str, path: str | None) -> str:
+    """Where the user finds what is wrong with samples."""
+    return f"Look at what {name} returns." if path is None else f"Check data.path={path}."
 
 
 def check_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
-from bigtrain.job import arguments
+from bigtrain.job import arguments, starter
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import ROLES, Job, Role
@@ -67,6 +67,7 @@ COMMANDS = {
     "speedup": _SIDES | {"--cluster", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed", "--script"},
     "checkpoint": {"-h", "--help"},
+    "init": {"-h", "--help"},
     "strategies": {"-h", "--help", "--json"},
     "doctor": {"-h", "--help", "--json", "--no-rates", "--again", "--check"},
 }
@@ -229,7 +230,7 @@ def test_the_command_line_is_frozen(monkeypatch):
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"speedup": arguments.speedup_arguments}
-    readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
+    readers |= {"strategies": list_strategies.main, "doctor": doctor.main, "init": starter.main}
     readers |= {"plan": arguments.plan_arguments, "checkpoint": arguments.READERS["checkpoint"]}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == COMMANDS[name]
