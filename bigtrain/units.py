@@ -75,6 +75,14 @@ def format_share(part: float, whole: float) -> str:
     return f"{share:.1%}" if abs(share) >= 0.0005 else "0.0%"
 
 
+def signed_share(share: float | None, digits: int = 1) -> str:
+    """Write a difference as a share: '+2.5%', '-0.3%'; '0.0%' without a sign, '-' for none."""
+    if share is None:
+        return "-"
+    rounded = round(share, digits + 2)
+    return f"{rounded:+.{digits}%}" if rounded else f"{0:.{digits}%}"
+
+
 def format_duration(seconds: float) -> str:
     """Write how long something takes for a person: '26 s', '3 min 05 s', '2 h 10 min'."""
     whole = round(seconds)

@@ -26,7 +26,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.files.regular import read_text
 from bigtrain.job.command_parser import CommandParser
 from bigtrain.machine.versions import hardware_and_versions
-from bigtrain.units import format_bytes
+from bigtrain.units import format_bytes, signed_share
 
 LIMIT_S = 120.0
 """Seconds that a run may take."""
@@ -202,7 +202,7 @@ def _job(check: Check) -> list[str]:
 
 def _figures(row: ComparisonRow) -> str:
     peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
-    error = "-" if row.error is None else f"{100 * row.error:+.2f} %"
+    error = signed_share(row.error, 2)
     loss = row.losses[-1] if row.losses else float("nan")
     return f"peak {peak}, forecast {error}, loss {loss:.6f}"
 
@@ -216,7 +216,7 @@ def forecast_holds(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | N
     if run.row.error is None:
         return "there is no forecast of its peak"
     if abs(run.row.error) > allowed:
-        return f"its forecast is {100 * run.row.error:+.2f} % off; {100 * allowed:.1f} % may be"
+        return f"its forecast is {signed_share(run.row.error, 2)} off; {allowed:.1%} may be"
     return None
 
 

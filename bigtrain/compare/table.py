@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bigtrain.compare.rows import ComparisonRow
+from bigtrain.compare.rows import ComparisonRow, largest_loss_difference
 from bigtrain.memory.timeline import MEMORY_KINDS
-from bigtrain.units import MIB, format_bytes
+from bigtrain.units import MIB, format_bytes, signed_share
 
 
 def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | None) -> Table:
@@ -42,7 +42,11 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | N
             continue
         parts = row.breakdown or {}
         cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in MEMORY_KINDS)]
-        cells += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes), _percent(row.error)]
+        cells += [
+            _mib(row.process_peak_bytes),
+            _mib(row.predicted_peak_bytes),
+            signed_share(row.error),
+        ]
         cells.append(_mib(row.sent_bytes))
         cells += [_number(row.step_seconds, 3), _number(row.predicted_step_seconds, 3)]
         cells.append(_times(row, first))
@@ -69,6 +73,9 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
         for row in rows
         if row.largest is not None and row.largest_reason
     ]
+    apart = largest_loss_difference(rows)
+    if apart is not None:
+        lines.append(str(apart))
     lines.append(
         "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
         "before the model was built; sent: to other ranks in a step; time: of a step, against the "
@@ -96,10 +103,6 @@ def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
 
 def _mib(size: int | None) -> str:
     return f"{size / MIB:.1f}" if size is not None else "-"
-
-
-def _percent(share: float | None) -> str:
-    return f"{round(share, 3) + 0.0:+.1%}" if share is not None else "-"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -19,7 +19,12 @@ from bigtrain.checkpoint.manifest import Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
-from bigtrain.errors import CheckpointError, DamagedCheckpointError, LostRankError
+from bigtrain.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    LostRankError,
+    UnfitCheckpointError,
+)
 from bigtrain.job.schema import Job
 from bigtrain.ranks.exit_status import is_interrupt
 from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
@@ -42,20 +47,21 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
         What is to be said of it.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, and so are all others, or it is another model's.
+        CheckpointError: the checkpoint is damaged, and so are all others.
+        UnfitCheckpointError: it is another model's.
     """
     if job.checkpoint.resume is None:
         return []
     if job.checkpoint.resume != "auto":
         path: Path = engine.context.broadcast_object(find_checkpoint(job.checkpoint.resume))
-        engine.load(path)
+        _load(engine, path)
         return [_from(path, engine), *_begun_anew(path, engine)]
     # All ranks continue from the one that rank 0 has found.
     found: list[Path] = engine.context.broadcast_object(checkpoints_of(folder / "checkpoints"))
     damaged: list[str] = []
     for path in found:
         try:
-            engine.load(path)
+            _load(engine, path)
         except DamagedCheckpointError as error:
             damaged.append(str(error.damage))
             continue
@@ -67,6 +73,22 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
             "Leave --resume out to begin anew."
         )
     return []
+
+
+def _load(engine: Engine, path: Path) -> None:
+    """Take a checkpoint over.
+
+    Raises:
+        UnfitCheckpointError: it is whole, and does not fit: the user named the wrong one.
+    """
+    try:
+        engine.load(path)
+    except (DamagedCheckpointError, LostRankError):
+        raise
+    except CheckpointError as error:
+        if isinstance(error.__context__, DamagedCheckpointError):
+            raise
+        raise UnfitCheckpointError(str(error)) from None
 
 
 def _shortened(damaged: list[str]) -> list[str]:

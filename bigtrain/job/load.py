@@ -213,7 +213,7 @@ def format_validation_error(
     path = tuple(str(part) for part in first["loc"])
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
-    place = tree.origin(_blamed(first, path, kind)) if tree else None
+    place = _place(first, path, kind, tree) if tree else None
     prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
@@ -231,14 +231,28 @@ def format_validation_error(
     return f"{prefix}{describe_fault(first, name)}"
 
 
-def _blamed(fault: ErrorDetails, path: KeyPath, kind: type[BaseModel]) -> KeyPath:
-    """The key whose place is named: of a whole section the first that the complaint names."""
+def _place(
+    fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree
+) -> str | None:
+    """Where the key stands that is at fault.
+
+    Of a whole section, whose keys contradict each other, it is the last of those that the complaint
+    names: who says something over a preset is told of his own words. Where nobody has said them, no
+    place is named.
+    """
     known = _fields_at(kind, path)
-    if len(path) == 1 and fault["type"] == "value_error":
-        for key in re.findall(r"\b(\w+)=", str(fault["msg"])):
-            if key in known:
-                return (*path, key)
-    return path
+    if len(path) != 1 or fault["type"] != "value_error" or not known:
+        return tree.origin(path)
+    keys = [key for key in re.findall(r"\b(\w+)=", str(fault["msg"])) if key in known]
+    places = [tree.origins[(*path, key)] for key in keys if (*path, key) in tree.origins]
+    said = [place for place in places if place.startswith(COMMAND_LINE)]
+    own = [place for place in places if not _is_preset(place)]
+    return next(iter([*said, *own, *places]), None)
+
+
+def _is_preset(place: str) -> bool:
+    """Whether a place is in a file that comes with bigtrain."""
+    return place.startswith(("jobs/", "strategies/"))
 
 
 def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:

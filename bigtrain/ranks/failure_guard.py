@@ -170,7 +170,7 @@ def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | Non
     patience = _ECHO_PATIENCE_S if is_echo else 0.0
     text = error_summary(error)
     ending = watch.report(text, exit_status_of(error), patience_s=patience)
-    if ending is None and watch.records:
+    if ending is None and watch.records and exit_status_of(error) != 2:
         kind = "found" if isinstance(error, NonFiniteError) else "failed"
         cause = Cause("waited" if is_echo else kind, watch.rank, text)
         show_page(watch.recorder, watch.records, cause)

@@ -9,7 +9,7 @@ from rich.table import Table
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
-from bigtrain.units import format_bytes, format_seconds
+from bigtrain.units import format_bytes, format_seconds, signed_share
 
 MOST_RANKS = 2
 """Ranks that are shown in full; of more, those with the highest and the lowest peak."""
@@ -148,7 +148,7 @@ def _fullest(rank: RankMemory) -> str:
 
 def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
     measured, predicted = rank.steps.seconds if rank.steps else None, report.step.seconds
-    error = f"{predicted / measured - 1:+.1%}" if measured and predicted else "-"
+    error = signed_share(predicted / measured - 1) if measured and predicted else "-"
     return _seconds(measured), _seconds(predicted), error
 
 
@@ -157,7 +157,7 @@ def _exchanged(rank: RankMemory, way: str) -> tuple[str, str, str]:
     counted, predicted = (getattr(v, f"{way}_bytes") if v else None for v in volumes)
     error = "exact" if counted is not None and counted == predicted else "-"
     if counted and predicted is not None and counted != predicted:
-        error = f"{predicted / counted - 1:+.1%}"
+        error = signed_share(predicted / counted - 1)
     return _size(counted), _size(predicted), error
 
 
@@ -179,8 +179,7 @@ def _error(rank: RankMemory, kind: MemoryKind | None = None) -> str:
 def _share(difference: int, measured: int) -> str:
     if difference == 0:
         return "exact"
-    share = round(difference / measured, 3)
-    return f"{share:+.1%}" if share else "0.0%"  # no -0.0%
+    return signed_share(difference / measured)
 
 
 def _difference(rank: RankMemory) -> str:

@@ -133,7 +133,7 @@ def test_page_is_whole_and_right_in_a_browser(compared):
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         try:
-            for width in (1280, 400):
+            for width in (1400, 1280, 400, 390):
                 check_page(browser, page_file, width, document["rows"])
         finally:
             browser.close()
@@ -170,6 +170,12 @@ def check_page(browser, file, width, rows):
             bar = page.locator(f"[id='{kind}-bar-{row['strategy']}-parameters']")
             assert bar.bounding_box()["width"] > 0
         assert number.text_content().strip() == wanted
+    cut = page.evaluate(
+        "[...document.querySelectorAll('table, th, td')].filter(e => e.offsetParent !== null && "
+        "(e.getBoundingClientRect().right > innerWidth || e.scrollWidth > e.clientWidth + 1))"
+        ".map(e => e.textContent)"
+    )
+    assert cut == []
     # Nothing is cut off or pushes the page wider than the screen, and the text can be read.
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     sizes = page.evaluate(

@@ -144,7 +144,7 @@ def test_the_explanation_comes_before_the_others_give_up(tmp_path):
     done = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *words)
     assert done.returncode == 1
     said = done.stderr.index("rank 1 ran out of memory in the forward pass of step 3")
-    assert said < done.stderr.index("rank 1 fails. It is in the forward pass")
+    assert said < done.stderr.index("rank 1 failed in the forward pass")
     assert done.stderr.count("ran out of memory") == 1
     assert "never came" not in done.stderr
     assert "waits for" not in done.stderr
