@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -378,9 +379,15 @@ def _as_json(run: CheckedRun) -> dict[str, Any]:
     return kept
 
 
+def verdicts_line(runs: Sequence[CheckedRun]) -> str:
+    """How many passed, failed and were skipped; kinds of which there is none are left out."""
+    counts = Counter(run.verdict for run in runs)
+    kinds: tuple[CheckVerdict, ...] = ("passed", "failed", "skipped")
+    return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "nothing ran"
+
+
 def _table(runs: Sequence[CheckedRun]) -> Table:
-    count = sum(run.verdict == "passed" for run in runs)
-    table = Table(title=f"{count} of {len(runs)} passed", title_justify="left")
+    table = Table(title=verdicts_line(runs), title_justify="left")
     for name in ("check", "what it shows", "", "figures, or what is wrong"):
         table.add_column(name, overflow="fold")
     for run in runs:

@@ -385,6 +385,7 @@ class Engine:
                     raise  # all of it is taken over anew from another one
                 # The other ranks know nothing of it: to go on with another one, all have to.
                 raise CheckpointError(str(error)) from None
+        self.runner.label_state()  # it was made outside of a step, and is there from now on
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:

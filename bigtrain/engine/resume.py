@@ -26,7 +26,7 @@ from bigtrain.errors import (
     UnfitCheckpointError,
 )
 from bigtrain.job.schema import Job
-from bigtrain.ranks.exit_status import is_interrupt
+from bigtrain.ranks.exit_status import is_stop
 from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
 
 _SAID_OF_DAMAGE = 3
@@ -269,7 +269,7 @@ class StopReport:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and is_interrupt(error) and self._speaks:
+        if error is not None and is_stop(error) and self._speaks:
             sys.stderr.write(f"bigtrain: {left_behind(self.folder)}\n")
 
 

@@ -90,6 +90,16 @@ def mark_reporting_rank(error: BaseException) -> None:
     error.bigtrain_first = True  # type: ignore[attr-defined]
 
 
+def mark_as_echo(error: BaseException) -> None:
+    """Note on a stop that a launcher ends this rank because another one has failed."""
+    error.bigtrain_echo = True  # type: ignore[attr-defined]
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether somebody outside stopped the run, and not only this rank of one that has failed."""
+    return is_interrupt(error) and not hasattr(error, "bigtrain_echo")
+
+
 def write_error_file(error: BaseException) -> None:
     """Leave the traceback where torchrun's agent looks for it; nothing under other launchers."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):

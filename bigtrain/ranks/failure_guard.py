@@ -24,6 +24,7 @@ from bigtrain.ranks.exit_status import (
     is_clean_exit,
     is_interrupt,
     is_peer_failure,
+    mark_as_echo,
     mark_reporting_rank,
     write_error_file,
 )
@@ -40,6 +41,7 @@ from bigtrain.recorder.ring import FlightRecorder
 _ECHO_PATIENCE_S = 3.0
 # Python runs a signal's handler in the main thread; one that has not run by then is blocked.
 _SIGNAL_PATIENCE_S = 3.0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # The failing rank prints, cleans up and goes; what then still holds it up is cut off.
 _FINISH_S = 20.0
 
@@ -94,9 +96,15 @@ def _reported(watch: FailureListener | None) -> Iterator[None]:
             raise
         ending = _report(watch, error)
         if is_interrupt(error):
+            if ending is not None and ending.status not in _STOPPED:
+                mark_as_echo(error)
             raise
         if ending is not None and watch is not None:
-            watch.grace()
+            try:
+                watch.grace()
+            except (SystemExit, KeyboardInterrupt) as late:
+                mark_as_echo(late)
+                raise
             raise SystemExit(ending.status) from None
         write_error_file(error)
         mark_reporting_rank(error)

@@ -82,6 +82,8 @@ def _shown(report: MemoryReport) -> list[RankMemory]:
 def memory_notes(report: MemoryReport) -> list[str]:
     """What the table's words mean, and what it leaves out."""
     lines = ["process: resident memory above what it was before the model was built"]
+    if any(_is_below_tensors(r) for r in report.ranks):
+        lines[0] += "; it is below the peak where tensors lie in memory that was there before"
     if any(r.error_bytes() is not None for r in report.ranks):
         lines.insert(0, "error: predicted less measured, as a share of the rank's measured peak")
     if any(r.measured.state.save for r in report.ranks):
@@ -93,6 +95,14 @@ def memory_notes(report: MemoryReport) -> list[str]:
     notes = {r.note for r in report.ranks if r.note}
     lines += [f"no prediction: {note}" for note in sorted(notes)]
     return [*lines, *_step_notes(report), *_volume_notes(report)]
+
+
+def _is_below_tensors(rank: RankMemory) -> bool:
+    """Whether the process grew by less than its tensors took: on a CPU, whose memory both are."""
+    measured = rank.measured
+    process, peak = measured.process_peak_bytes, measured.peak
+    on_host = measured.reserved_bytes is None
+    return on_host and process is not None and peak is not None and process < peak.bytes
 
 
 def _volume_notes(report: MemoryReport) -> Iterator[str]:
