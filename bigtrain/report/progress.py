@@ -29,8 +29,10 @@ class StepLine:
         self._total, self._limit = total_steps, limit_bytes
         self._ends: deque[float] = deque(maxlen=_WINDOW)
 
-    def text(self, result: StepResult, peak_bytes: int | None, peak_rank: int | None) -> str:
-        """Loss, rate, norm, speed, the highest peak, the time that is left.
+    def text(
+        self, result: StepResult, peak_bytes: int | None, peak_rank: int | None
+    ) -> tuple[str, str]:
+        """Loss, rate, norm, speed, the highest peak; and the time that is left, empty for none.
 
         Args:
             result: of the step; call it once for each.
@@ -53,9 +55,7 @@ class StepLine:
             share = f" ({format_share(peak_bytes, self._limit)})" if self._limit else ""
             words.append(f"peak {format_bytes(peak_bytes)}{where}{share}")
         left = self._left_seconds(result.step)
-        if left is not None:
-            words.append(f"left {format_duration(left)}")
-        return "  ".join(words)
+        return "  ".join(words), "" if left is None else f"left {format_duration(left)}"
 
     def _left_seconds(self, step: int) -> float | None:
         """By the last steps and all that was done between them; None after the first and last."""
@@ -70,14 +70,15 @@ class StepBar(Progress):
 
     def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
         self._said = ""
-        columns = (BarColumn(bar_width=40), TextColumn("step"), MofNCompleteColumn())
+        left = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(bar_width=40), TextColumn("step"), MofNCompleteColumn(), left)
         super().__init__(*columns, console=console)
         self._steps = self.add_task("", total=total_steps, completed=first_step)
 
-    def show(self, step: int, text: str) -> None:
-        """Say what a step was."""
+    def show(self, step: int, text: str, left: str) -> None:
+        """Say what a step was, and how long the others will take."""
         self._said = text
-        self.update(self._steps, completed=step)
+        self.update(self._steps, completed=step, description=left)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The bar and the line."""

@@ -42,7 +42,7 @@ from bigtrain.ranks.preemption import Highest
 from bigtrain.report.banner import MemoryLimit
 from bigtrain.report.folders import folder_numbers, next_folder
 from bigtrain.report.progress import StepBar, StepLine
-from bigtrain.report.tables import memory_notes, memory_table
+from bigtrain.report.tables import NO_SECONDS, memory_notes, memory_table
 from bigtrain.units import format_seconds
 
 
@@ -223,11 +223,11 @@ class RunLog:
             values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
         self._board_scalars("train", {**told, **(figures or {})}, result.step)
-        text = self._lines.text(result, peak, None if alike else rank)
+        text, left = self._lines.text(result, peak, None if alike else rank)
         if self._bar is not None:
-            self._bar.show(result.step, text)
+            self._bar.show(result.step, text, left)
         elif result.step % self._job.log.every == 0 or result.step in (1, self._total):
-            self.print_line(f"step {result.step}/{self._total}  {text}")
+            self.print_line(f"step {result.step}/{self._total}  {text}  {left}".rstrip())
 
     def validation(self, step: int, measured: dict[str, float]) -> None:
         """One validation."""
@@ -258,7 +258,8 @@ class RunLog:
         self._stop_bar()
         self._console.print(memory_table(report))
         for line in memory_notes(report):
-            self.print_line(line)
+            if not line.startswith(NO_SECONDS):  # said before the first step
+                self.print_line(line)
         engine = engine_of(self._plan)
         if engine is None:
             return

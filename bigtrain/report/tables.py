@@ -11,6 +11,8 @@ from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.units import format_bytes, format_seconds, signed_share
 
+NO_SECONDS = "no predicted seconds:"
+"""How the note begins that says why there are none."""
 MOST_RANKS = 2
 """Ranks that are shown in full; of more, those with the highest and the lowest peak."""
 
@@ -50,7 +52,7 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
     if any(v and v.kinds for r in shown for v in (r.volume, r.predicted_volume)):
         for way in ("sent", "received"):
-            table.add_row(f"{way} in it", *(c for r in shown for c in _exchanged(r, way)))
+            table.add_row(way, *(c for r in shown for c in _exchanged(r, way)))
     return table
 
 
@@ -85,7 +87,7 @@ def memory_notes(report: MemoryReport) -> list[str]:
     if any(_is_below_tensors(r) for r in report.ranks):
         lines[0] += "; it is below the peak where tensors lie in memory that was there before"
     if any(r.error_bytes() is not None for r in report.ranks):
-        lines.insert(0, "error: predicted less measured, as a share of the rank's measured peak")
+        lines.insert(0, "error: predicted less measured, as a share of the measured peak")
     if any(r.measured.state.save for r in report.ranks):
         lines.append("save: the state and what is held to write it, at its highest")
     if any(r.measured.devices for r in report.ranks):
@@ -109,7 +111,7 @@ def _volume_notes(report: MemoryReport) -> Iterator[str]:
     """What the bytes of a step's exchanges are, and why there may be none."""
     exchanges = [r for r in report.ranks if r.predicted_volume and r.predicted_volume.kinds]
     if any(r.volume and r.volume.kinds for r in report.ranks):
-        yield "sent, received: counted exchanges between ranks, each by its textbook algorithm"
+        yield "sent, received: of a step, between ranks, each exchange by its textbook algorithm"
     elif exchanges and all(r.volume is None for r in report.ranks):
         yield "sent, received: not counted, as only torch 2.14 and later has hooks for it"
 
@@ -124,7 +126,7 @@ def _step_notes(report: MemoryReport) -> Iterator[str]:
         busy = "; others used the machine meanwhile" if report.busy else ""
         yield f"step: the median of {steps} in which memory was not tracked{busy}"
     if report.step.seconds is None:
-        yield f"no predicted seconds: {report.step.source}"
+        yield f"{NO_SECONDS} {report.step.source}"
 
 
 def _pair(rank: RankMemory, kind: str) -> tuple[str, str]:
