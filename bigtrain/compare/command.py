@@ -185,6 +185,6 @@ def _show(
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
         return
     console = Console() if sys.stdout.isatty() else Console(width=175)
-    console.print(comparison_table(rows, document["title"], options.largest))
+    console.print(comparison_table(rows, document["title"], options.largest, console.width))
     for line in [*notes(rows), f"results: {folder / 'report.html'}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -157,7 +157,7 @@ def _show(
     planned: PlannedAnswer, margin: str, shown_path: str, path: Path, options: PlanOptions
 ) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(plans_table(planned))
+    console.print(plans_table(planned, console.width))
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     if options.cluster is None and planned.question.job.train.precision == "fp32":
         lines += faster_precision(planned.question.cluster.device.flops.model_dump())
