@@ -43,9 +43,7 @@ def corpus(tmp_path: Path) -> str:
     return f"data.path={path}"
 
 
-@pytest.mark.parametrize(
-    "strategy", ["single", "1f1b", pytest.param("fsdp", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("strategy", ["single", "1f1b"])
 def test_the_state_of_a_resumed_run_is_the_optimizers(
     strategy: str, tmp_path: Path, corpus: str
 ) -> None:

@@ -177,8 +177,10 @@ def preset_names(kind: str) -> list[str]:
 def preset_line(kind: str, name: str) -> str:
     """What a preset says of itself: the comment at its head."""
     source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
+    with resources.as_file(source) as file:
+        text = read_text(file, "", MOST_YAML)
     words = []
-    for line in source.read_text("utf-8").splitlines():
+    for line in text.splitlines():
         if not line.startswith("#"):
             break
         words.append(line.lstrip("# "))
