@@ -1,22 +1,27 @@
 """The command line. `bigtrain COMMAND`: each command is a module, imported when it is named.
 
-Only argparse is imported here; everything heavy is imported by the command that needs it.
+Only the parser is imported here; everything heavy is imported by the command that needs it.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import platform
 import re
 import signal
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from bigtrain.job.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from bigtrain.job.arguments import TrainOptions
 
 COMMANDS = {
+    "init": "write a first model, data source, job and test of your own",
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
     "compare": "run strategies side by side: memory by part, time, losses",
@@ -32,12 +37,19 @@ SCRIPTS = {"train": "train.py", "record": "verify/record.py", "pace": "speedup/m
 
 def main(arguments: list[str] | None = None) -> int:
     """The `bigtrain` command; returns the exit status."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:  # before a command has begun
+        return 128 + signal.SIGINT
+
+
+def _main(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain",
         description="Name a strategy; the same model trains to the same numbers in less memory.",
-        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
@@ -47,6 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command in SCRIPTS:
         return _on_ranks(options.command, rest)
     return _guarded(options.command, rest)
+
+
+def _versions() -> str:
+    """The version, and those that a report of a fault should name."""
+    found = []
+    for name in ("bigtrain", "torch"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
 def _guarded(command: str, arguments: list[str]) -> int:
@@ -66,6 +87,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.verify.command import main as run
     elif command == "checkpoint":
         from bigtrain.checkpoint.command import main as run
+    elif command == "init":
+        from bigtrain.job.starter import main as run
     elif command == "doctor" and "--check" in arguments:
         from bigtrain.compare.checklist import main as run
 

@@ -117,6 +117,12 @@ class ForeignFileError(CheckpointError):
     exit_status = 2
 
 
+class UnfitCheckpointError(CheckpointError):
+    """A checkpoint that the user named is whole, and of another model, optimizer or run."""
+
+    exit_status = 2
+
+
 class UnequalRanksError(BigtrainError):
     """Ranks that hold the same tensor have other values in it: from some step on they drifted."""
 

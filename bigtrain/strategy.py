@@ -10,7 +10,7 @@ from bigtrain.core.strategy import (
     Plan,
     Strategy,
 )
-from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
+from bigtrain.core.traits import CutTraits, Need, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
@@ -33,6 +33,7 @@ __all__ = [
     "Forecast",
     "Layout",
     "ModelFacts",
+    "Need",
     "OffloadTiers",
     "Plan",
     "Profile",

@@ -11,17 +11,21 @@ import sys
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+if __name__ == "__main__":
+    from bigtrain.ranks.exit_status import end_quietly_on_interrupt
+
+    end_quietly_on_interrupt()  # while torch is loaded
+
 from pathlib import Path
 
 from rich.console import Console
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
-from bigtrain.core.strategy import Plan
 from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import Saving, resume, run_note, stopped_lines
+from bigtrain.engine.resume import Saving, StopReport, resume, run_note, stopped_lines
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -29,11 +33,13 @@ from bigtrain.job.schema import Job
 from bigtrain.planner.auto import read_job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.exit_status import REQUEUE_STATUS, run_guarded
+from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
+from bigtrain.ranks.one_voice import speak_once
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
-from bigtrain.report.lines import closing_lines, dry_run_lines, make_console, opening_lines
+from bigtrain.report.dry_run import show_dry_run
+from bigtrain.report.lines import closing_lines, make_console, opening_lines
 from bigtrain.report.run_log import RunLog, run_folder
 
 
@@ -41,6 +47,7 @@ def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
     options = train_arguments(arguments)
     placement = detect_rank_info(os.environ)
+    speak_once(placement.rank)
     job, reasons = read_job(options, placement)
     restart = Restart.taken(os.environ)
     if restart is not None:  # memory ran out in an earlier life of this process
@@ -57,21 +64,22 @@ def main(arguments: list[str]) -> int:
     for line in reasons if placement.rank == 0 else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
-        return show(job, plan, parts, console) if placement.rank == 0 else 0
+        return show_dry_run(job, plan, parts, console) if placement.rank == 0 else 0
     has_gpu = is_accelerator(plan.device_type)
     hint = launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
         console.print(hint, highlight=False, soft_wrap=True)
 
     facts = parts.facts(one_node=placement.one_node) if parts else {}
-    with connect_job(job, plan, placement, facts) as context:
+    stopped = StopReport(speaks=placement.rank == 0)
+    with stopped, connect_job(job, plan, placement, facts) as context:
         if parts is None:
             if context.is_main:
                 prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
             parts = open_setup(job, plan)
             context.agreement.require(parts.facts(one_node=placement.one_node))
-        folder = context.recorder.folder = run_folder(job, context)
+        folder = context.recorder.folder = stopped.folder = run_folder(job, context)
         if context.is_main:
             run_note(job, parts.plan, folder, restart, planned=bool(reasons)).leave(os.environ)
         if restart is not None and restart.said and context.is_main:
@@ -95,7 +103,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                 console,
                 total_steps=parts.total_steps,
                 first_step=engine.steps_done,
-                predicted=engine.predicted,
+                predicted=engine.fullest.peak if engine.fullest else None,
                 predicted_step=engine.predicted_step,
                 predicted_volume=engine.predicted_volume,
             ) as log,
@@ -106,9 +114,9 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
             if engine.steps_done < parts.total_steps:
                 for batch in parts.training_steps(context, engine.samples_seen):
                     result = engine.step(batch)
-                    log.step(result, getattr(engine.runner, "figures", {}))
                     last = result.step == parts.total_steps
-                    stops = notice.agreed() and not last
+                    stops = notice.agreed(result.peak_memory_bytes) and not last
+                    log.step(result, getattr(engine.runner, "figures", {}), notice.highest)
                     if stops:  # before anything that takes long: little time may be left
                         log.sync()
                         for line in stopped_lines(engine, folder, notice.signal_name):
@@ -118,7 +126,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
                     if stops:
-                        return REQUEUE_STATUS
+                        return notice.exit_status
                     for line in saving.after_step(result.step, measured, log.sync):
                         log.print_line(line)
                     if last:
@@ -132,13 +140,6 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
 def due(job: Job, step: int) -> bool:
     """Whether a validation is done after this step."""
     return job.train.eval_every > 0 and step % job.train.eval_every == 0
-
-
-def show(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
-    """Print the resolved job and the predicted peak, and run nothing."""
-    for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -67,6 +67,36 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
+def format_share(part: float, whole: float) -> str:
+    """Write a share for a person: '62.5%', '<0.1%'; never '-0.0%', or a zero that is none."""
+    share = part / whole
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    return f"{share:.1%}" if abs(share) >= 0.0005 else "0.0%"
+
+
+def signed_share(share: float | None, digits: int = 1) -> str:
+    """Write a difference as a share: '+2.5%', '-0.3%'; '0.0%' without a sign, '-' for none."""
+    if share is None:
+        return "-"
+    rounded = round(share, digits + 2)
+    return f"{rounded:+.{digits}%}" if rounded else f"{0:.{digits}%}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write how long something takes for a person: '26 s', '3 min 05 s', '2 h 10 min'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
 def format_flops(rate: float) -> str:
     """Write operations per second for a person: '312.0 TFLOP/s', '88.4 GFLOP/s'."""
     factor, unit = (1e12, "TFLOP/s") if rate >= 1e12 else (1e9, "GFLOP/s")

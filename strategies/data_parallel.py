@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import nn
 
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import SPARSE, Traits
+from bigtrain.core.traits import SPARSE, Need, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -47,6 +47,11 @@ class DataParallel(Strategy):
 
     devices: int | None = Field(None, ge=2)
     """GPUs of the process; left out, all that there are."""
+
+    @property
+    def need(self) -> Need:
+        """See `Strategy.need`: `ddp` does the same in less time and memory."""
+        return "learning"
 
     @property
     def traits(self) -> Traits:

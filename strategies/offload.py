@@ -23,7 +23,7 @@ from torch import nn
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
-from bigtrain.core.traits import SPARSE, OffloadTiers, StorageTier, Traits
+from bigtrain.core.traits import SPARSE, Need, OffloadTiers, StorageTier, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, offloaded_activations, parameter_shapes
@@ -64,6 +64,16 @@ class Offload(Strategy):
     """Where what blocks save for the backward pass is meanwhile; see strategy.recompute."""
     path: str | None = None
     """An existing folder on a disk with room; left out, the system's for temporary files."""
+
+    @property
+    def need(self) -> Need:
+        """See `Strategy.need`: by the largest of what it moves."""
+        tiers: dict[Need, StorageTier] = {
+            "parameters": self.parameters,
+            "activations": self.activations,
+            "optimizer": self.optimizer,
+        }
+        return next((need for need, tier in tiers.items() if tier != "device"), "nothing")
 
     @property
     def traits(self) -> Traits:

@@ -146,7 +146,7 @@ def test_the_installed_command_runs_from_anywhere(installed, home):
     # A console script does not put the current folder on the path, so profile.py may lie there.
     script = str(Path(installed["PYTHONPATH"]) / "bin" / "bigtrain")
     done = run([sys.executable, script, "strategies"], home, installed)
-    assert "\nddp " in done.stdout, done.stderr
+    assert "\n  ddp " in done.stdout, done.stderr
 
 
 def test_the_installed_engine_is_not_misled_by_folders_of_the_user(installed, home):

@@ -7,10 +7,10 @@ command, in processes of their own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -26,8 +26,9 @@ from bigtrain.devices import accelerator, device_count, device_names
 from bigtrain.errors import ConfigError
 from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import read_text
+from bigtrain.job.command_parser import CommandParser
 from bigtrain.machine.versions import hardware_and_versions
-from bigtrain.units import MIB, format_bytes
+from bigtrain.units import MIB, format_bytes, signed_share
 
 LIMIT_S = 120.0
 """Seconds that a run may take."""
@@ -100,10 +101,9 @@ class CheckedRun:
 
 def main(arguments: list[str]) -> int:
     """Run the list; returns the exit status: 0 where nothing failed, else 1."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain doctor --check",
         description="Run what bigtrain promises on this machine, and hold each run to a rule.",
-        allow_abbrev=False,
     )
     parser.add_argument("--only", metavar="NAMES", help="some of the list, with commas between")
     parser.add_argument("--output", default="check.json", help="the file for all figures")
@@ -213,7 +213,7 @@ def _job(check: Check) -> list[str]:
 
 def _figures(row: ComparisonRow) -> str:
     peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
-    error = "-" if row.error is None else f"{100 * row.error:+.2f} %"
+    error = signed_share(row.error, 2)
     loss = row.losses[-1] if row.losses else float("nan")
     return f"peak {peak}, forecast {error}, loss {loss:.6f}"
 
@@ -231,7 +231,7 @@ def forecast_holds(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | N
     if off <= max(share * row.peak_bytes, size):
         return None
     which = f"{100 * share:.1f} %" if share * row.peak_bytes >= size else format_bytes(size)
-    return f"its forecast is {100 * row.error:+.2f} % off ({format_bytes(off)}); {which} may be"
+    return f"its forecast is {signed_share(row.error, 2)} off ({format_bytes(off)}); {which} may be"
 
 
 def same_losses(other: str, share: float = SAME_LOSSES) -> Rule:
@@ -392,9 +392,15 @@ def _as_json(run: CheckedRun) -> dict[str, Any]:
     return kept
 
 
+def verdicts_line(runs: Sequence[CheckedRun]) -> str:
+    """How many passed, failed and were skipped; kinds of which there is none are left out."""
+    counts = Counter(run.verdict for run in runs)
+    kinds: tuple[CheckVerdict, ...] = ("passed", "failed", "skipped")
+    return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind]) or "nothing ran"
+
+
 def _table(runs: Sequence[CheckedRun]) -> Table:
-    count = sum(run.verdict == "passed" for run in runs)
-    table = Table(title=f"{count} of {len(runs)} passed", title_justify="left")
+    table = Table(title=verdicts_line(runs), title_justify="left")
     for name in ("check", "what it shows", "", "figures, or what is wrong"):
         table.add_column(name, overflow="fold")
     for run in runs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from bigtrain.compare.contenders import ComparedStrategy, count_strategies, find
 from bigtrain.compare.html_page import write_page
 from bigtrain.compare.largest import find_largest, first_value, job_key_of, words_for
 from bigtrain.compare.pictures import write_bars
-from bigtrain.compare.rows import TRACKED_STEPS, ComparisonRow, Status
+from bigtrain.compare.rows import (
+    TRACKED_STEPS,
+    ComparisonRow,
+    Status,
+    largest_loss_difference,
+)
 from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
 from bigtrain.compare.table import comparison_table, notes, progress_line
 from bigtrain.errors import ConfigError
@@ -44,7 +51,8 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         stopped = True
         progress.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
-    document = _document(options, contenders, rows, stopped=stopped)
+    command = shlex.join(["bigtrain", "compare", *arguments])
+    document = _document(command, options, contenders, rows, stopped=stopped)
     (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     write_page(folder / "report.html", document, rows)
     if options.picture is not None:
@@ -143,6 +151,7 @@ def _status(ended: RunOutcome) -> Status:
 
 
 def _document(
+    command: str,
     options: ComparisonOptions,
     contenders: list[ComparedStrategy],
     rows: list[ComparisonRow],
@@ -151,10 +160,11 @@ def _document(
 ) -> dict[str, Any]:
     """The content of compare.json."""
     job = next(c.job for c in contenders if c.job is not None)
-    ranks = max(c.num_ranks for c in contenders)
+    ranks, apart = max(c.num_ranks for c in contenders), largest_loss_difference(rows)
     return {
         "title": f"{job.model.name} on {ranks} rank{'s' if ranks > 1 else ''}",
-        "command": _command(options),
+        "command": command,
+        "date": datetime.now(timezone.utc).astimezone().isoformat(timespec="minutes"),
         "job": job.model_dump(mode="json", exclude={"strategy"}),
         "num_ranks": ranks,
         "steps": options.steps,
@@ -162,27 +172,9 @@ def _document(
         "largest": job_key_of(options.largest) if options.largest else None,
         "stopped": stopped,
         "surroundings": hardware_and_versions(),
+        "loss_difference": None if apart is None else asdict(apart),
         "rows": [row.as_json() for row in rows],
     }
-
-
-def _command(options: ComparisonOptions) -> str:
-    """The command line that made the comparison, without the places it wrote to."""
-    return " ".join(_words(options))
-
-
-def _words(options: ComparisonOptions) -> Iterator[str]:
-    yield "bigtrain compare"
-    if options.job is not None:
-        yield options.job
-    yield f"--strategies {options.strategies}"
-    if options.num_ranks is not None:
-        yield f"-n {options.num_ranks}"
-    if options.cap is not None:
-        yield f"--cap {options.cap}"
-    if options.largest is not None:
-        yield f"--largest {options.largest}"
-    yield from options.overrides
 
 
 def _show(
@@ -193,6 +185,6 @@ def _show(
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
         return
     console = Console() if sys.stdout.isatty() else Console(width=175)
-    console.print(comparison_table(rows, document["title"], options.largest))
+    console.print(comparison_table(rows, document["title"], options.largest, console.width))
     for line in [*notes(rows), f"results: {folder / 'report.html'}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -53,9 +53,9 @@ def named_strategies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"--strategies: {twice[0]} is named twice. Leave one of the two out.")
+        raise ConfigError(f"--strategy: {twice[0]} is named twice. Leave one of the two out.")
     if not names:
-        raise ConfigError("--strategies names none. Use --strategies ddp,zero2, or all.")
+        raise ConfigError("--strategy names none. Use --strategy ddp,zero2, or all.")
     return names
 
 
@@ -92,7 +92,7 @@ def find_strategies(
     num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
     contenders: list[ComparedStrategy] = []
     for strategy in named_strategies(options.strategies):
-        read_strategy(strategy, "--strategies")  # an unknown name ends everything
+        read_strategy(strategy, "--strategy")  # an unknown name ends everything
         label = strategy_label(strategy)
         same_label = sum(other.label.split("~")[0] == label for other in contenders)
         label = f"{label}~{same_label + 1}" if same_label else label

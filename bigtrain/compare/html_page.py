@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,37 @@ from bigtrain.compare.pictures import (
     memory_curves,
     throughput_figure,
 )
-from bigtrain.compare.rows import ComparisonRow
+from bigtrain.compare.rows import ComparisonRow, largest_loss_difference, loss_difference
 from bigtrain.memory.timeline import MEMORY_KINDS
 from bigtrain.report.plot_style import plot_style
-from bigtrain.units import MIB
+from bigtrain.units import MIB, signed_share
 
 _CSS = """
 :root { color-scheme: light; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 12px; max-width: 1160px;
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 12px; max-width: 1340px;
   color: #1a1a1a; background: #fff; }
 h1 { font-size: 1.5rem; margin: .4rem 0; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .3rem; }
 code { background: #f2f2f2; padding: .1em .3em; overflow-wrap: anywhere; }
 svg { max-width: 100%; height: auto; display: block; }
 .narrow { display: none; }
-.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+th, td { padding: 3px 6px; text-align: right; border-bottom: 1px solid #ddd; }
+th { vertical-align: bottom; font-weight: 600; }
+td { white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 9em; }
 td.why { text-align: left; white-space: normal; min-width: 18em; color: #a02020; }
 p.note { color: #555; font-size: 13px; }
+@media (max-width: 1100px) {
+  thead { display: none; }
+  table, tbody { display: block; }
+  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.2em, 1fr)); gap: 2px 14px;
+    padding: 8px 0; border-bottom: 1px solid #bbb; }
+  td, td:first-child { border: 0; padding: 0; display: flex; justify-content: space-between;
+    gap: 6px; min-width: 0; }
+  td:first-child { grid-column: 1 / -1; font-weight: 600; }
+  td.why { grid-column: 1 / -1; display: block; min-width: 0; }
+  td[data-name]::before { content: attr(data-name); color: #666; }
+}
 @media (max-width: 700px) { .wide { display: none; } .narrow { display: block; } }
 """
 
@@ -73,7 +86,9 @@ def _lines(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[
     ):
         drawn = list(_both(heading.split()[0].lower(), partial(_of_rows, draw, rows)))
         if drawn:
-            yield f'<h2>{heading}</h2><p class="note">{note}</p>'
+            apart = largest_loss_difference(rows) if heading == "Losses" else None
+            more = "" if apart is None else f" <strong>{html.escape(str(apart))}</strong>"
+            yield f'<h2>{heading}</h2><p class="note">{note}{more}</p>'
             yield from drawn
     yield "</body></html>"
 
@@ -87,7 +102,11 @@ def _where(document: dict[str, Any]) -> str:
     around = document["surroundings"]
     versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
     cap = f"; no more than {document['cap']} a rank" if document["cap"] else ""
-    return f"{around['hardware']}; Python {around['python']}, {versions}{cap}"
+    when = datetime.fromisoformat(document["date"]).strftime("%d %B %Y, %H:%M %Z").strip(" ,")
+    python = f"Python {around['python']}"
+    return (
+        f"{when}; {document['steps']} steps a run; {around['hardware']}; {python}, {versions}{cap}"
+    )
 
 
 def _of_rows(
@@ -110,24 +129,36 @@ def _both(name: str, draw: Callable[[float, str], Figure | None]) -> Iterator[st
 
 def _table(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[str]:
     headings = ["strategy", "ranks", "peak", *MEMORY_KINDS, "process", "predicted", "error"]
-    headings += ["s/step", "predicted s", "samples/s"]
+    headings += ["s/step", "predicted s", "samples/s", "losses apart"]
     if document["largest"]:
         headings.append(f"largest {document['largest'].rpartition('.')[2]}")
-    yield '<div class="scroll"><table><thead><tr>'
+    yield "<table><thead><tr>"
     yield "".join(f"<th>{html.escape(word)}</th>" for word in headings)
     yield "</tr></thead><tbody>"
+    first = next((row for row in rows if row.losses), None)
     for row in rows:
-        cells = "".join(f"<td>{cell}</td>" for cell in _cells(row))
-        if document["largest"] and row.status == "ok":
-            cells += f"<td>{row.largest or '-'}</td>"
+        cells = [str(row.num_ranks), *_cells(row), _apart(row, first)]
+        if document["largest"]:
+            cells.append(str(row.largest or "-"))
+        named = zip(headings[1:], cells, strict=True)
+        shown = "".join(f'<td data-name="{html.escape(n)}">{cell}</td>' for n, cell in named)
         if row.status != "ok":
             why = html.escape(f"{row.status}: {row.reason}")
-            cells = f'<td class="why" colspan="{len(headings) - 2}">{why}</td>'
-        name = html.escape(row.strategy)
-        yield f"<tr><td>{name}</td><td>{row.num_ranks}</td>{cells}</tr>"
-    yield '</tbody></table></div><p class="note">Sizes in MiB, of the rank with the highest peak. '
+            shown = f'<td data-name="ranks">{row.num_ranks}</td>'
+            shown += f'<td class="why" colspan="{len(headings) - 2}">{why}</td>'
+        name = html.escape(row.strategy).replace("_", "_<wbr>").replace("+", "+<wbr>")
+        yield f"<tr><td><span>{name}</span></td>{shown}</tr>"
+    yield '</tbody></table><p class="note">Sizes in MiB, of the rank with the highest peak. '
     yield "peak: tracked tensors, to which the parts sum. process: resident memory above what the "
-    yield "process held before the model was built.</p>"
+    yield "process held before the model was built. losses apart: the largest difference of a loss "
+    yield "from the first row's, as a share of it.</p>"
+
+
+def _apart(row: ComparisonRow, first: ComparisonRow | None) -> str:
+    apart = None if first is None else loss_difference(row, first)
+    if apart is None:
+        return "-"
+    return f"{apart.relative:.0e}" if apart.relative else "0"
 
 
 def _cells(row: ComparisonRow) -> Iterator[str]:
@@ -139,7 +170,7 @@ def _cells(row: ComparisonRow) -> Iterator[str]:
         row.predicted_peak_bytes,
     ):
         yield f"{size / MIB:,.1f}" if size is not None else "-"
-    yield f"{round(row.error, 3) + 0.0:+.1%}" if row.error is not None else "-"
+    yield signed_share(row.error)
     for seconds in (row.step_seconds, row.predicted_step_seconds):
         yield f"{seconds:.3f}" if seconds else "-"
     yield f"{row.samples_per_second:.1f}" if row.samples_per_second else "-"

@@ -8,9 +8,9 @@ cannot run, and its reason is what is shown.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
+import os
 import re
 import sys
 import warnings
@@ -23,13 +23,15 @@ from rich.table import Table
 from rich.text import Text
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
-from bigtrain.core.registry import technique_class
+from bigtrain.core.registry import make_technique, technique_class
 from bigtrain.core.strategy import Plan
+from bigtrain.core.traits import Need
 from bigtrain.errors import ConfigError
+from bigtrain.job.command_parser import CommandParser
 from bigtrain.job.load import job_from_keys
-from bigtrain.job.presets import preset_names
+from bigtrain.job.presets import preset_line, preset_names
 from bigtrain.job.schema import Job, Role, RoleConfig
-from bigtrain.job.strategy_words import KIND, whole_strategies
+from bigtrain.job.strategy_words import KIND, read_strategy, whole_strategies
 from bigtrain.ranks.exit_status import error_summary
 
 RANKS = (1, 2, 4)
@@ -44,8 +46,6 @@ class Addition:
 
     name: str
     shown: str
-    heading: str
-    """Over its column; lines are short, so that the table fits a terminal."""
     keys: Mapping[str, Any]
     has: Callable[[Plan], bool]
     """Whether a plan has it already."""
@@ -59,43 +59,43 @@ class Addition:
 
 ADDITIONS = (
     Addition(
-        *("recompute_full", "recompute full", "recom-\npute\nfull"),
+        *("recompute_full", "recompute full"),
         {"strategy.recompute.mode": "full"},
         lambda plan: _option(plan, "recompute", "mode") == "full",
     ),
     Addition(
-        *("recompute_selective", "recompute selective", "recom-\npute\nselec-\ntive"),
+        *("recompute_selective", "recompute selective"),
         {"strategy.recompute.mode": "selective"},
         lambda plan: _option(plan, "recompute", "mode") == "selective",
     ),
     Addition(
-        *("optimizer_disk", "optimizer state on disk", "optim.\nstate\non\ndisk"),
+        *("optimizer_disk", "optimizer state on disk"),
         {"strategy.offload.optimizer": "disk"},
         lambda plan: plan.offload_tiers.optimizer == "disk",
     ),
     Addition(
-        *("activations_disk", "activations on disk", "acts\non\ndisk"),
+        *("activations_disk", "activations on disk"),
         {"strategy.offload.activations": "disk"},
         lambda plan: plan.offload_tiers.activations == "disk",
     ),
     Addition(
-        *("cut_1f1b", "a cut by 1f1b", "cut\nby\n1f1b"),
+        *("cut_1f1b", "a cut by 1f1b"),
         {"strategy.cut.name": "pipeline", "strategy.cut.schedule": "1f1b", "mesh.pp": 2},
         lambda plan: "cut" in plan.techniques,
         least_ranks=2,
     ),
     Addition(
-        *("accumulation", "accumulation", "accu-\nmula-\ntion"),
+        *("accumulation", "accumulation"),
         {"train.accumulation_steps": 2},
         lambda plan: plan.batch.accumulation_steps > 1,
     ),
     Addition(
-        *("bf16", "bf16", "bf16"),
+        *("bf16", "bf16"),
         {"train.precision": "bf16"},
         lambda plan: plan.precision == "bf16",
     ),
     Addition(
-        *("fp64", "fp64", "fp64"),
+        *("fp64", "fp64"),
         {"train.precision": "fp64"},
         lambda plan: plan.precision == "fp64",
     ),
@@ -123,11 +123,10 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigError: there is no strategy of that name.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain strategies",
         description="List the strategies and what they combine with, or explain one; several with "
         "+ between them are one.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the one to explain: NAME, or NAME+NAME"
@@ -140,7 +139,7 @@ def main(arguments: list[str]) -> int:
     if options.as_json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     elif options.name is None:
-        _show_table(rows)
+        _show_list(rows)
     else:
         _show_one(rows[0])
     return 0
@@ -182,7 +181,8 @@ def _row(name: str) -> dict[str, Any]:
     tried = _try_alone(job)
     return {
         "name": job.strategy.name,
-        "summary": "; ".join(_line(role, config) for role, config in roles.items()),
+        "summary": _summary(name, roles),
+        "need": _need(roles),
         "roles": {role: config.name for role, config in roles.items()},
         "options": {role: config.options for role, config in roles.items()},
         "sections": {role: _sections(role, config) for role, config in roles.items()},
@@ -192,6 +192,19 @@ def _row(name: str) -> dict[str, Any]:
         "unavailable": tried.reason,
         "combines": {addition.name: _combined(name, addition, tried) for addition in ADDITIONS},
     }
+
+
+def _summary(name: str, roles: Mapping[Role, RoleConfig]) -> str:
+    """What a preset says of itself; of a file, or of several words, what the techniques say."""
+    if name in preset_names(KIND):
+        return preset_line(KIND, name)
+    return "; ".join(_line(role, config) for role, config in roles.items())
+
+
+def _need(roles: Mapping[Role, RoleConfig]) -> Need:
+    """For which lack a strategy is taken: the greatest that one of its techniques is for."""
+    needs = [make_technique(role, config).need for role, config in roles.items()]
+    return max(needs, key=list(NEEDS).index)
 
 
 def _line(role: Role, config: RoleConfig) -> str:
@@ -254,56 +267,68 @@ def _combined(name: str, addition: Addition, alone: PlanAttempt) -> dict[str, An
 
 
 def _console() -> Console:
-    width = None if sys.stdout.isatty() else 150
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
     return Console(width=width, markup=False, highlight=False)
 
 
-_MARKS = {
-    "own": Text("own", style="dim"),
-    True: Text("yes", style="green"),
-    False: Text("no", style="red"),
-    None: Text("-", style="dim"),
+NEEDS: Mapping[Need, str] = {
+    "nothing": "All of it fits on one device",
+    "optimizer": "The optimizer's state does not fit",
+    "activations": "Activations do not fit",
+    "gradients": "The optimizer's state and the gradients do not fit",
+    "parameters": "The parameters do not fit either",
+    "model": "The model does not fit: stages of layers on the ranks",
+    "layer": "A single layer does not fit, or takes too long: slices of layers on the ranks",
+    "slow links": "Links are too slow for an exchange in every step (numbers differ, by intent)",
+    "learning": "To learn from: what others do better",
 }
+"""The headings of the list, from the least need to the greatest."""
 
 
-def _show_table(rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_list(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The strategies by need, a line each, with the words that add to them."""
     console = _console()
-    is_wide = console.width >= 110
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("strategy", no_wrap=True, vertical="top")
-    if is_wide:
-        table.add_column("what it does", ratio=1)
-    table.add_column("ranks", justify="right")
-    for addition in ADDITIONS:
-        table.add_column(addition.heading)
+    lines: dict[Need, list[tuple[str, str, str]]] = {need: [] for need in NEEDS}
     for row in rows:
-        combinations = row["combines"]
-        marks = [
-            _MARKS["own" if combinations[a.name]["own"] else combinations[a.name]["works"]]
-            for a in ADDITIONS
-        ]
         more = "+" if len(row["runs_on"]) > 1 else ""
-        ranks = f"{row['ranks'] or '-'}{more}"
-        table.add_row(row["name"], *([row["summary"]] if is_wide else []), ranks, *marks)
-    console.print(table)
+        ranks = "-" if row["ranks"] is None else f"{row['ranks']}{more}"
+        lines[row["need"]].append((row["name"], ranks, row["summary"]))
+    for name in _added_words():
+        roles = job_from_keys(f"single+{name}", {}).strategy.roles()
+        lines[_need(roles)].append((f"+{name}", "", preset_line(KIND, name)))
+    width = max(len(name) for group in lines.values() for name, _, _ in group)
+    for need, group in lines.items():
+        if not group:
+            continue
+        console.print(Text(NEEDS[need], style="bold"))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=width + 2)
+        table.add_column(no_wrap=True, min_width=2)
+        table.add_column()
+        for name, ranks, summary in group:
+            table.add_row(f"  {name}", ranks, summary)
+        console.print(table)
     console.print()
     for row in rows:
         if row["unavailable"] is not None:
             console.print(f"{row['name']} cannot run here: {row['unavailable']}")
-    tried = ", ".join(map(str, RANKS))
-    device = rows[0]["device"] if rows else "cpu"
     console.print(
-        "yes: it can be added, or put in place of what is there; no: it is refused, and `bigtrain "
-        "strategies NAME` says why; own: the strategy does it already. "
-        f"Tried on {tried} ranks ({device})."
+        "The number is how many ranks it takes (2+: two or more; -: none here). Words with + are "
+        "added to another, as in ddp+full; some take a value, as every_3."
     )
-    added: dict[str, list[str]] = {}
+    console.print("What one does, costs, and combines with: bigtrain strategies NAME")
+    console.print("To use one: bigtrain train -n 2 --strategy NAME")
+
+
+def _added_words() -> Iterator[str]:
+    """The presets that add to another one; of several that say the same, the first."""
+    said: list[Any] = []
     for name in sorted(set(preset_names(KIND)) - set(whole_strategies())):
-        added.setdefault("".join(job_from_keys(name, {}).strategy.roles()), []).append(name)
-    console.print("Words that add to one with +, as in ddp+full (some take a value, as every_3):")
-    for role, names in added.items():
-        console.print(f"  strategy.{role}: {', '.join(names)}")
-    console.print("To use one: bigtrain train -n 2 --strategy NAME. See also: bigtrain doctor")
+        means = read_strategy(name, "").values
+        means = {**means, "strategy": {**means["strategy"], "name": ""}}
+        if means not in said:
+            said.append(means)
+            yield name
 
 
 def _show_one(row: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +88,47 @@ class ComparisonRow:
     def with_largest(self, value: int | None, reason: str | None) -> ComparisonRow:
         """The same with how far it could go."""
         return replace(self, largest=value, largest_reason=reason)
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """Where the losses of a strategy are farthest from those of the first row."""
+
+    strategy: str
+    against: str
+    step: int
+    """Counted from 1."""
+    relative: float
+    """Of the first row's loss in that step."""
+
+    def __str__(self) -> str:
+        """One sentence."""
+        if not self.relative:
+            return f"Every loss is that of {self.against}, to the last bit."
+        return (
+            f"The largest difference of a loss from that of {self.against}: {self.relative:.1e} of "
+            f"it, by {self.strategy} in step {self.step}."
+        )
+
+
+def loss_difference(row: ComparisonRow, first: ComparisonRow) -> LossDifference | None:
+    """The largest difference of a row's losses from another's; None where one has no losses."""
+    pairs = list(zip(row.losses, first.losses, strict=False))
+    if not pairs or row is first:
+        return None
+    apart = [abs(own - other) / (abs(other) or 1.0) for own, other in pairs]
+    # What is not a number is apart from everything.
+    apart = [math.inf if math.isnan(share) else share for share in apart]
+    step = apart.index(max(apart))
+    return LossDifference(row.strategy, first.strategy, step + 1, apart[step])
+
+
+def largest_loss_difference(rows: Sequence[ComparisonRow]) -> LossDifference | None:
+    """Of all rows against the first that has losses; None where no two have any."""
+    with_losses = [row for row in rows if row.losses]
+    found = [loss_difference(row, with_losses[0]) for row in with_losses[1:]]
+    known = [one for one in found if one is not None]
+    return max(known, key=lambda one: one.relative, default=None)
 
 
 def _most_sent(ranks: list[dict[str, Any]], key: str) -> int | None:

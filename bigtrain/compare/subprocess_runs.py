@@ -118,7 +118,8 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 _BESIDE = re.compile(
-    r" lost rank |^bigtrain: (rank \d+ fails\. It |the last events of each rank: )"
+    r" lost rank |^bigtrain: (rank \d+ failed (in|while|at|between|as) |the last events of each "
+    r"rank: |stopped before the first step|nothing (more )?was saved: )"
 )
 """Lines that say where ranks were, beside the one that says why a run failed."""
 

@@ -6,32 +6,41 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bigtrain.compare.rows import ComparisonRow
+from bigtrain.compare.rows import ComparisonRow, largest_loss_difference
 from bigtrain.memory.timeline import MEMORY_KINDS
-from bigtrain.units import MIB, format_bytes
+from bigtrain.units import MIB, format_bytes, signed_share
+
+_HEADINGS = (
+    "peak",
+    *MEMORY_KINDS,
+    *("process", "predicted", "error", "sent", "s/step", "predicted s", "time"),
+)
+WIDE = 165
+"""Columns that the whole table takes, with strategies of usual names."""
+_LEFT_OUT: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (WIDE, ()),
+    (130, ("buffers", "process", "sent", "predicted s")),
+    (0, (*MEMORY_KINDS, "process", "sent", "predicted s")),
+)
+"""By the least columns of a terminal, what is left to the page."""
 
 
-def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | None) -> Table:
+def comparison_table(
+    rows: Sequence[ComparisonRow], title: str, largest: str | None, width: int = WIDE
+) -> Table:
     """Every strategy: peak by part, predicted peak, time; sizes in MiB.
 
     Args:
         rows: in the order in which they ran; the others are held against the first with figures.
         title: what was compared.
         largest: the key that was raised, if one was.
+        width: columns of the terminal; on a narrow one the parts are left to the page.
     """
+    left_out = next(columns for least, columns in _LEFT_OUT if width >= least)
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")
     table.add_column("strategy", no_wrap=True)
-    for heading in (
-        "peak",
-        *MEMORY_KINDS,
-        "process",
-        "predicted",
-        "error",
-        "sent",
-        "s/step",
-        "predicted s",
-        "time",
-    ):
+    headings = [heading for heading in _HEADINGS if heading not in left_out]
+    for heading in headings:
         table.add_column(_SHORT.get(heading, heading), justify="right", no_wrap=True)
     if largest is not None:
         table.add_column(f"largest {largest}", justify="right")
@@ -41,11 +50,13 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | N
             table.add_row(_name(row, rows), row.status)
             continue
         parts = row.breakdown or {}
-        cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in MEMORY_KINDS)]
-        cells += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes), _percent(row.error)]
-        cells.append(_mib(row.sent_bytes))
-        cells += [_number(row.step_seconds, 3), _number(row.predicted_step_seconds, 3)]
-        cells.append(_times(row, first))
+        every = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in MEMORY_KINDS)]
+        every += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes)]
+        every += [signed_share(row.error), _mib(row.sent_bytes)]
+        every += [_number(row.step_seconds, 3), _number(row.predicted_step_seconds, 3)]
+        every.append(_times(row, first))
+        named = zip(_HEADINGS, every, strict=True)
+        cells = [cell for heading, cell in named if heading not in left_out]
         if largest is not None:
             cells.append(str(row.largest or "-"))
         table.add_row(_name(row, rows), *cells)
@@ -69,6 +80,9 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
         for row in rows
         if row.largest is not None and row.largest_reason
     ]
+    apart = largest_loss_difference(rows)
+    if apart is not None:
+        lines.append(str(apart))
     lines.append(
         "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
         "before the model was built; sent: to other ranks in a step; time: of a step, against the "
@@ -96,10 +110,6 @@ def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
 
 def _mib(size: int | None) -> str:
     return f"{size / MIB:.1f}" if size is not None else "-"
-
-
-def _percent(share: float | None) -> str:
-    return f"{round(share, 3) + 0.0:+.1%}" if share is not None else "-"
 
 
 def _number(value: float | None, digits: int) -> str:

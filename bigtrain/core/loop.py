@@ -214,11 +214,15 @@ class StepRunner:
         """A saved state as this rank holds it: in slices where its tensors are."""
         return saved if self._slices is None else self._slices.own(saved)
 
+    def label_state(self) -> None:
+        """See `Runner.label_state`."""
+        if self.meter.tracking:
+            self.meter.label(self._update.resident_tensors(), "optimizer")
+
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
         self._update.step()
-        if self.meter.tracking:
-            self.meter.label(self._update.resident_tensors(), "optimizer")
+        self.label_state()
         # The first gradients always go: DDP builds its buckets anew at the second step, and what
         # still pointed into the old ones would keep both alive.
         keep = self._keep_gradients and self._stepped

@@ -95,6 +95,10 @@ class Runner(Protocol):
         Weights are in the precision that is updated (fp32, where bf16 is only computed with).
         """
 
+    def label_state(self) -> None:
+        """Say of the optimizer's state that it is that, where memory is tracked."""
+        ...
+
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """Take over, of all of a training state, what this rank holds. Collective.
 

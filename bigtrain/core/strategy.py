@@ -21,7 +21,7 @@ from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
 from bigtrain.core.gradient_hooks import GradientHooks
 from bigtrain.core.participation import GatheredUnits, GradientUse
 from bigtrain.core.runner import Runner
-from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
+from bigtrain.core.traits import CutTraits, Need, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
@@ -326,6 +326,14 @@ class Assembly:
                 )
 
 
+_NEEDS: Mapping[Role, Need] = {
+    "cut": "model",
+    "slice": "layer",
+    "recompute": "activations",
+    "accumulate": "activations",
+}
+
+
 class Strategy(BaseModel):
     """One technique. Its fields are its options, typed and checked as any key of a job.
 
@@ -344,6 +352,11 @@ class Strategy(BaseModel):
     role: ClassVar[Role]
     summary: ClassVar[str]
     """One line for lists: what is sharded, recomputed or moved, at what cost."""
+
+    @property
+    def need(self) -> Need:
+        """For which lack a user takes it, with the options that it was given; for lists."""
+        return _NEEDS.get(self.role, "nothing")
 
     @property
     def traits(self) -> Traits:

@@ -5,6 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Need = Literal[
+    "nothing",
+    "optimizer",
+    "gradients",
+    "parameters",
+    "activations",
+    "layer",
+    "model",
+    "slow links",
+    "learning",
+]
+"""What a user lacks who takes a technique: nothing, where all fits on one device; the memory for
+the optimizer's state, the gradients or the parameters as well, for activations, for one layer, for
+the model as a whole; fast links; or an understanding, of what others do better."""
+
 StorageTier = Literal["device", "cpu", "disk"]
 OptimizerInput = Literal["parameters", "pieces", "shards", "copies"]
 """What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own

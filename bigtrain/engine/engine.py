@@ -75,6 +75,7 @@ from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.own_loop.outputs import refuse_calls
 from bigtrain.own_loop.rank_rows import cut_rows
 from bigtrain.own_loop.states import SAVED_AS, LoopStates, RemovedCheckpoints
+from bigtrain.prediction.fullest_rank import FullestRank
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -136,8 +137,8 @@ class Engine(LoopCalls):
     """What is kept beside the model, such as an average of its weights."""
     predicted: Peak | None = None
     prediction_note: str | None = None
-    predicted_fullest: Peak | None = None
-    """As `predicted`, which is of this rank, of the fullest replica."""
+    fullest: FullestRank | None = None
+    """Which rank is predicted to need the most; on rank 0, where an example was given."""
     predicted_volume: StepVolume | None = None
     _host_bytes = 0
     predicted_state = StatePeaks()
@@ -195,8 +196,7 @@ class Engine(LoopCalls):
         with suppress(Exception):  # a module that cannot be copied cannot be predicted either
             self._skeleton = replace(workload, model=meta_copy(workload.model))
         if example is not None:
-            self._predict(workload)
-            ensure_host_room(self.plan, self._host_bytes, context)
+            self._predict_all(workload)
         self.first_steps: FirstSteps | None = None
         if job.train.check_first_steps:  # before a technique changes the model
             self.first_steps = FirstSteps(
@@ -232,9 +232,7 @@ class Engine(LoopCalls):
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
         """What this rank could take before it was built, in bytes."""
         if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
-            self.advice += predict_out_of_memory(
-                self._subject, self.predicted_fullest, self.limit_bytes
-            )
+            self.advice += predict_out_of_memory(self._subject, self.fullest, self.limit_bytes)
         self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
@@ -354,12 +352,9 @@ class Engine(LoopCalls):
 
     def _foresee_beside(self) -> None:
         """Add what is kept beside the model to the forecasts: it is there at every moment."""
-        nbytes = 0 if self.kept is None else self.kept.nbytes
-        for name in ("predicted", "predicted_fullest") if nbytes else ():
-            peak: Peak | None = getattr(self, name)
-            if peak is not None:
-                parts = peak.breakdown.plus(Breakdown(optimizer=nbytes))
-                setattr(self, name, replace(peak, breakdown=parts))
+        if self.kept is not None and self.predicted is not None:
+            parts = self.predicted.breakdown.plus(Breakdown(optimizer=self.kept.nbytes))
+            self.predicted = replace(self.predicted, breakdown=parts)
 
     @cached_property
     def saver(self) -> Saver:
@@ -450,6 +445,7 @@ class Engine(LoopCalls):
                 raise CheckpointError(str(error)) from None
         if self.kept is not None:
             self.kept.load(checkpoint.tensors)
+        self.runner.label_state()  # it was made outside of a step, and is there from now on
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:
@@ -580,13 +576,19 @@ class Engine(LoopCalls):
         given = (self.resolved, workload, self.job.checkpoint, prediction)
         self.predicted_state = forecast_state_peaks(*given, *place)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
-        self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
-        self.predicted_volume = prediction.volume
+        self._host_bytes, self.predicted_volume = prediction.host_bytes, prediction.volume
         self._foresee_beside()
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
         self.advice = [*self.advice, *prediction.advice]
+
+    def _predict_all(self, workload: Workload) -> None:
+        """Predict every rank before anything is built. Collective."""
+        self._predict(workload)
+        save = self.predicted_state.save
+        self.fullest = FullestRank.of_all(self.context, self.predicted, save)
+        ensure_host_room(self.plan, self._host_bytes, self.context)
 
     def _set_learning_rate(self) -> float:
         self._rate.before_step(self.steps_done)

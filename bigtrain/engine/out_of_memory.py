@@ -19,6 +19,7 @@ from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
+from bigtrain.prediction.fullest_rank import FullestRank
 from bigtrain.prediction.residuals import kept_beside_tensors
 from bigtrain.units import format_bytes
 
@@ -87,17 +88,18 @@ def explain_out_of_memory(
 
 
 def predict_out_of_memory(
-    subject: ForecastInputs, predicted: Peak | None, limit: int | None
+    subject: ForecastInputs, fullest: FullestRank | None, limit: int | None
 ) -> list[str]:
     """What to say before a run that is predicted not to fit; nothing where it is to fit.
 
     Args:
         subject: what will be run.
-        predicted: its peak.
+        fullest: its fullest rank.
         limit: bytes that a rank may take.
     """
-    if predicted is None or limit is None:
+    if fullest is None or limit is None:
         return []
+    predicted = fullest.peak
     kind, beside, kept = subject.resolved.plan.device_type, 0, ""
     if is_accelerator(kind):  # its limit is on all that the allocator takes, not on tensors alone
         beside = kept_beside_tensors(kind)
@@ -106,8 +108,9 @@ def predict_out_of_memory(
         return []
     search = RemedySearch()
     search.run(subject, limit, REMEDY_TIMEOUT_S)
+    where = "" if fullest.alike else f" on rank {fullest.rank}"
     headline = (
-        f"the predicted peak of {format_bytes(predicted.bytes)} is more than the "
+        f"the predicted peak of {format_bytes(predicted.bytes)}{where} is more than the "
         f"{format_bytes(limit)} that a rank can take{kept}"
     )
     return [headline, *_fits(search, limit)]

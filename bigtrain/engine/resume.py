@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,9 +19,15 @@ from bigtrain.checkpoint.manifest import Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
-from bigtrain.errors import CheckpointError, DamagedCheckpointError, LostRankError
+from bigtrain.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    LostRankError,
+    UnfitCheckpointError,
+)
 from bigtrain.job.schema import Job
-from bigtrain.ranks.restart import Restart, RunNote
+from bigtrain.ranks.exit_status import is_stop
+from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
 
 _SAID_OF_DAMAGE = 3
 """Checkpoints whose damage is said one by one."""
@@ -40,20 +47,21 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
         What is to be said of it.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, and so are all others, or it is another model's.
+        CheckpointError: the checkpoint is damaged, and so are all others.
+        UnfitCheckpointError: it is another model's.
     """
     if job.checkpoint.resume is None:
         return []
     if job.checkpoint.resume != "auto":
         path: Path = engine.context.broadcast_object(find_checkpoint(job.checkpoint.resume))
-        engine.load(path)
+        _load(engine, path)
         return [_from(path, engine), *_begun_anew(path, engine)]
     # All ranks continue from the one that rank 0 has found.
     found: list[Path] = engine.context.broadcast_object(checkpoints_of(folder / "checkpoints"))
     damaged: list[str] = []
     for path in found:
         try:
-            engine.load(path)
+            _load(engine, path)
         except DamagedCheckpointError as error:
             damaged.append(str(error.damage))
             continue
@@ -65,6 +73,22 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
             "Leave --resume out to begin anew."
         )
     return []
+
+
+def _load(engine: Engine, path: Path) -> None:
+    """Take a checkpoint over.
+
+    Raises:
+        UnfitCheckpointError: it is whole, and does not fit: the user named the wrong one.
+    """
+    try:
+        engine.load(path)
+    except (DamagedCheckpointError, LostRankError):
+        raise
+    except CheckpointError as error:
+        if isinstance(error.__context__, DamagedCheckpointError):
+            raise
+        raise UnfitCheckpointError(str(error)) from None
 
 
 def _shortened(damaged: list[str]) -> list[str]:
@@ -224,8 +248,29 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
         ) from None
     return [
         f"stopped by {signal_name} after step {engine.steps_done}, saved as {path}. Go on with the "
-        f"same command and: --resume auto log.dir={folder.parent} log.name={folder.name}"
+        f"same command and: {resume_words(folder)}"
     ]
+
+
+class StopReport:
+    """Says what is left of a run where Ctrl-C or SIGTERM ends a `with` block before it could save.
+
+    Args:
+        speaks: whether this rank says it.
+    """
+
+    folder: Path | None = None
+    """Of the run, as soon as it has one."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks = speaks
+
+    def __enter__(self) -> StopReport:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and is_stop(error) and self._speaks:
+            sys.stderr.write(f"bigtrain: {left_behind(self.folder)}\n")
 
 
 def run_note(

@@ -62,6 +62,8 @@ class RunSetup:
     total_steps: int
     parameters: int
     """Numbers in the whole model, before anything is sharded."""
+    frozen_parameters: int = 0
+    """How many of them are not trained."""
     schedule: Schedule | None = None
     """The scheduler of a DeepSpeed file, where one sets the learning rates."""
 
@@ -96,6 +98,13 @@ class RunSetup:
             return self.schedule.rate(step, self.job.optim.lr)
         batch, epoch = self.plan.batch.global_size, self.order.steps_per_epoch
         return learning_rate(self.job.optim, step, self.total_steps, batch, epoch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the rate rises; 0 where a DeepSpeed file sets the rates."""
+        if self.schedule is not None:
+            return 0
+        return warmup_length(self.job.optim, self.order.steps_per_epoch)
 
     def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
         """The steps of this rank, from a position in the global order on."""
@@ -207,6 +216,9 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         order=order,
         total_steps=total_steps,
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
+        frozen_parameters=sum(
+            p.numel() for p in blueprint.model.parameters() if not p.requires_grad
+        ),
         schedule=schedule,
     )
 

@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
+from bigtrain.job.command_parser import CommandParser
+
 TRAIN_HELP = """\
-One job is one YAML file; configs/jobs/default.yaml is used when none is named. Any key can be
-set on the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
+JOB is a YAML file, or a name in configs/jobs; left out, the default job. Any key can be set on
+the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
 
 
 OWN_CHECKPOINTS = "a checkpoint (step-N), a run's folder, or its checkpoints/"
@@ -45,12 +47,11 @@ def train_arguments(
     Raises:
         SystemExit: 2 for an unknown option, 0 after --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain train" if starts_ranks else "train.py",
-        usage="%(prog)s [options] [KEY=VALUE | KEY VALUE ...]",
+        usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
         description="Train a model under a strategy, and show what memory it took.",
         epilog=TRAIN_HELP,
-        allow_abbrev=False,
     )
     add_train_options(parser, starts_ranks=starts_ranks)
     if records:
@@ -58,9 +59,9 @@ def train_arguments(
         parser.add_argument("--trace", action="store_true")
         parser.add_argument("--no-dropout", action="store_true")
     options, rest = parser.parse_known_args(arguments, namespace=TrainOptions())
-    for word in rest:
-        if word.startswith("--"):
-            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    parser.refuse_unknown([word for word in rest if word.startswith("--")])
+    if rest and _names_a_job(rest):
+        options.config, rest = _one_job(parser, options.config, rest[0]), rest[1:]
     if starts_ranks and options.num_ranks is None and options.restarts + (options.min_ranks or 0):
         option = "--restarts" if options.restarts else "--min-ranks"
         parser.error(f"{option} is of ranks that bigtrain starts itself. Add -n N")
@@ -72,7 +73,28 @@ def train_arguments(
     return options
 
 
-def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) -> None:
+def _names_a_job(words: list[str]) -> bool:
+    """Whether the first word is a job's, and not a key whose value comes next."""
+    first = words[0]
+    if "=" in first or first.startswith(("+", "-")):
+        return False
+    if _is_file(first):
+        return True
+    is_key = first.isupper() or (len(words) > 1 and first in _KEYS_ALONE)
+    return "." not in first and not is_key
+
+
+_KEYS_ALONE = ("device", "strategy")
+"""The keys of a job that stand in no section, so that no dot is in them."""
+
+
+def _one_job(parser: CommandParser, config: str | None, word: str) -> str:
+    if config is not None:
+        parser.error(f"--config {config} and {word}: one job at a time")
+    return word
+
+
+def add_train_options(parser: CommandParser, *, starts_ranks: bool) -> None:
     """Add the frozen list of options; everything else is a key of the job."""
     if starts_ranks:
         parser.add_argument(
@@ -91,7 +113,7 @@ def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) ->
             metavar="M",
             help="with --restarts: go on with as few as M ranks where others are gone",
         )
-    parser.add_argument("--config", metavar="JOB", help="a YAML file, or a name in configs/jobs")
+    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
     parser.add_argument(
         *("--strategy",),
         metavar="WORDS",
@@ -198,7 +220,7 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
     if options.script is not None and "fuzz" in given:
         parser.error("--fuzz draws plans for a job; leave --script out, or --fuzz")
     if options.fuzz and options.strategies != "all":
-        parser.error("--fuzz draws the strategies; leave --strategies out, or --fuzz")
+        parser.error("--fuzz draws the strategies; leave --strategy out, or --fuzz")
     return options
 
 
@@ -252,15 +274,20 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     Raises:
         SystemExit: 2 for an unknown option, 0 after --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain plan",
         usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
         description="Find the fastest plan that fits: nothing is run, and no device is needed.",
         epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="JOB", help="the same as JOB")
-    parser.add_argument("--devices", type=int, metavar="N", help="ranks (default: one node)")
+    parser.add_argument(
+        *("-n", "--num-ranks", "--devices"),
+        dest="devices",
+        type=int,
+        metavar="N",
+        help="ranks (default: one node)",
+    )
     parser.add_argument("--memory", metavar="SIZE", help="of a device (default: the cluster's)")
     parser.add_argument("--cap", metavar="SIZE", help="what a rank may take, as train's --cap")
     parser.add_argument(
@@ -285,17 +312,16 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     return options
 
 
-def checkpoint_parser() -> argparse.ArgumentParser:
+def checkpoint_parser() -> CommandParser:
     """The frozen options of `bigtrain checkpoint` and of what it does."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain checkpoint",
         description="Look at a checkpoint, check it, make one, take one apart, compare two.",
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, summary: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    def action(name: str, summary: str) -> CommandParser:
+        made = actions.add_parser(name, help=summary, description=summary)
         made.add_argument(
             "--json", dest="as_json", action="store_true", help="one JSON document, on stdout"
         )
@@ -345,18 +371,18 @@ def _side_parser(
     description: str,
     strategies: str = "all",
     ranks: str = "ranks of each run (default: GPUs, or 2)",
-) -> argparse.ArgumentParser:
+) -> CommandParser:
     words = "as train's --strategy, with commas between them"
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"bigtrain {command}",
         usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
         description=description,
         epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="JOB", help="the same as JOB")
     parser.add_argument(
-        *("--strategies",),
+        *("--strategy", "--strategies"),
+        dest="strategies",
         default=strategies,
         metavar="A,B+C",
         help=f"{words}, or all (default)" if strategies == "all" else f"{words} (default ddp)",
@@ -372,9 +398,7 @@ def _side_parser(
     return parser
 
 
-def _side_options(
-    parser: argparse.ArgumentParser, arguments: list[str], options: SideOptions
-) -> SideOptions:
+def _side_options(parser: CommandParser, arguments: list[str], options: SideOptions) -> SideOptions:
     _, rest = parser.parse_known_args(arguments, namespace=options)
     for name, least in (("steps", 1), ("time_limit", 1)):
         if getattr(options, name) < least:
@@ -385,22 +409,17 @@ def _side_options(
 
 
 def _job_and_words(
-    parser: argparse.ArgumentParser, config: str | None, rest: list[str]
+    parser: CommandParser, config: str | None, rest: list[str]
 ) -> tuple[str | None, list[str]]:
     """The job, named with or without --config, and the overrides as KEY=VALUE."""
-    for word in rest:
-        if word.startswith("-") and not word[1:2].isdigit():
-            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    parser.refuse_unknown(rest)
     job, words = config, list(rest)
-    # A key has a dot or an equals sign in it, or comes in capitals; a job's name has neither.
-    if words and "=" not in words[0] and (_is_file(words[0]) or "." not in words[0]):
-        if job is not None:
-            parser.error(f"--config {job} and {words[0]}: one job at a time")
-        job = words.pop(0)
+    if words and _names_a_job(words):
+        job = _one_job(parser, config, words.pop(0))
     return job, _joined(parser, words)
 
 
-def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+def _joined(parser: CommandParser, words: list[str]) -> list[str]:
     """Every override as KEY=VALUE; a whole strategy is named elsewhere."""
     remaining, overrides = list(words), []
     while remaining:
@@ -410,7 +429,7 @@ def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
                 parser.error(f"{word} has no value. Write {word.lower()}=VALUE")
             word = f"{word.lower() if word.isupper() else word}={remaining.pop(0)}"
         if word.startswith("strategy="):
-            fix = f"Write --strategies {word[9:]}"
+            fix = f"Write --strategy {word[9:]}"
             if parser.prog.endswith(" plan"):
                 fix = "bigtrain plan chooses it; leave it out"
             parser.error(f"{word} would be every row's strategy. {fix}")

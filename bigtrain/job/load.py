@@ -104,7 +104,7 @@ def load_job(
     Raises:
         ConfigError: with the file, the line and the nearest valid key.
     """
-    tree = read_preset("jobs", config or "default", "--config")
+    tree = read_preset("jobs", config or "default", "job")
     refuse_yacs(tree.values, str(config))
     _check_sections(tree)
     words = parse_overrides(overrides)
@@ -252,7 +252,7 @@ def format_validation_error(
     path = tuple(str(part) for part in first["loc"])
     if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
         return str(cause)
-    place = tree.origin(_blamed(first, path, kind, tree)) if tree else None
+    place = _place(first, path, kind, tree) if tree else None
     prefix = f"{place}: " if place and not place.startswith(COMMAND_LINE) else ""
     if isinstance(cause, UnreadableError):  # so does a path that no file can have
         return f"{prefix}{cause}"
@@ -270,28 +270,28 @@ def format_validation_error(
     return f"{prefix}{describe_fault(first, name)}"
 
 
-def _blamed(fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree) -> KeyPath:
-    """The key whose place is named: of a whole section one that the complaint names.
+def _place(
+    fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree
+) -> str | None:
+    """Where the key stands that is at fault.
 
-    One of the command line goes before one of a file, as it was said last; a file of the user's
-    before a preset, which is right by itself.
+    Of a whole section, whose keys contradict each other, it is the last of those that the complaint
+    names: who says something over a preset is told of his own words. Where nobody has said them, no
+    place is named.
     """
-    if len(path) != 1 or fault["type"] != "value_error":
-        return path
     known = _fields_at(kind, path)
-    named = [(*path, k) for k in re.findall(r"\b(\w+)=", str(fault["msg"])) if k in known]
-
-    def rank(key: KeyPath) -> int:
-        place = tree.origins.get(key, "")
-        if place.startswith(COMMAND_LINE):
-            return 0
-        return 1 if place and not place.startswith(_PRESETS) else 2
-
-    return min(named, key=rank, default=path)
+    if len(path) != 1 or fault["type"] != "value_error" or not known:
+        return tree.origin(path)
+    keys = [key for key in re.findall(r"\b(\w+)=", str(fault["msg"])) if key in known]
+    places = [tree.origins[(*path, key)] for key in keys if (*path, key) in tree.origins]
+    said = [place for place in places if place.startswith(COMMAND_LINE)]
+    own = [place for place in places if not _is_preset(place)]
+    return next(iter([*said, *own, *places]), None)
 
 
-_PRESETS = ("jobs/", "strategies/")
-"""How the place of a key begins that a preset of bigtrain's says."""
+def _is_preset(place: str) -> bool:
+    """Whether a place is in a file that comes with bigtrain."""
+    return place.startswith(("jobs/", "strategies/"))
 
 
 def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:

@@ -188,6 +188,19 @@ def preset_names(kind: str) -> list[str]:
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
+def preset_line(kind: str, name: str) -> str:
+    """What a preset says of itself: the comment at its head."""
+    source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
+    with resources.as_file(source) as file:
+        text = read_text(file, "", MOST_YAML)
+    words = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        words.append(line.lstrip("# "))
+    return " ".join(words)
+
+
 def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     """Read a preset by name, or a YAML file by path.
 

@@ -5,7 +5,6 @@ Each part is looked at by itself: what goes wrong in one is a line in it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from bigtrain.devices import accelerator, device_count, device_name, free_bytes
 from bigtrain.files.parse import parse_json
+from bigtrain.job.command_parser import CommandParser
 from bigtrain.machine.busy import others_in_words
 from bigtrain.machine.rate_cache import (
     cache_file,
@@ -97,10 +97,9 @@ def main(arguments: list[str]) -> int:
 
     0; 1 where the ranks cannot talk at all (no gloo), or no strategy can run.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="bigtrain doctor",
         description="Show what this machine has, what it lacks, and how fast it is.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--json", dest="as_json", action="store_true", help="one JSON document on standard output"

@@ -53,3 +53,15 @@ def return_large_blocks(nbytes: int) -> None:
         library.mallopt(_MMAP_THRESHOLD, nbytes)
         library.mallopt(_TRIM_THRESHOLD, nbytes)
         library.malloc_trim(0)
+
+
+def release_free_memory() -> None:
+    """Have the allocator give back what is free in it: what is resident then is in use."""
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    with suppress(AttributeError, OSError):
+        library.MallocExtension_ReleaseFreeMemory()  # tcmalloc's
+        return
+    with suppress(AttributeError, OSError):
+        library.malloc_trim(0)

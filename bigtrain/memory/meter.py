@@ -7,6 +7,7 @@ allocator's rounding) is what the process peak and the CUDA allocator are read f
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -24,6 +25,7 @@ from bigtrain.devices import (
     start_kernels,
 )
 from bigtrain.memory.added_bytes import AddedBytes, StatePeak, StatePeaks
+from bigtrain.memory.allocator import release_free_memory
 from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
@@ -35,6 +37,9 @@ class ProcessPeak:
     """The process's highest resident memory above what it had at the start (Linux; VmHWM)."""
 
     def __init__(self) -> None:
+        # Tensors would lie in what forecasts have left free, and not be seen.
+        gc.collect()
+        release_free_memory()
         # Forget the peak of the imports; where that is not allowed, it stays in.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

@@ -67,7 +67,9 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
     )
     if not planned.result.best:
         raise ConfigError(" ".join(no_fit_lines(planned)))
-    return planned.result.best[0].job, [
+    best = planned.result.best[0]
+    named = best.job.strategy.model_copy(update={"name": f"{AUTO_STRATEGY}: {best.label}"})
+    return best.job.model_copy(update={"strategy": named}), [
         *_reasons(planned),
         f"auto: rates {rates_source}{_also(planned.timed)}; {reserved_line}; {margin_line}",
     ]
@@ -80,10 +82,11 @@ def _also(words: str) -> str:
 def _reasons(planned: PlannedAnswer) -> Iterator[str]:
     first, *others = planned.result.best
     candidate = first.candidate
+    where = f" on pp rank {first.fullest_rank}" if candidate.pp > 1 else ""
     yield (
         f"auto: {first.label} ({candidate.mesh}, micro-batch {candidate.rows} x "
         f"{candidate.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
-        f"{format_bytes(first.peak.bytes)} of {format_bytes(planned.question.limit)}, "
+        f"{format_bytes(first.peak.bytes)}{where} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
     for other in [o for o in others if o.candidate.label != candidate.label][:2]:

@@ -11,6 +11,7 @@ from typing import get_args
 from rich.console import Console
 
 from bigtrain.errors import ConfigError
+from bigtrain.files.regular import is_regular, is_there, open_regular
 from bigtrain.job.arguments import PlanOptions, plan_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
@@ -38,6 +39,8 @@ def main(arguments: list[str]) -> int:
     """Plan, and show it; returns the exit status: 1 where nothing fits, 2 for the user's input."""
     options = plan_arguments(arguments)
     _check_picture(options.picture)
+    path = Path(options.output or "plan.yaml")
+    replaced = _check_output(path, named=options.output is not None)
     job = load_job(options.job, "single", options.overrides)
     cluster = load_cluster(options.cluster) if options.cluster else _here(options.devices)
     question, margin = make_question(job, cluster, options)
@@ -53,14 +56,13 @@ def main(arguments: list[str]) -> int:
         for line in lines:
             sys.stderr.write(f"{line}\n")
         return 1
-    path = Path(options.output or "plan.yaml")
     _write(path, plan_text(planned, planned.result.best[0], shlex.join(words)))
     if options.picture is not None:
         from bigtrain.planner.front_picture import write_front
 
         write_front(Path(options.picture), planned)
     if not options.as_json:
-        _show(planned, margin, path, options)
+        _show(planned, margin, f"{path}{replaced}", path, options)
     return 0
 
 
@@ -119,6 +121,30 @@ def _check_picture(path: str | None) -> None:
         raise ConfigError(f"--picture {path}: name a file that ends in .svg or .png.")
 
 
+def _check_output(path: Path, *, named: bool) -> str:
+    """What is said of a file that is there already.
+
+    Raises:
+        ConfigError: nobody named it, and it is not a plan that `bigtrain plan` has written.
+    """
+    if not is_there(path):
+        return ""
+    if not is_regular(path):
+        raise ConfigError(f"--output {path}: is not a file. Use --output FILE.yaml")
+    if not named:
+        with open_regular(path) as file:
+            ours = file.read(len(_HEAD)) == _HEAD
+        if not ours:
+            raise ConfigError(
+                f"{path} is there, and bigtrain plan has not written it. Use --output FILE.yaml"
+            )
+    return " (in the place of the one that was there)"
+
+
+_HEAD = b"# bigtrain plan"
+"""How a plan begins that this command has written."""
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,26 +153,38 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}.") from error
 
 
-def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions) -> None:
+def _show(
+    planned: PlannedAnswer, margin: str, shown_path: str, path: Path, options: PlanOptions
+) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(plans_table(planned))
+    console.print(plans_table(planned, console.width))
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     if options.cluster is None and planned.question.job.train.precision == "fp32":
         lines += faster_precision(planned.question.cluster.device.flops.model_dump())
     lines.append(planned.seconds_line)
     lines += figure_caveats(planned)
-    lines.append(f"plan: {path}")
-    job = f" --config {options.job}" if options.job else ""
+    lines.append(f"plan: {shown_path}")
+    lines += run_lines(planned, path, options)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def run_lines(planned: PlannedAnswer, path: Path, options: PlanOptions) -> list[str]:
+    """How the plan is run; the last line can be pasted into a shell as it is."""
+    job = [] if options.job is None else [options.job]
     # What was said of the strategy is for the search: the plan's own word is what was found.
     settled: tuple[str, ...] = ("strategy.",)
     if options.global_batch_size is not None:  # so has its batch, which a word would undo
         settled = (*settled, "train.global_batch_size=")
     own_words = [word for word in options.overrides if not word.startswith(settled)]
-    words = "".join(f" {shlex.quote(word)}" for word in own_words)
-    devices = planned.question.devices
-    if devices <= planned.question.cluster.node.devices:
-        lines.append(f"run it: bigtrain train -n {devices}{job} --plan {path}{words}")
-    else:
-        lines.append(f"run it on {devices} ranks: bigtrain/train.py{job} --plan {path}{words}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    devices, node = planned.question.devices, planned.question.cluster.node.devices
+    rest = [*job, "--plan", str(path), *own_words]
+    if devices <= node:
+        return ["run it:", shlex.join(["bigtrain", "train", "-n", str(devices), *rest])]
+    nodes = -(-devices // node)
+    launcher = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices // nodes}"]
+    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29400", "-m", "bigtrain.train"]
+    return [
+        f"run it on each of {nodes} nodes, with the first one's name for HOST:",
+        shlex.join([*launcher, *rest]),
+    ]

@@ -23,8 +23,17 @@ _SHORT = {
 }
 
 
-def plans_table(planned: PlannedAnswer) -> Table:
-    """The fastest plans that fit, the fastest first."""
+WIDE = 130
+"""Columns that the whole table takes."""
+
+
+def plans_table(planned: PlannedAnswer, width: int = WIDE) -> Table:
+    """The fastest plans that fit, the fastest first.
+
+    Args:
+        planned: the answer.
+        width: columns of the terminal; on a narrow one what the plan file has, too, is left out.
+    """
     question = planned.question
     table = Table(
         title=f"{question.job.model.name}, {format_count(planned.num_parameters)} parameters, on "
@@ -34,7 +43,9 @@ def plans_table(planned: PlannedAnswer) -> Table:
     )
     table.add_column("")
     table.add_column("plan")
-    for name in ("pp x dp x tp", "micro-batch", "computed again", "peak", "parts", "step"):
+    wide = width >= WIDE
+    shown = ("pp x dp x tp", "micro-batch", *(("computed again",) if wide else ()), "peak")
+    for name in (*shown, *(("parts",) if wide else ()), "step"):
         table.add_column(name, justify="right" if name != "parts" else "left")
     table.add_column(_unit(planned), justify="right")
     table.add_column("MFU", justify="right")
@@ -48,9 +59,9 @@ def plans_table(planned: PlannedAnswer) -> Table:
             evaluated.label,
             " x ".join(map(str, evaluated.candidate.axes)),
             f"{evaluated.candidate.rows} x {evaluated.candidate.micro_batches}",
-            recompute_summary(evaluated),
+            *([recompute_summary(evaluated)] if wide else []),
             format_bytes(evaluated.peak.bytes),
-            _parts(evaluated),
+            *([_parts(evaluated)] if wide else []),
             format_seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
             "-" if figures["mfu"] is None else f"{100 * figures['mfu']:.0f} %",

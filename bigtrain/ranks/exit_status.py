@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 
 from bigtrain.errors import BigtrainError, OutOfMemoryError, plain_text
 from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start_time
@@ -89,6 +90,16 @@ def mark_reporting_rank(error: BaseException) -> None:
     error.bigtrain_first = True  # type: ignore[attr-defined]
 
 
+def mark_as_echo(error: BaseException) -> None:
+    """Note on a stop that a launcher ends this rank because another one has failed."""
+    error.bigtrain_echo = True  # type: ignore[attr-defined]
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether somebody outside stopped the run, and not only this rank of one that has failed."""
+    return is_interrupt(error) and not hasattr(error, "bigtrain_echo")
+
+
 def write_error_file(error: BaseException) -> None:
     """Leave the traceback where torchrun's agent looks for it; nothing under other launchers."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -111,6 +122,8 @@ def run_guarded(main: Callable[[], int | None]) -> int:
     Example:
         sys.exit(run_guarded(main))
     """
+    if signal.getsignal(signal.SIGINT) is _end_quietly:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main() or 0
     except RestartRequest as error:
@@ -124,6 +137,16 @@ def run_guarded(main: Callable[[], int | None]) -> int:
         return exit_status_of(error)
     except BaseException as error:
         return _show(error)
+
+
+def end_quietly_on_interrupt() -> None:
+    """Let Ctrl-C end this process without a traceback until `run_guarded` is called."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_quietly)
+
+
+def _end_quietly(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def _show(error: BaseException) -> int:

@@ -24,6 +24,7 @@ from bigtrain.ranks.exit_status import (
     is_clean_exit,
     is_interrupt,
     is_peer_failure,
+    mark_as_echo,
     mark_reporting_rank,
     write_error_file,
 )
@@ -32,7 +33,7 @@ from bigtrain.ranks.hang_watch import watch_for_hangs
 from bigtrain.ranks.launcher_env import RankInfo
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.rendezvous import Rendezvous
-from bigtrain.ranks.restart import RestartRequest
+from bigtrain.ranks.restart import RestartRequest, left_behind
 from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
@@ -40,6 +41,7 @@ from bigtrain.recorder.ring import FlightRecorder
 _ECHO_PATIENCE_S = 3.0
 # Python runs a signal's handler in the main thread; one that has not run by then is blocked.
 _SIGNAL_PATIENCE_S = 3.0
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # The failing rank prints, cleans up and goes; what then still holds it up is cut off.
 _FINISH_S = 20.0
 
@@ -94,9 +96,15 @@ def _reported(watch: FailureListener | None) -> Iterator[None]:
             raise
         ending = _report(watch, error)
         if is_interrupt(error):
+            if ending is not None and ending.status not in _STOPPED:
+                mark_as_echo(error)
             raise
         if ending is not None and watch is not None:
-            watch.grace()
+            try:
+                watch.grace()
+            except (SystemExit, KeyboardInterrupt) as late:
+                mark_as_echo(late)
+                raise
             raise SystemExit(ending.status) from None
         write_error_file(error)
         mark_reporting_rank(error)
@@ -170,7 +178,7 @@ def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | Non
     patience = _ECHO_PATIENCE_S if is_echo else 0.0
     text = error_summary(error)
     ending = watch.report(text, exit_status_of(error), patience_s=patience)
-    if ending is None and watch.records:
+    if ending is None and watch.records and exit_status_of(error) != 2:
         kind = "found" if isinstance(error, NonFiniteError) else "failed"
         cause = Cause("waited" if is_echo else kind, watch.rank, text)
         show_page(watch.recorder, watch.records, cause)
@@ -265,7 +273,7 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
         status = 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
         watch.report("", status)
         if not handled.wait(_SIGNAL_PATIENCE_S):
-            exit_process(status)
+            _end_blocked(watch, status)
 
     def forward_signals() -> None:
         # This thread may outlive the process groups: it keeps no handler, which may have them.
@@ -284,6 +292,13 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
                 signal.signal(
                     number, signal.default_int_handler if is_interrupt_signal else signal.SIG_DFL
                 )
+
+
+def _end_blocked(watch: FailureListener, status: int) -> None:
+    """End a rank whose main thread is blocked; rank 0 says what that thread cannot say."""
+    if watch.rank == 0:
+        sys.stderr.write(f"bigtrain: {left_behind(watch.recorder.folder)}\n")
+    exit_process(status)
 
 
 def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | None], Any]]:

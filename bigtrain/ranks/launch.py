@@ -27,14 +27,14 @@ from bigtrain.memory.allocator import allocator_environ
 from bigtrain.memory.host_memory import free_host_bytes, host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
 from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
-from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote
+from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote, left_behind
 from bigtrain.units import MIB, format_bytes
 
 RANK_BYTES = 350 * MIB
 """Of a rank alone, measured with torch 2.14 on a CPU; what processes share is not counted."""
 MAX_RANKS_A_CORE = 16
 SAVE_S = 600.0
-"""Seconds that ranks get to finish a step and save after SIGTERM or SIGUSR1, before SIGKILL."""
+"""Seconds that ranks get to finish a step and save after SIGTERM or Ctrl-C, before SIGKILL."""
 # Seconds for the other ranks to end after one has failed, before SIGKILL.
 _SHUTDOWN_S = 15.0
 _POLL_S = 0.05
@@ -45,7 +45,7 @@ _SAME_S = 2.0
 _USUAL_TIMEOUT_S = 100.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _REMINDER_S = 1.0
-_SAVING = (signal.SIGTERM, signal.SIGUSR1)
+_SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _OF_OTHER_LAUNCHES = {"LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", RESTART_VARIABLE}
 _PR_SET_PDEATHSIG = 1
@@ -71,7 +71,7 @@ def start_ranks(
     Returns:
         The exit status: 0; 2 or 75 where the failing rank ended so; 75 after SIGTERM or SIGUSR1
         where the ranks have saved, 1 where they could not; 128 and the number of the signal where
-        there was nothing to save, or after Ctrl-C; otherwise 1.
+        there was nothing to save, 130 after Ctrl-C in any case but a failed save; otherwise 1.
 
     Raises:
         ConfigError: less than one rank, no such script, or numbers that contradict each other.
@@ -240,6 +240,8 @@ class _Lives:
             failed = ranks.wait(self._signals, lambda: RunNote.find(self._folder))
             self._note = RunNote.find(self._folder) or self._note
             if self._signals.first is not None:
+                if ranks.exitcodes[0] == -signal.SIGKILL:  # it could not say it itself
+                    _say(left_behind(Path(self._note.folder) if self._note else None))
                 return _stopped_status(ranks.exitcodes_that_count, self._signals.first)
             if failed is None:
                 return REQUEUE_STATUS if REQUEUE_STATUS in ranks.exitcodes else 0

@@ -1,27 +1,55 @@
 """A signal that asks a run to save and to stop: at the end of the running step, on all ranks.
 
 Schedulers announce an end by SIGTERM (a pre-emption, `scancel`) or by a signal of the user's
-choice (`sbatch --signal=B:USR1@60`). One rank may get it or all of them.
+choice (`sbatch --signal=B:USR1@60`), a person by Ctrl-C (SIGINT). One rank may get it or all of
+them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import REQUEUE_STATUS
 
 SAME_S = 2.0
 """A signal within so many seconds of the first is that one again: schedulers signal the launcher
 and its ranks, and the launcher passes it on."""
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SAID_TO_A_PERSON = (
+    "\nCtrl-C: the run ends after this step and saves its state. Press Ctrl-C again to end it now."
+)
+
+
+@dataclass(frozen=True)
+class Highest:
+    """The highest figure of all ranks."""
+
+    figure: float
+    rank: int
+    """The first that has it."""
+    alike: bool
+    """Whether every rank has it."""
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Highest | None:
+        """The highest of one figure a rank; None where it is below 0, which is none."""
+        figure = max(figures)
+        if figure < 0:
+            return None
+        return cls(figure, figures.index(figure), min(figures) == figure)
 
 
 class PreemptionNotice:
-    """Inside a `with` block SIGTERM and SIGUSR1 are noted; a later one ends the process at once.
+    """Inside a `with` block SIGTERM, SIGUSR1 and SIGINT are noted; a later one ends the process.
 
     Args:
         context: of all ranks.
@@ -43,19 +71,31 @@ class PreemptionNotice:
         self._before: dict[int, Any] = {}
         self.signal_name = ""
         """Which signal it was, on every rank; empty while there is none."""
+        self.highest: Highest | None = None
+        """Of the figures that `agreed` was given on all ranks."""
 
-    def agreed(self) -> bool:
+    def agreed(self, figure: float | None = None) -> bool:
         """Whether any rank has got a signal; the same on all ranks. Collective.
 
         The numbers go from host to host: an accelerator is not waited for.
+
+        Args:
+            figure: goes with the question, so that it costs no exchange of its own; see `highest`.
         """
         self._calls += 1
         if self._calls % self._every:
             return bool(self.signal_name)
-        numbers = [int(number) for number in self._context.all_gather_numbers(self._noted)]
+        rows = self._context.all_gather_rows([self._noted, -1.0 if figure is None else figure])
+        numbers = [int(row[0]) for row in rows]
+        self.highest = Highest.of([row[1] for row in rows])
         if max(numbers):
             self.signal_name = signal.Signals(max(numbers)).name
         return bool(self.signal_name)
+
+    @property
+    def exit_status(self) -> int:
+        """Of a run that has saved and stopped: 75 asks a scheduler to start it again."""
+        return 128 + signal.SIGINT if self.signal_name == "SIGINT" else REQUEUE_STATUS
 
     def is_second(self) -> bool:
         """Whether a signal that has just arrived, handled or not, is another than the first.
@@ -68,13 +108,19 @@ class PreemptionNotice:
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         now = time.monotonic()
+        is_first = not self._noted
         self._noted, self._handled_at = self._noted or number, min(self._handled_at, now)
         if now - self._handled_at > SAME_S:
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM))
+        if is_first and number == signal.SIGINT and self._context.is_main:
+            with contextlib.suppress(OSError, RuntimeError):  # the stream may be in use below
+                sys.stderr.write(f"{_SAID_TO_A_PERSON}\n")
 
     def __enter__(self) -> PreemptionNotice:
         if threading.current_thread() is threading.main_thread():
             for number in PREEMPTION_SIGNALS:
+                if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # a shell's background job
                 self._before[number] = signal.signal(number, self)
         return self
 

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -162,23 +163,58 @@ class RunNote:
 
     def saved_step(self) -> int:
         """The step of the checkpoint that it goes on from; 0 for the beginning."""
-        name = read_pointer(Path(self.folder) / "checkpoints" / "latest")
-        return count_in(name.rpartition("-")[2], most=1 << 62) or 0
+        return saved_step(Path(self.folder))
 
     def last_step(self) -> int:
         """The last step that was done; 0 where there is none."""
-        try:
-            with open_regular(Path(self.folder) / METRICS) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                lines = file.read().splitlines()
-        except (OSError, UnreadableError):
-            return 0
-        for line in reversed(lines):
-            with contextlib.suppress(
-                UnreadableError, KeyError, TypeError, ValueError
-            ):  # a torn one
-                return int(parse_json(line, METRICS)["step"])
+        return last_step(Path(self.folder))
+
+
+def saved_step(folder: Path) -> int:
+    """The step of a run's newest checkpoint; 0 where it has none."""
+    name = read_pointer(folder / "checkpoints" / "latest")
+    return count_in(name.rpartition("-")[2], most=1 << 62) or 0
+
+
+def last_step(folder: Path) -> int:
+    """The last step that a run has done; 0 where there is none."""
+    try:
+        with open_regular(folder / METRICS) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except (OSError, UnreadableError):
         return 0
+    for line in reversed(lines):
+        with contextlib.suppress(UnreadableError, KeyError, TypeError, ValueError):  # a torn one
+            return int(parse_json(line, METRICS)["step"])
+    return 0
+
+
+def resume_words(folder: Path) -> str:
+    """What is added to the same command, so that the run goes on from its newest checkpoint."""
+    words = [f"log.dir={folder.parent}", f"log.name={folder.name}"]
+    return shlex.join(["--resume", "auto", *words])
+
+
+def left_behind(folder: Path | None) -> str:
+    """What a run that was stopped without saving has left, and how it goes on; one line.
+
+    Args:
+        folder: of the run; None where it did not come so far as to have one.
+    """
+    done, saved = (0, 0) if folder is None else (last_step(folder), saved_step(folder))
+    if folder is not None and saved:
+        lost = f"; steps {saved + 1} to {done} are lost" if done > saved else ""
+        return (
+            f"nothing more was saved: the newest checkpoint is of step {saved}{lost}. Go on with "
+            f"the same command and: {resume_words(folder)}"
+        )
+    if not done:
+        return "stopped before the first step was done: nothing was saved, and nothing is lost"
+    return (
+        f"nothing was saved: the {done} steps that were done are lost. checkpoint.every=N saves "
+        "every N steps"
+    )
 
 
 def note_spare_ranks(environ: Mapping[str, str], spare: Sequence[int]) -> None:

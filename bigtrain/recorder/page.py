@@ -94,7 +94,7 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     page = make_page(everyone, cause)
     text, record = page.text(), everyone.get(cause.rank)
     if cause.kind == "failed" and record is not None:
-        text = f"rank {cause.rank} fails. It {doing(record)}."
+        text = f"rank {cause.rank} failed {failed_in(record)}"
     path = page.write(recorder.folder)
     where = f"the last events of each rank: {path}" if path else ""
     lines = [where] if cause.kind == "found" else [text, where]
@@ -235,6 +235,33 @@ def doing(record: Record) -> str:
     if phase == "build" and not step:
         return f"builds the model{_at(record['stack'])}"
     return f"is between two steps ({after}){_at(record['stack'])}"
+
+
+def failed_in(record: Record) -> str:
+    """Where a rank failed: "in the forward pass of `blocks.2` (step 1, micro-batch 1)"."""
+    phase, step = record["phase"], record["step"]
+    if phase in ("forward", "backward"):
+        block = f" of `{record['block']}`" if record["block"] else ""
+        part = f", {record['unit']} {record['micro_batch']}" if record["micro_batch"] else ""
+        return f"in the {phase} pass{block} (step {step}{part})"
+    if phase == "step":
+        return f"in the optimizer's step (step {step})"
+    said = doing(record)
+    for verb, words in _IN_THE_PAST.items():
+        if said.startswith(verb):
+            return f"{words}{said.removeprefix(verb)}"
+    return f"as it {said}"
+
+
+_IN_THE_PAST = {
+    "reads ": "while it read ",
+    "writes ": "while it wrote ",
+    "builds ": "while it built ",
+    "begins ": "at the beginning of ",
+    "validates": "in validation",
+    "is between": "between",
+}
+"""What `doing` says, as the words after "it failed"."""
 
 
 def _activity(stack: list[str]) -> str:

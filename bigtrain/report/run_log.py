@@ -24,7 +24,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bigtrain.assembly.make_plan import describe_plan
 from bigtrain.checkpoint.folders import has_own_lock, sole_writer
@@ -35,15 +34,16 @@ from bigtrain.errors import ConfigError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import is_there, read_text
 from bigtrain.job.schema import Job
-from bigtrain.memory.added_bytes import StatePeak
-from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.timeline import Peak
 from bigtrain.prediction.memory_report import MemoryReport, StepForecast
 from bigtrain.prediction.residuals import engine_of, record_residuals, step_uncertainty
 from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.preemption import Highest
+from bigtrain.report.banner import MemoryLimit
 from bigtrain.report.folders import folder_numbers, next_folder
-from bigtrain.report.tables import memory_notes, memory_table
-from bigtrain.units import format_bytes, format_seconds
+from bigtrain.report.progress import StepBar, StepLine
+from bigtrain.report.tables import NO_SECONDS, memory_notes, memory_table
+from bigtrain.units import format_seconds
 
 
 def run_folder(job: Job, context: RunContext) -> Path:
@@ -93,7 +93,8 @@ def _choose(job: Job) -> Path:
 
 def _numbered(base: Path, job: Job) -> Path:
     model = job.model.name.rpartition(":")[2]
-    prefix = f"{model}-{job.strategy.name}-"
+    strategy = job.strategy.name.partition(":")[0]  # auto chooses others on other ranks
+    prefix = f"{model}-{strategy}-"
     numbers = folder_numbers(base, prefix)
     if job.checkpoint.resume == "auto" and numbers:
         return base / f"{prefix}{max(numbers)}"
@@ -137,11 +138,12 @@ class RunLog:
         self._main = context.is_main
         self._console = console
         self._total = total_steps
-        self._capacity = device_capacity_bytes(context.device)
+        self._lines = StepLine(total_steps, MemoryLimit.of(job, context.device).bytes)
+        self._num_ranks = context.world_size
         self._files: dict[str, FileIO] = {}
         self._waiting: dict[str, bytes] = {}
         self._told = False
-        self._progress: Progress | None = None
+        self._bar: StepBar | None = None
         self._board: Any = None
         self._stepped = False
         self._predicted_volume = predicted_volume
@@ -154,10 +156,9 @@ class RunLog:
         self._drop_steps_after(first_step)
         if job.log.tensorboard:
             self._board = _open_board(folder, first_step)
-        if console.is_terminal:
-            self._progress = _bar(console)
-            self._progress.start()
-            self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._bar = StepBar(console, total_steps, first_step)
+            self._bar.start()
 
     def _write_plan(self, job: Job, plan: Plan, predicted: Peak | None) -> None:
         resolved = job.model_dump(mode="json")
@@ -189,17 +190,31 @@ class RunLog:
             draft.write_text("".join(f"{line}\n" for line in kept), "utf-8")
             draft.replace(path)
 
-    def step(self, result: StepResult, figures: Mapping[str, float] | None = None) -> None:
+    def step(
+        self,
+        result: StepResult,
+        figures: Mapping[str, float] | None = None,
+        highest: Highest | None = None,
+    ) -> None:
         """One optimizer step.
 
         Args:
             result: of it.
             figures: by name, what the strategy's runner tells of the step beside that.
+            highest: the highest peak of all ranks in bytes, and whose it is; left out, or where
+                this rank's has grown since the ranks were asked, it is this one's.
         """
         first, self._stepped = not self._stepped, True
         if not self._main:
             return
         told = {k: v for k, v in asdict(result).items() if k != "top1" or v is not None}
+        peak, rank = result.peak_memory_bytes, 0
+        alike = self._num_ranks == 1 or (highest is not None and highest.alike)
+        if peak is not None and highest is not None and highest.figure > peak:
+            peak, rank = int(highest.figure), highest.rank
+        told["peak_memory_bytes"] = peak
+        if peak is not None and self._num_ranks > 1:
+            told["peak_rank"] = rank
         values = {**told, **(figures or {})}
         if first and self._predicted_seconds is not None:
             values["predicted_step_seconds"] = self._predicted_seconds
@@ -208,10 +223,11 @@ class RunLog:
             values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
         self._board_scalars("train", {**told, **(figures or {})}, result.step)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=result.step, description=self._line(result))
+        text, left = self._lines.text(result, peak, None if alike else rank)
+        if self._bar is not None:
+            self._bar.show(result.step, text, left)
         elif result.step % self._job.log.every == 0 or result.step in (1, self._total):
-            self.print_line(f"step {result.step}/{self._total}  {self._line(result)}")
+            self.print_line(f"step {result.step}/{self._total}  {text}  {left}".rstrip())
 
     def validation(self, step: int, measured: dict[str, float]) -> None:
         """One validation."""
@@ -242,7 +258,8 @@ class RunLog:
         self._stop_bar()
         self._console.print(memory_table(report))
         for line in memory_notes(report):
-            self.print_line(line)
+            if not line.startswith(NO_SECONDS):  # said before the first step
+                self.print_line(line)
         engine = engine_of(self._plan)
         if engine is None:
             return
@@ -258,18 +275,6 @@ class RunLog:
         """A line for a person."""
         if self._main:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _line(self, result: StepResult) -> str:
-        per_second = f"{result.samples_per_second:.1f} samples/s"
-        if result.tokens_per_second is not None:
-            per_second = f"{result.tokens_per_second:,.0f} tokens/s"
-        right = "" if result.top1 is None else f"top1 {result.top1:.4f}  "
-        line = f"loss {result.loss:.4f}  {right}{per_second}"
-        peak = result.peak_memory_bytes
-        if peak is not None:
-            share = f" ({peak / self._capacity:.1%})" if self._capacity else ""
-            line += f"  peak {format_bytes(peak)}{share}"
-        return line
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
         line = json.dumps(_finite(values)) + "\n"
@@ -364,9 +369,9 @@ class RunLog:
                     self._board.add_scalar(f"{group}/{name}", value, step)
 
     def _stop_bar(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -425,16 +430,6 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bar(console: Console) -> Progress:
-    return Progress(
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
 
@@ -449,22 +444,6 @@ def _open_board(folder: Path, first_step: int) -> Any:
     # What is done again after a resume is shown once.
     purge_step = first_step + 1 if first_step else None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
-
-
-def predicted_line(peak: Peak | None, note: str | None) -> str:
-    """One line before the first step."""
-    if peak is None:
-        return f"predicted peak: none ({note})"
-    return f"predicted peak: {format_bytes(peak.bytes)} a rank, in {peak.phase}"
-
-
-def state_line(save: StatePeak, resume: StatePeak) -> str:
-    """One line of a dry run: what a rank holds at most in a save and in a resume."""
-    words = []
-    for name, peak in (("save", save), ("resume", resume)):
-        host = f" and {format_bytes(peak.host_bytes)} on the host" if peak.host_bytes else ""
-        words.append(f"{format_bytes(peak.bytes)}{host} in a {name}")
-    return f"predicted also: {', '.join(words)}"
 
 
 def step_line(step: StepForecast) -> str:

@@ -9,8 +9,10 @@ from rich.table import Table
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
-from bigtrain.units import format_bytes, format_seconds
+from bigtrain.units import format_bytes, format_seconds, signed_share
 
+NO_SECONDS = "no predicted seconds:"
+"""How the note begins that says why there are none."""
 MOST_RANKS = 2
 """Ranks that are shown in full; of more, those with the highest and the lowest peak."""
 
@@ -50,7 +52,7 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
     if any(v and v.kinds for r in shown for v in (r.volume, r.predicted_volume)):
         for way in ("sent", "received"):
-            table.add_row(f"{way} in it", *(c for r in shown for c in _exchanged(r, way)))
+            table.add_row(way, *(c for r in shown for c in _exchanged(r, way)))
     return table
 
 
@@ -82,8 +84,10 @@ def _shown(report: MemoryReport) -> list[RankMemory]:
 def memory_notes(report: MemoryReport) -> list[str]:
     """What the table's words mean, and what it leaves out."""
     lines = ["process: resident memory above what it was before the model was built"]
+    if any(_is_below_tensors(r) for r in report.ranks):
+        lines[0] += "; it is below the peak where tensors lie in memory that was there before"
     if any(r.error_bytes() is not None for r in report.ranks):
-        lines.insert(0, "error: predicted less measured, as a share of the rank's measured peak")
+        lines.insert(0, "error: predicted less measured, as a share of the measured peak")
     if any(r.measured.state.save for r in report.ranks):
         lines.append("save: the state and what is held to write it, at its highest")
     if any(r.measured.devices for r in report.ranks):
@@ -95,11 +99,19 @@ def memory_notes(report: MemoryReport) -> list[str]:
     return [*lines, *_step_notes(report), *_volume_notes(report)]
 
 
+def _is_below_tensors(rank: RankMemory) -> bool:
+    """Whether the process grew by less than its tensors took: on a CPU, whose memory both are."""
+    measured = rank.measured
+    process, peak = measured.process_peak_bytes, measured.peak
+    on_host = measured.reserved_bytes is None
+    return on_host and process is not None and peak is not None and process < peak.bytes
+
+
 def _volume_notes(report: MemoryReport) -> Iterator[str]:
     """What the bytes of a step's exchanges are, and why there may be none."""
     exchanges = [r for r in report.ranks if r.predicted_volume and r.predicted_volume.kinds]
     if any(r.volume and r.volume.kinds for r in report.ranks):
-        yield "sent, received: counted exchanges between ranks, each by its textbook algorithm"
+        yield "sent, received: of a step, between ranks, each exchange by its textbook algorithm"
     elif exchanges and all(r.volume is None for r in report.ranks):
         yield "sent, received: not counted, as only torch 2.14 and later has hooks for it"
 
@@ -114,7 +126,7 @@ def _step_notes(report: MemoryReport) -> Iterator[str]:
         busy = "; others used the machine meanwhile" if report.busy else ""
         yield f"step: the median of {steps} in which memory was not tracked{busy}"
     if report.step.seconds is None:
-        yield f"no predicted seconds: {report.step.source}"
+        yield f"{NO_SECONDS} {report.step.source}"
 
 
 def _pair(rank: RankMemory, kind: str) -> tuple[str, str]:
@@ -148,7 +160,7 @@ def _fullest(rank: RankMemory) -> str:
 
 def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
     measured, predicted = rank.steps.seconds if rank.steps else None, report.step.seconds
-    error = f"{predicted / measured - 1:+.1%}" if measured and predicted else "-"
+    error = signed_share(predicted / measured - 1) if measured and predicted else "-"
     return _seconds(measured), _seconds(predicted), error
 
 
@@ -157,7 +169,7 @@ def _exchanged(rank: RankMemory, way: str) -> tuple[str, str, str]:
     counted, predicted = (getattr(v, f"{way}_bytes") if v else None for v in volumes)
     error = "exact" if counted is not None and counted == predicted else "-"
     if counted and predicted is not None and counted != predicted:
-        error = f"{predicted / counted - 1:+.1%}"
+        error = signed_share(predicted / counted - 1)
     return _size(counted), _size(predicted), error
 
 
@@ -179,8 +191,7 @@ def _error(rank: RankMemory, kind: MemoryKind | None = None) -> str:
 def _share(difference: int, measured: int) -> str:
     if difference == 0:
         return "exact"
-    share = round(difference / measured, 3)
-    return f"{share:+.1%}" if share else "0.0%"  # no -0.0%
+    return signed_share(difference / measured)
 
 
 def _difference(rank: RankMemory) -> str:

@@ -279,13 +279,13 @@ def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> li
     """
     found: list[str] = []
     for name in names:
-        read_strategy(name, "--strategies")
+        read_strategy(name, "--strategy")
         job = load_job(options.job, name, options.overrides)
         plan = make_plan(job, most, device_type_of(job))
         if plan.cut is not None:
             raise ConfigError(
-                f"--strategies {name} cuts the model into stages, and here every rank computes "
-                f"whole steps. Use --strategies ddp; bigtrain compare --strategies single,{name} "
+                f"--strategy {name} cuts the model into stages, and here every rank computes "
+                f"whole steps. Use --strategy ddp; bigtrain compare --strategy single,{name} "
                 "has the seconds of both."
             )
         batch = plan.batch

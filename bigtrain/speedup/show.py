@@ -140,22 +140,29 @@ def inequality_lines(
         f"{sign} {step.workers} x {_seconds(step.alone)} = {_seconds(right)} s: it {verdict}"
     ]
 
+    pays, many = step.pays, "{:.0f} or more".format
+
     def rate(times: float) -> str:
         if times == 0:
             return "any"
         words = f"{times:.2g} times what there is, or more"
         return words if bandwidth is None else f"{words}: {_rate(times * bandwidth)}"
 
-    lines.append(
-        _line("samples a worker", found["batch"], "{:.0f} or more".format, f"now {step.batch}")
-    )
-    lines.append(_line("bandwidth", found["bandwidth"], rate, ""))
+    now = f"now {step.batch}"
+    lines.append(_line("samples a worker", found["batch"], many, now, pays=pays))
+    lines.append(_line("bandwidth", found["bandwidth"], rate, "", pays=pays))
     if "ranks" in found:
-        lines.append(_line("ranks", found["ranks"], "{:.0f} or more".format, ""))
+        lines.append(_line("ranks", found["ranks"], many, "", pays=pays))
     return lines
 
 
-def _line(what: str, found: Threshold, words: Callable[[float], str], now: str) -> str:
+def _line(
+    what: str, found: Threshold, words: Callable[[float], str], now: str, *, pays: bool
+) -> str:
+    """From where on it pays; where it does already, what is not solved is not called hopeless."""
+    if found.value is None and pays:
+        why = f"the least that would is not known: {found.reason}"
+        return f"  {what}: what there is now pays; {why}"
     if found.value is None:
         return f"  {what}: never: {found.reason}"
     notes = "; ".join(note for note in (now, found.reason) if note)

@@ -92,7 +92,7 @@ class FuzzedPlan:
         """The line that verifies it and nothing else."""
         job = [] if options.job is None else [options.job]
         line = ["bigtrain", "verify", *job, "-n", str(self.num_ranks)]
-        line += ["--strategies", self.strategy, "--steps", str(self.steps)]
+        line += ["--strategy", self.strategy, "--steps", str(self.steps)]
         return shlex.join([*line, *options.overrides, *self.words])
 
 

@@ -33,7 +33,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import Traits
+from bigtrain.core.traits import Need, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, parameter_shapes
@@ -64,6 +64,11 @@ class LocalSGD(Strategy):
     """Steps that are computed while a part is on its way, after which it is applied."""
     mixing: float = Field(0.5, ge=0, le=1)
     """With `delay`: the share of a replica's own parameters in what it goes on with."""
+
+    @property
+    def need(self) -> Need:
+        """See `Strategy.need`: replicas exchange once in many steps."""
+        return "slow links"
 
     @property
     def traits(self) -> Traits:

@@ -29,7 +29,7 @@ from pydantic import Field
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan, Strategy
-from bigtrain.core.traits import OffloadTiers, Traits
+from bigtrain.core.traits import Need, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, TrafficKind, parameter_shapes
@@ -75,6 +75,11 @@ class ParameterServer(Strategy):
     """Asynchronous: an old gradient's learning rate is divided by its staleness."""
     replay: str | None = None
     """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`), whose order is followed."""
+
+    @property
+    def need(self) -> Need:
+        """See `Strategy.need`: what servers cost beside `ddp` and `zero`."""
+        return "learning"
 
     @property
     def traits(self) -> Traits:

@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from bigtrain.core.strategy import Plan, Strategy
+from bigtrain.core.traits import Need
 from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
@@ -51,6 +52,12 @@ class Zero(Strategy):
     ranks, and replicated over the groups of them."""
     config: str | None = None
     """A DeepSpeed configuration file, taken as it is (`strategy.deepspeed` is the short form)."""
+
+    @property
+    def need(self) -> Need:
+        """See `Strategy.need`: by the stage."""
+        by_stage: tuple[Need, ...] = ("nothing", "optimizer", "gradients", "parameters")
+        return by_stage[self.stage]
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: on torch's own parts beside a cut, by every engine without."""

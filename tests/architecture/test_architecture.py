@@ -23,7 +23,7 @@ from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
-from bigtrain.job import arguments
+from bigtrain.job import arguments, starter
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import ROLES, Job, Role
@@ -44,18 +44,30 @@ TRAIN_OPTIONS = STARTING | {
     *("--dry-run", "--cap", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
 }
 _SIDES = {
-    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategies", "--time-limit", "--output"),
-    *("--json", "--steps"),
+    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategy", "--strategies"),
+    *("--time-limit", "--output", "--json", "--steps"),
 }
 COMMANDS = {
     "plan": {
-        *("-h", "--help", "--config", "--devices", "--memory", "--cap", "--cluster", "--engines"),
+        *(
+            "-h",
+            "--help",
+            "--config",
+            "-n",
+            "--num-ranks",
+            "--devices",
+            "--memory",
+            "--cap",
+            "--cluster",
+            "--engines",
+        ),
         *("--global-batch-size", "--output", "--picture", "--json"),
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "speedup": _SIDES | {"--cluster", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed", "--script"},
     "checkpoint": {"-h", "--help"},
+    "init": {"-h", "--help"},
     "strategies": {"-h", "--help", "--json"},
     "doctor": {"-h", "--help", "--json", "--no-rates", "--again", "--check"},
 }
@@ -206,7 +218,9 @@ def test_the_command_line_is_frozen(monkeypatch):
         options = {option for action in actions for option in action.option_strings}
         assert options == TRAIN_OPTIONS - (set() if starts_ranks else STARTING)
     actions = parser_of(lambda: cli.main([]), monkeypatch)
-    assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
+    assert {o for action in actions for o in action.option_strings} == {
+        *("-h", "--help", "--version")
+    }
     (commands,) = [action for action in actions if not action.option_strings]
     assert set(commands.choices) == {"train", "record", "pace", *COMMANDS}
     assert set(cli.COMMANDS) == {"train", *COMMANDS}
@@ -216,7 +230,7 @@ def test_the_command_line_is_frozen(monkeypatch):
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"speedup": arguments.speedup_arguments}
-    readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
+    readers |= {"strategies": list_strategies.main, "doctor": doctor.main, "init": starter.main}
     readers |= {"plan": arguments.plan_arguments, "checkpoint": arguments.READERS["checkpoint"]}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == COMMANDS[name]

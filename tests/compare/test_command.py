@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,14 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.zygote import forked_cli, interpreter, surroundings
 
 from bigtrain.compare.command import main
 from bigtrain.compare.largest import find_largest
 from bigtrain.compare.pictures import pareto_front
-from bigtrain.compare.rows import ComparisonRow
+from bigtrain.compare.rows import ComparisonRow, largest_loss_difference
 from bigtrain.compare.subprocess_runs import reason_in
 from bigtrain.compare.table import comparison_table
+from bigtrain.memory.timeline import MEMORY_KINDS
 from bigtrain.ranks.exit_status import run_guarded
 
 LENET = [
@@ -133,7 +136,7 @@ def test_page_is_whole_and_right_in_a_browser(compared):
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         try:
-            for width in (1280, 400):
+            for width in (1400, 1280, 400, 390):
                 check_page(browser, page_file, width, document["rows"])
         finally:
             browser.close()
@@ -170,6 +173,12 @@ def check_page(browser, file, width, rows):
             bar = page.locator(f"[id='{kind}-bar-{row['strategy']}-parameters']")
             assert bar.bounding_box()["width"] > 0
         assert number.text_content().strip() == wanted
+    cut = page.evaluate(
+        "[...document.querySelectorAll('table, th, td')].filter(e => e.offsetParent !== null && "
+        "(e.getBoundingClientRect().right > innerWidth || e.scrollWidth > e.clientWidth + 1))"
+        ".map(e => e.textContent)"
+    )
+    assert cut == []
     # Nothing is cut off or pushes the page wider than the screen, and the text can be read.
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     sizes = page.evaluate(
@@ -351,6 +360,9 @@ def test_front_is_what_nothing_beats():
         ("noise\nbigtrain: the cause. Fix it\nmore noise\n", "the cause. Fix it"),
         ("bigtrain: the cause\nbigtrain: rank 1 lost rank 0: gone\n", "the cause"),
         ("bigtrain: rank 1 lost rank 0: gone\n", "rank 1 lost rank 0: gone"),
+        ("bigtrain: it ran out\nbigtrain: rank 0 failed in the forward pass (x)\n", "it ran out"),
+        ("bigtrain: rank 0 failed: ValueError\n", "rank 0 failed: ValueError"),
+        ("bigtrain: bad\nbigtrain: nothing was saved: the 3 steps are lost\n", "bad"),
         ("Traceback\n  File\nValueError: bad\n", "ValueError: bad"),
         ("ValueError: bad\nbigtrain: rank 0 fails. It stands in x\n", "ValueError: bad"),
         (
@@ -383,7 +395,7 @@ def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
         (["model.name=lenet"], "is for classification"),
         (["train.stepz=3"], "did you mean train.steps"),
         (["--nope"], "there is no option --nope"),
-        (["strategy=zero2"], "Write --strategies zero2"),
+        (["strategy=zero2"], "Write --strategy zero2"),
         (["train.steps"], "train.steps has no value"),
         (["mesh.pp=2", "--strategies", "ddp"], "none of these strategies can run"),
     ],
@@ -395,3 +407,53 @@ def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, caps
     assert message in said
     assert "Traceback" not in said
     assert not list(tmp_path.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 175])
+def test_the_table_is_cut_at_no_width(width):
+    """What does not fit a terminal is left to the page, and no cell is shortened."""
+    breakdown = dict.fromkeys(MEMORY_KINDS, 123 * 2**20)
+    names = ("single", "ddp", "zero1_torch_offload_disk", "1f1b")
+    rows = [
+        ComparisonRow(
+            name,
+            2,
+            "ok",
+            peak_bytes=738 * 2**20,
+            predicted_peak_bytes=740 * 2**20,
+            process_peak_bytes=999 * 2**20,
+            breakdown=breakdown,
+            step_seconds=1.234,
+            predicted_step_seconds=1.2,
+            sent_bytes=2**27,
+            losses=(1.0, 2.0, share),
+        )
+        for name, share in zip(names, (3.0, 3.0, 3.3, float("nan")), strict=True)
+    ]
+    console = Console(width=width, file=io.StringIO())
+    console.print(comparison_table(rows, "gpt", None, width))
+    said = console.file.getvalue()
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= width
+    for name in names:
+        assert f"│ {name} " in said
+    assert ("params" in said) is (width >= 130)
+    assert ("sent" in said) is (width >= 165)
+
+
+def test_the_largest_difference_of_losses_is_a_number():
+    def row(name, *losses):
+        return ComparisonRow(name, 2, "ok", losses=losses)
+
+    first = row("single", 4.0, 2.0)
+    assert largest_loss_difference([first]) is None
+    assert largest_loss_difference([ComparisonRow("x", 2, "refused", "why"), first]) is None
+    same = largest_loss_difference([first, row("ddp", 4.0, 2.0)])
+    assert str(same) == "Every loss is that of single, to the last bit."
+    rows = [first, row("ddp", 4.0, 2.0002), ComparisonRow("y", 2, "failed", "why")]
+    rows.append(row("1f1b", 4.0004, 2.0))
+    apart = largest_loss_difference(rows)
+    assert apart.relative == pytest.approx(1e-4)
+    assert "The largest difference of a loss from that of single: 1.0e-04 of it, by " in str(apart)
+    broken = largest_loss_difference([first, row("ddp", 4.0, float("nan"))])
+    assert broken.relative == float("inf")

@@ -12,9 +12,10 @@ from support.programs import run
 from support.zygote import interpreter
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
-from bigtrain.compare.list_strategies import ADDITIONS, RANKS, main, strategy_list
+from bigtrain.compare.list_strategies import ADDITIONS, NEEDS, RANKS, main, strategy_list
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
+from bigtrain.job.presets import preset_line
 from bigtrain.job.strategy_words import whole_strategies
 
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -125,16 +126,78 @@ def test_the_words_do_on_the_command_line_what_is_said_of_them(rows, name, addit
             make_plan(job, count, device)
 
 
-def test_the_table_has_a_row_for_every_preset(capsys):
+def grouped(capsys, monkeypatch, width):
+    """The list by its headings: the names below each, and all lines."""
+    monkeypatch.setenv("COLUMNS", str(width))
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines[: lines.index("")])) <= 150
-    for name in whole_strategies():
-        assert any(line.startswith(f"{name} ") for line in lines), name
-    (fsdp,) = (line for line in lines if line.startswith("fsdp "))
-    assert "yes" in fsdp
-    assert "Words that add to one with +, as in ddp+full (some take a value, as every_3):" in lines
-    assert "  strategy.recompute: budget, every, full, selective" in lines
+    assert max(map(len, lines)) <= width
+    found, heading = {}, ""
+    for line in lines[: lines.index("")]:
+        if not line.startswith(" "):
+            heading = line
+        elif line[2] != " ":
+            found.setdefault(heading, []).append(line.split()[0])
+    return found, lines
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_list_has_every_preset_once_below_its_need(capsys, monkeypatch, width):
+    found, lines = grouped(capsys, monkeypatch, width)
+    assert list(found) == list(NEEDS.values())
+    listed = [name for names in found.values() for name in names]
+    assert sorted(n for n in listed if not n.startswith("+")) == sorted(whole_strategies())
+    assert len(listed) == len(set(listed))
+    assert {"ddp", "single"} == set(found[NEEDS["nothing"]])
+    assert {"zero1", "oss", "+offload_disk"} <= set(found[NEEDS["optimizer"]])
+    assert {"zero2", "fsdp_zero2", "sharded_ddp"} <= set(found[NEEDS["gradients"]])
+    assert {"zero3", "fsdp", "+offload_parameters_cpu"} <= set(found[NEEDS["parameters"]])
+    assert {"+full", "+budget", "ddp_checkpointing"} <= set(found[NEEDS["activations"]])
+    assert {"1f1b", "1f1b_zero1", "layer_split"} <= set(found[NEEDS["model"]])
+    assert {"tensor", "tensor_sequence", "autotp", "3d"} == set(found[NEEDS["layer"]])
+    assert {"local_sgd", "diloco"} == set(found[NEEDS["slow links"]])
+    assert {"ring", "parameter_server", "sync_sgd"} <= set(found[NEEDS["learning"]])
+    if width == 140:
+        assert len(lines) < 90  # a line each
+    assert "To use one: bigtrain train -n 2 --strategy NAME" in lines
+
+
+def test_each_preset_says_in_one_line_what_no_other_says(rows):
+    lines = [row["summary"] for row in rows.values()]
+    lines += [preset_line("strategies", n) for n in ("full", "selective", "budget", "every")]
+    for line in lines:
+        assert line.endswith("."), line
+        assert len(line) <= 95, line
+    assert len(set(lines)) == len(lines)
+    for stage, words in (("1", "Optimizer state sharded"), ("2", "state and gradients sharded")):
+        assert words in rows[f"zero{stage}"]["summary"]
+    assert "parameters sharded" in rows["zero3"]["summary"]
+
+
+def test_what_a_technique_says_of_itself_is_where_it_is_listed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_need.py").write_text(
+        "from typing import ClassVar\n"
+        "from bigtrain.strategy import Need, Role, Strategy\n"
+        "class Own(Strategy):\n"
+        "    name: ClassVar[str] = 'own'\n"
+        "    role: ClassVar[Role] = 'replicate'\n"
+        "    summary: ClassVar[str] = 'does its own'\n"
+        "    far: bool = False\n"
+        "    @property\n"
+        "    def need(self) -> Need:\n"
+        "        return 'slow links' if self.far else 'nothing'\n"
+    )
+    for far, need in ((True, "slow links"), (False, "nothing")):
+        path = tmp_path / f"own_{far}.yaml"
+        said = f"strategy: {{replicate: {{name: 'own_need:Own', far: {far}}}}}\n"
+        path.write_text(said)
+        (row,) = strategy_list([str(path)])
+        assert (row["need"], row["summary"].split(" (")[0]) == (need, "does its own")
+    (row,) = strategy_list(["zero1_torch+full"])
+    assert row["need"] == "activations"
+    (row,) = strategy_list(["zero2+full"])
+    assert row["need"] == "gradients"
 
 
 def test_one_is_explained(rows, capsys):

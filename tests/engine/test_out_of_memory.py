@@ -19,6 +19,7 @@ from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.memory.timeline import Breakdown, Peak
+from bigtrain.prediction.fullest_rank import FullestRank
 from bigtrain.prediction.residuals import PeakRecord, record_residuals
 from bigtrain.units import GIB, MIB
 
@@ -143,7 +144,7 @@ def test_the_explanation_comes_before_the_others_give_up(tmp_path):
     done = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *words)
     assert done.returncode == 1
     said = done.stderr.index("rank 1 ran out of memory in the forward pass of step 3")
-    assert said < done.stderr.index("rank 1 fails. It is in the forward pass")
+    assert said < done.stderr.index("rank 1 failed in the forward pass")
     assert done.stderr.count("ran out of memory") == 1
     assert "never came" not in done.stderr
     assert "waits for" not in done.stderr
@@ -198,7 +199,8 @@ def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
     small = Peak("forward", Breakdown(parameters=MIB))
     subject = SimpleNamespace(peak=lambda _: small, resolved=ON_CPU)
     needed = Peak("forward", Breakdown(parameters=200 * MIB))
-    said = "\n".join(predict_out_of_memory(subject, needed, 100 * MIB))
+    fullest = FullestRank.among({0: needed})
+    said = "\n".join(predict_out_of_memory(subject, fullest, 100 * MIB))
     assert ("was ended by its time limit: there may be more" in said) == (seconds == 0)
     assert ("strategy=fsdp" in said) == (seconds > 0)
 
@@ -213,7 +215,7 @@ def test_on_a_gpu_what_fits_leaves_room_for_workspaces_and_segments(monkeypatch,
             peak=lambda words: Peak("forward", Breakdown(parameters=peaks[words[0]])), resolved=on
         )
         peak = Peak("forward", Breakdown(parameters=needed))
-        return "\n".join(predict_out_of_memory(subject, peak, limit))
+        return "\n".join(predict_out_of_memory(subject, FullestRank.among({0: peak}), limit))
 
     assert not said(768 * MIB, ON_GPU)
     assert not said(GIB, ON_CPU)

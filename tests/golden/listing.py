@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-COMMANDS = ("train", "plan", "compare", "verify", "strategies", "doctor", "record")
+COMMANDS = ("init", "train", "plan", "compare", "verify", "strategies", "doctor", "record")
 
 
 def cases() -> dict[str, list[str]]:

@@ -227,9 +227,9 @@ def test_wrong_values_drawn_by_a_seed_are_a_line_each():
 
 
 def test_a_missing_or_unknown_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"--config: there is no file 'none.yaml'"):
+    with pytest.raises(ConfigError, match=r"job: there is no file 'none.yaml'"):
         load_job("none.yaml")
-    with pytest.raises(ConfigError, match=r"--config: unknown 'defalt', did you mean 'default'"):
+    with pytest.raises(ConfigError, match=r"job: unknown 'defalt', did you mean 'default'"):
         load_job("defalt")
     with pytest.raises(
         ConfigError,

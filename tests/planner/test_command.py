@@ -13,6 +13,7 @@ from support.programs import run
 from support.zygote import interpreter
 
 from bigtrain.errors import ConfigError
+from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job
 from bigtrain.planner.command import main
 
@@ -34,8 +35,10 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
     words = ["--devices", "4", "--cluster", "a100-node", "--memory", "4GiB", *SMALL]
     assert main([*words, "--picture", "front.svg"]) == 0
     said = capsys.readouterr().out
-    for part in ("pp x dp", "tokens/s", "MFU", "plan: plan.yaml", "run it: bigtrain train -n 4"):
+    for part in ("pp x dp", "tokens/s", "MFU", "plan: plan.yaml", "\nrun it:\n"):
         assert part in said, said
+    pasted = shlex.split(said.splitlines()[-1])
+    assert pasted[:6] == ["bigtrain", "train", "-n", "4", "--plan", "plan.yaml"]
     assert "the memory of" in said
     values = yaml.safe_load((here / "plan.yaml").read_text())
     assert values["predicted"]["peak_bytes"] <= 4 * 2**30
@@ -43,13 +46,48 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
     assert job.strategy.name == "planned"
     assert job.mesh.dp * (job.mesh.pp or 1) == 4
     assert "<svg" in (here / "front.svg").read_text()
+    # Again, on its own plan: it says so.
+    assert main(words) == 0
+    assert "plan: plan.yaml (in the place of the one that was there)" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_plan_of_its_own_is_left_alone(here: Path, capsys: Any) -> None:
+    words = ["-n", "2", "--cluster", "cpu", *SMALL]
+    (here / "plan.yaml").write_text("mine: 1\n")
+    with pytest.raises(
+        ConfigError, match=r"plan.yaml is there, and bigtrain plan has not writ.*Use"
+    ):
+        main(words)
+    assert (here / "plan.yaml").read_text() == "mine: 1\n"
+    (here / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"--output folder.yaml: is not a file"):
+        main([*words, "--output", "folder.yaml"])
+    named = "with a space.yaml"
+    (here / named).write_text("mine: 1\n")
+    assert main([*words, "--output", named]) == 0  # it was named
+    said = capsys.readouterr().out.splitlines()
+    assert f"plan: {named} (in the place of the one that was there)" in said
+    given = shlex.split(said[-1])
+    assert given[:5] == ["bigtrain", "train", "-n", "2", "--plan"]
+    assert train_arguments(given[2:], starts_ranks=True).plan == named
+
+
+def test_more_ranks_than_a_node_has_are_run_by_torchrun(capsys: Any) -> None:
+    narrow = ["mesh.pp=1", "mesh.tp=1", "train.micro_batch_size=1", "--engines", "torch"]
+    assert main(["default", "-n", "16", "--cluster", "a100-node", *SMALL, *narrow]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2] == "run it on each of 2 nodes, with the first one's name for HOST:"
+    words = "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d "
+    assert said[-1].startswith(
+        f"{words}--rdzv-endpoint=HOST:29400 -m bigtrain.train default --plan"
+    )
 
 
 def test_a_batch_of_the_command_is_not_undone_by_a_word(here: Path, capsys: Any) -> None:
     """The plan is for 12 samples, and the line that runs it says nothing of 16."""
     words = ["--devices", "2", "--cluster", "cpu", *SMALL]
     assert main([*words, "--global-batch-size", "12"]) == 0
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("run it: ")]
+    line = capsys.readouterr().out.splitlines()[-1]
     assert "train.global_batch_size" not in line
     given = shlex.split(line)
     given = given[given.index("plan.yaml") + 1 :]
@@ -157,10 +195,11 @@ def test_auto_chooses_says_why_and_the_run_follows(here: Path) -> None:
     assert "auto: " in done.output
     assert "predicted peak" in done.output
     memory = json.loads((here / "runs/auto/memory.json").read_text())
-    assert memory["strategy"] == "planned"
+    assert memory["strategy"].startswith("auto: ")
+    assert f"strategy {memory['strategy']}: 2 ranks on cpu" in done.output
     assert memory["predicted_peak_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.01)
     plan = yaml.safe_load((here / "runs/auto/plan.yaml").read_text())
-    assert plan["strategy"]["name"] == "planned"
+    assert plan["strategy"]["name"] == memory["strategy"]
 
 
 def test_auto_under_a_cap_that_nothing_fits_is_refused(here: Path) -> None:

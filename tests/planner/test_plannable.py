@@ -115,8 +115,8 @@ def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, 
     assert "ddp" in planned.output
     plan = yaml.safe_load(Path("plan.yaml").read_text())
     assert plan["strategy"]["replicate"]["name"] == "mymodule:MyStrategy"
-    (line,) = [line for line in planned.output.splitlines() if line.startswith("run it: ")]
-    words = shlex.split(line.removeprefix("run it: bigtrain "))
+    (line,) = [one for one in planned.output.splitlines() if one.startswith("bigtrain train ")]
+    words = shlex.split(line.removeprefix("bigtrain "))
     assert words[:4] == ["train", "-n", "2", "--plan"]
     assert not any(word.startswith("strategy.") for word in words)
     ran = run([*bigtrain, *words, "train.steps=2"])

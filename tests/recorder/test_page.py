@@ -137,7 +137,7 @@ def test_the_page_is_printed_and_left_in_the_folder(tmp_path, capsys):
     path = tmp_path / "flight_recorder.json"
     said = capsys.readouterr().err
     assert said == (
-        "bigtrain: rank 1 fails. It is in the forward pass (micro-batch 1 of step 2).\n"
+        "bigtrain: rank 1 failed in the forward pass (step 2, micro-batch 1)\n"
         f"bigtrain: the last events of each rank: {path}\n"
     )
     written = json.loads(path.read_text())

@@ -77,15 +77,17 @@ def test_a_rank_that_raises(tmp_path):
     assert file["headline"].startswith(
         "rank 1 failed: ValueError: this sample is broken. It reads data (micro-batch 1 of step 4)"
     )
-    assert "bigtrain: rank 1 fails. It reads data (micro-batch 1 of step 4), in go_wrong" in said
+    assert (
+        "bigtrain: rank 1 failed while it read data (micro-batch 1 of step 4), in go_wrong" in said
+    )
     assert said.count("stack of") == 0
-    assert said.index("rank 1 fails") < said.index("Traceback")
+    assert said.index("rank 1 failed") < said.index("Traceback")
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_not_said_to_be_another_one_s(tmp_path):
     said, file = fails(tmp_path, "data.args.fault=nan")
     assert "the loss of rank 1 is nan" in file["headline"]
-    assert "rank 0 fails" not in said
+    assert "rank 0 failed" not in said
     assert said.count("the loss of rank 1 is nan") == 1
     assert "runs/run/flight_recorder.json" in said
 

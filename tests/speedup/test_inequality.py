@@ -10,10 +10,12 @@ import pytest
 from bigtrain.speedup.inequality import (
     ComputeCost,
     SyncStep,
+    Threshold,
     bandwidth_that_pays,
     batch_that_pays,
     ranks_that_pay,
 )
+from bigtrain.speedup.show import inequality_lines
 
 # Ten samples a second; 8 of them a step; gradients that take a second over the link.
 COST = ComputeCost(0.2, 0.1)
@@ -102,3 +104,19 @@ def test_where_no_rank_waits_everything_pays():
     free = step(exposed=-0.1)
     assert batch_that_pays(free, None).value == 1
     assert bandwidth_that_pays(free, 1.0).value == 0
+
+
+def test_what_pays_now_is_not_called_hopeless():
+    """One value of the three may not be known where the step pays all the same."""
+    for one, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
+        found = {
+            "batch": batch_that_pays(one, None),
+            "bandwidth": bandwidth_that_pays(replace(one, whole=None), 1.0),
+            "ranks": Threshold(None, "by forecast none do"),
+        }
+        first, *lines = inequality_lines("ddp", one, found, None, here=True)
+        assert first.endswith("it pays" if one.pays else "it does not pay")
+        assert len(lines) == 3
+        for line in lines:
+            assert ("never" in line) is (words == "never"), line
+            assert ("what there is now pays" in line) is (words == "pays now"), line

@@ -24,7 +24,7 @@ from bigtrain.machine import doctor, libraries
 from bigtrain.machine.libraries import ForeignLibrary, foreign_names
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import SINGLE_RANK
-from bigtrain.report.lines import dry_run_lines
+from bigtrain.report.dry_run import dry_run_lines
 from bigtrain.strategies import deepspeed_adapter, fairscale_adapter
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, load_deepspeed
 from bigtrain.strategies.fairscale_adapter import FAIRSCALE

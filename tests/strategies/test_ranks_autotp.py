@@ -329,4 +329,4 @@ def test_what_a_step_sends_is_what_was_stated(tmp_path: Path, model: list[str]) 
     words = ["device=cpu", "mesh.tp=2", "train.steps=3", "train.global_batch_size=4", *model]
     done = forked_cli(["train", "-n", "4", "--strategy", "autotp", *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"sent in it .* exact", done.stdout), done.stdout
+    assert re.search(r"│ sent .* exact", done.stdout), done.stdout

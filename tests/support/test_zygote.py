@@ -128,7 +128,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 def test_the_command_line_and_a_script(tmp_path: Path) -> None:
     done = forked_cli(["no-such-command"])
     assert (done.returncode, done.stdout) == (2, "")
-    assert "invalid choice: 'no-such-command'" in done.stderr
+    assert "there is no 'no-such-command'" in done.stderr
     (tmp_path / "script.py").write_text("import os, sys; print(sys.argv[1:], os.environ['A'])")
     done = forked_script(tmp_path / "script.py", ["x"], cwd=tmp_path, env={"A": "b"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "['x'] b\n", "")

@@ -1,0 +1,59 @@
+"""The parser of every command: it names the nearest word where one is not known."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from bigtrain.errors import did_you_mean
+
+_PARTS = ("record", "pace")
+"""Commands that are parts of others, and not for users."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's, without abbreviations of options, and with the nearest word in its complaints."""
+
+    def __init__(self, **keys: object) -> None:
+        keys.setdefault("allow_abbrev", False)
+        super().__init__(**keys)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2, the complaint and the nearest word.
+
+        Raises:
+            SystemExit: in any case.
+        """
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        if choice is not None:
+            known = [word.strip("' ") for word in choice[2].split(",")]
+            known = [word for word in known if word not in _PARTS]
+            hint = did_you_mean(choice[1], known)
+            message = f"there is no {choice[1]!r}{hint} Known: {', '.join(known)}"
+        unknown = re.fullmatch(r"unrecognized arguments: (-\S*)(.*)", message)
+        if unknown is not None:
+            message = f"there is no option {unknown[1]}{self._nearest(unknown[1])}"
+        super().error(message)
+
+    def refuse_unknown(self, words: list[str]) -> None:
+        """Refuse what looks like an option among the keys of a job.
+
+        Raises:
+            SystemExit: there is one.
+        """
+        for word in words:
+            if word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit()):
+                option = word.partition("=")[0]
+                self.error(
+                    f"there is no option {option}{self._nearest(option)} Keys of the job are given "
+                    "as KEY=VALUE"
+                )
+
+    def _nearest(self, word: str) -> str:
+        parsers: list[argparse.ArgumentParser] = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+        actions = (action for parser in parsers for action in parser._actions)
+        return did_you_mean(word, [name for action in actions for name in action.option_strings])

@@ -1,0 +1,185 @@
+"""`bigtrain init FOLDER`: a model, a data source, a job and a test, which run as they are."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from bigtrain.errors import ConfigError
+from bigtrain.job.command_parser import CommandParser
+
+_MYLIB = '''\
+"""A model and data of your own. Change them: `job.yaml` names them as mylib:Net, mylib:points."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from bigtrain.data import Data
+from bigtrain.losses.tasks import ClassificationTask
+
+CLASSES = 3
+
+
+class Net(nn.Module):
+    """Takes points (batch, 2), gives logits (batch, CLASSES). Any nn.Module will do."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        # Equal blocks one after the other: what is cut, sharded and computed again block by block.
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)
+        )
+        self.last = nn.Linear(width, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.first(points)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+def points(samples: int = 6000, seed: int = 0) -> Data:
+    """Points on three arms of a spiral; the arm is the class.
+
+    Every rank calls this and gets the same data; bigtrain gives each rank its share of every step.
+    `samples` is set in job.yaml as data.args.samples, and `seed` is the job's train.seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(CLASSES, (samples,), generator=generator)
+    radius = torch.rand(samples, generator=generator)
+    noise = 0.1 * torch.randn(samples, generator=generator)
+    angle = 4 * radius + classes * 2 * torch.pi / CLASSES + noise
+    inputs = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    held_out = samples // 6
+    return Data(
+        train=TensorDataset(inputs[held_out:], classes[held_out:]),
+        validation=TensorDataset(inputs[:held_out], classes[:held_out]),
+        task=ClassificationTask(CLASSES),
+        description=f"points: {samples - held_out} to train on, {held_out} held out",
+    )
+'''
+
+_JOB = """\
+# bigtrain train job.yaml -n 2                      two ranks on this machine
+# bigtrain train job.yaml -n 2 --strategy fsdp      the same numbers, in less memory
+# bigtrain train job.yaml --dry-run                 what it would do, and the memory it would take
+model:
+  name: mylib:Net
+  args: {width: 64, depth: 4}      # of Net's constructor
+data:
+  name: mylib:points
+  args: {samples: 6000}            # of the function
+optim:
+  name: adamw
+  lr: 3.0e-3
+  weight_decay: 0.0
+  warmup_steps: 0
+  schedule: cosine
+  clip_norm: null
+train:
+  epochs: 6
+  global_batch_size: 100           # samples of a step, on all ranks together
+  precision: fp32                  # or bf16
+strategy: ddp                      # bigtrain strategies lists the others
+"""
+
+_TEST = '''\
+"""Run with `pytest`, in this folder."""
+
+import pytest
+import torch
+from mylib import CLASSES, Net, points
+from torch.nn.functional import cross_entropy
+
+import bigtrain
+
+
+def test_the_model_takes_the_data() -> None:
+    inputs, targets = points(samples=60).train[:10]
+    assert Net()(inputs).shape == (10, CLASSES)
+    assert 0 <= int(targets.min()) <= int(targets.max()) < CLASSES
+
+
+@pytest.mark.parametrize("strategy", ["single", "single+full"])
+def test_it_learns_under_a_strategy_as_in_a_plain_loop(strategy: str) -> None:
+    inputs, targets = points(samples=600).train[:]
+
+    torch.manual_seed(0)
+    model = Net()
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = []
+    for _ in range(5):
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with bigtrain.prepare(twin, cross_entropy, sgd, strategy=strategy, device="cpu") as engine:
+        found = [engine.step((inputs, targets)).loss for _ in range(5)]
+
+    assert found == pytest.approx(plain, rel=1e-5)
+    assert found[-1] < found[0]
+'''
+
+FILES = {"mylib.py": _MYLIB, "job.yaml": _JOB, "test_mylib.py": _TEST}
+"""What is written, by name."""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the files and say how they are run; returns the exit status.
+
+    Raises:
+        ConfigError: the folder has something in it, or cannot be written.
+    """
+    parser = CommandParser(
+        prog="bigtrain init",
+        description="Write a model, a data source, a job and a test that run as they are.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a new folder, or an empty one")
+    folder = Path(parser.parse_args(arguments).folder)
+    write_starter(folder)
+    lines = [
+        f"made {', '.join(str(folder / name) for name in FILES)}. Next:",
+        *([] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]),
+        "bigtrain train job.yaml -n 2",
+        "pytest",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def write_starter(folder: Path) -> None:
+    """Write the files into a new or empty folder.
+
+    Raises:
+        ConfigError: it has something in it, is no folder, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = sorted(path.name for path in folder.iterdir())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"init: {folder} cannot be made: {reason}. Name a new folder: bigtrain init first"
+        ) from None
+    if there:
+        shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
+        raise ConfigError(
+            f"init: {folder} is not empty ({shown}), and nothing is written over. Name a new "
+            "folder: bigtrain init first"
+        )
+    try:
+        for name, text in FILES.items():
+            (folder / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"init: {folder} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,119 @@
+"""What a dry run prints: the job, the plan, and what each rank of one replica is to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import yaml
+from rich.console import Console
+
+from bigtrain.assembly.make_plan import describe_plan
+from bigtrain.assembly.state_peaks import forecast_state_peaks
+from bigtrain.core.strategy import Plan
+from bigtrain.engine.out_of_memory import predict_out_of_memory, predict_save_beyond
+from bigtrain.engine.remedies import ForecastInputs
+from bigtrain.engine.setup import RunSetup, open_setup
+from bigtrain.job.schema import Job
+from bigtrain.memory.added_bytes import StatePeak, StatePeaks
+from bigtrain.memory.timeline import Peak
+from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.predict import Prediction, predict
+from bigtrain.report.banner import MemoryLimit, banner_lines, peak_line
+from bigtrain.units import format_bytes
+
+
+def show_dry_run(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
+    """Print the resolved job and the predicted peak, and run nothing; returns the exit status."""
+    for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
+    """What is warned of, the resolved job, the plan, and the predicted peak of the ranks."""
+    yield from plan.warnings
+    yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+    yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
+    yield from banner_lines(parts, plan.world_size, plan.device_type)
+    workload, layout = parts.workload, parts.resolved.layout
+    if layout is not None:
+        yield from layout.lines()
+        yield layout.check(workload.model, workload.micro_batch, workload.loss)
+    yield from parts.resolved.notes
+    if parts.resolved.slices is not None:
+        lines = dict(parts.resolved.slices.lines)
+        yield yaml.safe_dump({"strategy": {"slice": {"slices": lines}}}, sort_keys=False)
+    ranks = [_Rank.predicted(parts, pp_rank) for pp_rank in range(plan.pp)]
+    fullest = _fullest(parts, ranks)
+    note = next((rank.prediction.note for rank in ranks if rank.prediction.note), None)
+    limit = MemoryLimit(job.memory.cap, "memory.cap,")  # the run's device may be elsewhere
+    yield peak_line(fullest, note, limit)
+    advice = (line for rank in ranks for line in rank.prediction.advice)
+    yield from dict.fromkeys(advice)
+    yield from _parts_of(ranks)
+    for rank in ranks:
+        yield from predict_save_beyond(rank.state.save, job.memory.cap, job.checkpoint)
+    if job.memory.cap is not None:
+        subject = ForecastInputs(job, parts.resolved, workload)
+        yield from predict_out_of_memory(subject, fullest, job.memory.cap)
+
+
+class _Rank:
+    """The first rank of a stage, and the peak of the fullest replica at its place."""
+
+    def __init__(self, pp_rank: int, prediction: Prediction, state: StatePeaks) -> None:
+        self.pp_rank, self.prediction, self.state = pp_rank, prediction, state
+
+    @classmethod
+    def predicted(cls, parts: RunSetup, pp_rank: int) -> _Rank:
+        """Predict a rank, its save and its resume."""
+        prediction = predict(parts.resolved, parts.workload, pp_rank, 0)
+        given = (parts.resolved, parts.workload, parts.job.checkpoint, prediction, pp_rank)
+        return cls(pp_rank, prediction, forecast_state_peaks(*given))
+
+
+def _fullest(parts: RunSetup, ranks: list[_Rank]) -> FullestRank | None:
+    """The fullest rank of the run: of the first replica, or of another one that needs more.
+
+    What differs among replicas and slices falls from the first to the last of them, and servers
+    stand before workers: to look at the first and the last of each tells which is the fullest.
+    """
+    plan = parts.plan
+    replicas = dict.fromkeys((0, plan.replicate.servers, plan.dp - 1))
+    slices = dict.fromkeys((0, plan.tp - 1))
+    peaks: dict[int, Peak] = {}
+    for replica, rank, tp_rank in product(replicas, ranks, slices):
+        own = rank.prediction.own_peak
+        if replica or tp_rank:
+            place = (rank.pp_rank, replica, tp_rank)
+            own = predict(parts.resolved, parts.workload, *place).own_peak
+        if own is None:
+            return None
+        peaks[(replica * plan.pp + rank.pp_rank) * plan.tp + tp_rank] = own
+    found = FullestRank.among(peaks)
+    return None if found is None else replace(found, num_ranks=plan.world_size)
+
+
+def _parts_of(ranks: list[_Rank]) -> Iterator[str]:
+    """The parts of each stage's peak, and the peaks of a save and a resume."""
+    for rank in ranks:
+        peak, state = rank.prediction.peak, rank.state
+        if len(ranks) > 1:
+            size = f" {format_bytes(peak.bytes)} in {peak.phase}" if peak is not None else ""
+            yield f"pp rank {rank.pp_rank}:{size}"
+        if peak is not None:
+            for kind, size in vars(peak.breakdown).items():
+                yield f"  {kind:12} {size:>15,} bytes"
+        if state.save is not None and state.resume is not None:
+            yield state_line(state.save, state.resume)
+
+
+def state_line(save: StatePeak, resume: StatePeak) -> str:
+    """What a rank holds at most in a save and in a resume."""
+    words = []
+    for name, peak in (("save", save), ("resume", resume)):
+        host = f" and {format_bytes(peak.host_bytes)} on the host" if peak.host_bytes else ""
+        words.append(f"{format_bytes(peak.bytes)}{host} in a {name}")
+    return f"predicted also: {', '.join(words)}"

@@ -1,0 +1,87 @@
+"""A step as a line for a person, and the bar that stands in its place on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from bigtrain.engine.engine import StepResult
+from bigtrain.units import format_bytes, format_duration, format_share
+
+_WINDOW = 100
+"""Steps by whose length the time that is left is judged."""
+
+
+class StepLine:
+    """Writes the lines of steps.
+
+    Args:
+        total_steps: of the run.
+        limit_bytes: what a rank can take; None where that is not known.
+    """
+
+    def __init__(self, total_steps: int, limit_bytes: int | None) -> None:
+        self._total, self._limit = total_steps, limit_bytes
+        self._ends: deque[float] = deque(maxlen=_WINDOW)
+
+    def text(
+        self, result: StepResult, peak_bytes: int | None, peak_rank: int | None
+    ) -> tuple[str, str]:
+        """Loss, rate, norm, speed, the highest peak; and the time that is left, empty for none.
+
+        Args:
+            result: of the step; call it once for each.
+            peak_bytes: the highest so far, of all ranks.
+            peak_rank: whose it is; None where there is one rank, or all have as much.
+        """
+        self._ends.append(time.monotonic())
+        speed = f"{result.samples_per_second:.1f} samples/s"
+        if result.tokens_per_second is not None:
+            speed = f"{result.tokens_per_second:,.0f} tokens/s"
+        words = [
+            f"loss {result.loss:.4f}",
+            *([] if result.top1 is None else [f"top1 {result.top1:.4f}"]),
+            f"lr {result.lr:.3g}",
+            f"norm {result.grad_norm:.3g}",
+            speed,
+        ]
+        if peak_bytes is not None:
+            where = "" if peak_rank is None else f" on rank {peak_rank}"
+            share = f" ({format_share(peak_bytes, self._limit)})" if self._limit else ""
+            words.append(f"peak {format_bytes(peak_bytes)}{where}{share}")
+        left = self._left_seconds(result.step)
+        return "  ".join(words), "" if left is None else f"left {format_duration(left)}"
+
+    def _left_seconds(self, step: int) -> float | None:
+        """By the last steps and all that was done between them; None after the first and last."""
+        if len(self._ends) < 2 or step >= self._total:
+            return None
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return each * (self._total - step)
+
+
+class StepBar(Progress):
+    """A bar with the steps done, and below it what `StepLine` says of the last one."""
+
+    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
+        self._said = ""
+        left = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(bar_width=40), TextColumn("step"), MofNCompleteColumn(), left)
+        super().__init__(*columns, console=console)
+        self._steps = self.add_task("", total=total_steps, completed=first_step)
+
+    def show(self, step: int, text: str, left: str) -> None:
+        """Say what a step was, and how long the others will take."""
+        self._said = text
+        self.update(self._steps, completed=step, description=left)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar and the line."""
+        yield self.make_tasks_table(self.tasks)
+        if getattr(self, "_said", ""):
+            yield Text(self._said)

@@ -1,0 +1,167 @@
+"""Ctrl-C ends the step, saves, says how to go on, and leaves no process and no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.programs import ROOT
+from support.survival import LIMIT_S, Curve, Place, uninterrupted
+from support.zygote import interpreter, surroundings
+
+BIGTRAIN = [interpreter(), "-m", "bigtrain", "train"]
+TORCHRUN = [
+    *(interpreter(), "-m", "torch.distributed.run", "--nproc-per-node=2"),
+    *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"),
+    str(ROOT / "bigtrain" / "train.py"),
+]
+LAUNCHES = {"ranks": [*BIGTRAIN, "-n", "2"], "alone": BIGTRAIN, "torchrun": TORCHRUN}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return uninterrupted(tmp_path_factory.mktemp("expected"))
+
+
+class Terminal:
+    """A command as the foreground job of a terminal, whose Ctrl-C reaches all its processes."""
+
+    def __init__(self, place: Place, command: Sequence[str], **environ: str) -> None:
+        path = f"{place.folder}{os.pathsep}{surroundings()['PYTHONPATH']}"
+        self.process = subprocess.Popen(
+            command,
+            env={
+                **surroundings(),
+                "PYTHONPATH": path,
+                "FAULT_FOLDER": str(place.folder),
+                **environ,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        try:
+            said, _ = self.process.communicate(timeout=LIMIT_S)
+        finally:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                left = True
+            except ProcessLookupError:
+                left = False
+        assert not left or self.process.returncode is None, "a process outlived the command"
+        return self.process.returncode, said
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_ctrl_c_saves_and_says_how_to_go_on(place: Place, expected: Curve, launch: str) -> None:
+    command = [*LAUNCHES[launch], *place.words()]
+    terminal = Terminal(place, command, FAULT_SLEEP="0.2")
+    place.wait_for_step(3)
+    terminal.press_ctrl_c()
+    status, said = terminal.end()
+    assert status == (1 if launch == "torchrun" else 130), said  # torchrun has no other
+    step = place.curve()[-1][0]
+    assert said.count("Ctrl-C: the run ends after this step and saves its state.") == 1
+    saved = place.run / "checkpoints" / f"step-{step}"
+    assert f"stopped by SIGINT after step {step}, saved as {saved}." in said
+    if launch != "torchrun":  # its agent has a traceback of its own
+        assert "Traceback" not in said, said
+    found = re.search(r"Go on with the same command and: (.*)", said)
+    assert found is not None
+    done = subprocess.run(
+        [*command, *shlex.split(found[1])],
+        env={**surroundings(), "PYTHONPATH": f"{place.folder}{os.pathsep}{ROOT}"}
+        | {"FAULT_FOLDER": str(place.folder)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"continues after step {step}" in done.stdout
+    if launch != "alone":
+        assert place.curve() == expected
+    assert [row[0] for row in place.curve()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_ctrl_c_again_ends_at_once_and_says_what_is_left(place: Place, saved: bool) -> None:
+    words = place.words(mesh__timeout=60, checkpoint__every=2 if saved else 0)
+    terminal = Terminal(place, [*LAUNCHES["ranks"], *words], FAULT_SLEEP="0.05")
+    place.wait_for_step(3)
+    for rank in (0, 1):  # the step never ends
+        os.kill(int((place.folder / f"pid-{rank}-0").read_text()), signal.SIGSTOP)
+    terminal.press_ctrl_c()
+    time.sleep(2.2)
+    assert terminal.process.poll() is None
+    terminal.press_ctrl_c()
+    status, said = terminal.end()
+    assert status == 130, said
+    done = place.curve()[-1][0]
+    assert "Traceback" not in said, said
+    if not saved:
+        assert f"bigtrain: nothing was saved: the {done} steps that were done are lost" in said
+        return
+    newest = int((place.run / "checkpoints" / "latest").read_text().strip()[5:])
+    lost = f"; steps {newest + 1} to {done} are lost" if done > newest else ""
+    assert f"the newest checkpoint is of step {newest}{lost}. Go on with the same command" in said
+    assert f"--resume auto log.dir={place.run.parent} log.name=r" in said
+
+
+def test_ctrl_c_before_the_first_step_is_said_in_one_line(place: Place) -> None:
+    terminal = Terminal(place, [*LAUNCHES["ranks"], *place.words()], FAULT_SLEEP="30")
+    while len(list(place.folder.glob("pid-*"))) < 2:
+        time.sleep(0.02)
+    time.sleep(4.0)  # in the first forward pass, or on the way there
+    terminal.press_ctrl_c()
+    time.sleep(2.2)
+    terminal.press_ctrl_c()
+    status, said = terminal.end()
+    assert status == 130, said
+    assert said.count("nothing was saved, and nothing is lost") == 1, said
+    assert "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_ctrl_c_while_torch_is_loaded_is_quiet(place: Place, seconds: float) -> None:
+    command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", *place.words()]
+    terminal = Terminal(place, command, FAULT_SLEEP="5")
+    end = time.monotonic() + LIMIT_S
+    while len(loading(terminal.process.pid)) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(seconds)
+    terminal.press_ctrl_c()
+    status, said = terminal.end()
+    assert "Traceback" not in said, said
+    assert status == 130, said
+
+
+def loading(parent: int) -> list[str]:
+    """The children of a process in which torch is being loaded."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and "torch" in (path / "maps").read_text():
+                found.append(path.name)
+        except OSError:
+            continue
+    return found
