@@ -48,6 +48,7 @@ setup(
         "bigtrain.memory",
         "bigtrain.models",
         "bigtrain.optim",
+        "bigtrain.own_loop",
         "bigtrain.pipeline",
         "bigtrain.planner",
         "bigtrain.prediction",

@@ -36,7 +36,7 @@ GROUPS = {
     "learning": ("losses", "data", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
-    "a run": ("assembly", "timing", "engine", "report"),
+    "a run": ("assembly", "timing", "own_loop", "engine", "report"),
     "commands": ("planner", "compare", "speedup", "verify", "hvd"),
 }
 MOST_LINES = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -35,6 +36,7 @@ from bigtrain.checkpoint.together import (
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
 from bigtrain.core.state import extra_modules, extra_states
+from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
@@ -61,7 +63,19 @@ from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
-from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.optim.loop_optimizer import LoopOptimizer
+from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
+from bigtrain.own_loop.evaluation import (
+    EvaluationSums,
+    Metrics,
+    check_metrics,
+    evaluating,
+    in_step,
+)
+from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
+from bigtrain.own_loop.model_inputs import set_model_inputs
+from bigtrain.own_loop.outputs import refuse_calls, share_outputs
+from bigtrain.own_loop.states import SAVED_AS, LoopStates
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
@@ -112,7 +126,9 @@ class Engine:
         task: measures validation; left out, the loss alone is.
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
-        learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+        learning_rate: a number; the rate of each step, counted from 0; or what makes a scheduler
+            of an optimizer, which is stepped after each step. Left out, `optimizer`'s own.
+        metrics: what `evaluate` measures besides the task.
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
@@ -137,16 +153,17 @@ class Engine:
         *,
         task: Task | None = None,
         example: MicroBatch | None = None,
-        learning_rate: Callable[[int], float] | None = None,
+        learning_rate: GivenRate | None = None,
+        metrics: Metrics | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
         self.job = job
         self.context = context
-        plan = (
-            resolved.plan if resolved else make_plan(job, context.world_size, context.device.type)
-        )
+        plan = resolved.plan if resolved else _planned(job, context)
         check_mesh(plan, context)
         self.blueprint = as_blueprint(model)
+        if resolved is None and example is not None:
+            set_model_inputs(self.blueprint, None, example.inputs)
         probed = None if resolved else example  # what is resolved was followed before
         self.loss = agree_on_loss(
             as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
@@ -155,7 +172,7 @@ class Engine:
             example = with_own_totals(self.loss, probed)
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
-        self._learning_rate, self._closing = learning_rate, ExitStack()
+        self._closing = ExitStack()
         self._workload = workload = Workload(
             self.blueprint.model,
             example,
@@ -194,6 +211,7 @@ class Engine:
         try:
             self.runner = self._build(workload)
             _ = self._extra_at_start
+            self._open_loop(learning_rate, metrics)
         except BaseException:
             self._closing.close()
             raise
@@ -221,6 +239,22 @@ class Engine:
         self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
+
+    def _open_loop(self, learning_rate: GivenRate | None, metrics: Metrics | None) -> None:
+        """Make what a loop of the user's own has beside the runner."""
+        self._metrics = check_metrics(metrics, self.task.figures)
+        if self.context.pp_size > 1:
+            self._closing.callback(refuse_calls(self.runner.module).remove)
+        self._whole_optimizer.retire()
+        given = (lambda: self.runner.optimizer, self._whole_optimizer.settings)
+        self.optimizer = LoopOptimizer(*given)
+        """The user's parameter groups, to read and to set; torch's schedulers work on it."""
+        self._rate = LearningRate(learning_rate, self.optimizer)
+        self._loop_states = LoopStates(self.optimizer, self._rate)
+
+    @property
+    def _whole_optimizer(self) -> WholeOptimizer:
+        return whole_optimizer(self._workload.make_optimizer, self._workload.model)
 
     @property
     def model(self) -> nn.Module:
@@ -251,7 +285,7 @@ class Engine:
         lr = self._set_learning_rate()
         checks = self.first_steps is not None and self.first_steps.active
         if self.first_steps is not None and checks:
-            self.first_steps.begin(micro_batches, lr if self._learning_rate else None)
+            self.first_steps.begin(micro_batches, self.optimizer.changed_settings())
             began = time.perf_counter()
         self.runner.module.train()
         accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
@@ -266,6 +300,8 @@ class Engine:
         top1 = None if accuracy is None else self._share(*accuracy.end())
         self.steps_done += 1
         self.samples_seen += samples
+        self.optimizer.stepped()
+        self._rate.after_step()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -293,32 +329,59 @@ class Engine:
         rows = self.context.all_gather_rows([part, whole])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
-        """Measure the task over batches: each replica's own, as many as the others have."""
-        self.runner.module.eval()
-        self.meter.phase("evaluate")
-        sums: dict[str, Tensor] = {}
-        for micro_batch in batches:
-            with self._explaining():
-                prediction = self.runner.predict(micro_batch)
-                # A pipeline has its output on one rank.
-                if prediction is None or micro_batch.padding:
-                    continue
-                weight = 1.0
-                if isinstance(self.task, CustomTask) and isinstance(self.loss, GlobalMeanLoss):
-                    weight = self.loss.weight_of(micro_batch)
-                for key, found in self.task.measure(*prediction).items():
-                    value = found * weight
-                    sums[key] = sums[key] + value if key in sums else value
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
+        """Measure the task, and metrics, over batches. Collective; the same on every rank.
+
+        Args:
+            batches: (inputs, targets) of this rank's rows, as `step` takes them; ranks that hold
+                parts of one model give the same. Of any sizes, and of another number on each rank.
+            metrics: by name a function of (outputs, targets): its mean over the rows of a batch,
+                averaged here by rows over the batches of all ranks; or (sum, count), which are
+                added up each before they are divided. Left out, those of `prepare`.
+
+        Returns:
+            The loss as the mean over the valid targets of all batches, and the metrics.
+
+        Raises:
+            ConfigError: a batch is no (inputs, targets), a metric gives no number.
+        """
+        asked = self._metrics if metrics is None else check_metrics(metrics, self.task.figures)
+        computes = self.plan.data_rank(self.context.dp_rank) is not None
+        sums = EvaluationSums(asked)
+        with evaluating(self.runner.module):
+            self.meter.phase("evaluate")
+            for batch in in_step(batches, self.context, computes=computes):
+                if self.predicted is None and self.prediction_note is None and not self.steps_done:
+                    self._probe_first(batch.inputs, batch.targets)
+                count = self.loss.count(batch.targets) if batch.rows else 0
+                with self._explaining():
+                    prediction = self.runner.predict(replace(batch, count=count))
+                    # A pipeline has its output on one rank.
+                    if prediction is not None and not batch.padding:
+                        sums.add(self.task, self.loss, batch, prediction)
         servers = self.plan.replicate.servers  # they wait for as long as workers validate
         with self.context.patiently() if servers else nullcontext():
-            gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
-        sums_of_ranks = self.context.broadcast_object(gathered)
-        total: dict[str, Tensor] = {}
-        for part in sums_of_ranks or []:
-            for key, value in (part or {}).items():  # of a lost one there are none
-                total[key] = total[key] + value if key in total else value
-        return self.task.summarize(total) if total else {}
+            return sums.figures(self.task, self.context)
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs for this rank's rows: no gradients, evaluation mode. Collective.
+
+        Every rank that gives rows gets the outputs of its rows, on its device; the ranks of a
+        pipeline, or of slices of one model, give the same rows and all get the same outputs. A
+        parameter server gets None. Ranks may give other numbers of rows, but all of them call.
+
+        Args:
+            inputs: as in the (inputs, targets) of `step`.
+        """
+        if not tree_tensors(inputs):
+            raise ConfigError(
+                "predict: the inputs hold no tensor. Give what the model is called on."
+            )
+        batch = MicroBatch(inputs, None, 0, count_rows(inputs, None))
+        with evaluating(self.runner.module), self._explaining():
+            self.meter.phase("evaluate")
+            found = self.runner.predict(batch)
+            return share_outputs(None if found is None else found[0], self.context)
 
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
@@ -338,13 +401,32 @@ class Engine:
         """Writes this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
-    def save(self, folder: Path, *, best: Mapping[str, float] | None = None) -> Path:
+    def attach(self, **objects: Any) -> None:
+        """Save and load these with the run, by their names: schedulers, counters, samplers.
+
+        Args:
+            objects: each with `state_dict()` and `load_state_dict(state)`, in the same state on
+                every rank; plain values and small tensors in it.
+
+        Raises:
+            ConfigError: one has no such methods.
+        """
+        self._loop_states.attach(objects)
+
+    def save(
+        self,
+        folder: Path,
+        *,
+        best: Mapping[str, float] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
 
         With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
 
         Args:
             folder: the run's `checkpoints/`.
+            extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
             best: figures of a validation, where no state before had better ones: it stays.
 
         Raises:
@@ -352,11 +434,12 @@ class Engine:
                 on all ranks. What was there before stays, and the run can go on.
             UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
+        loop = self._loop_states.state(extra)
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
-            meta = {"samples_seen": self.samples_seen, "validation": best}
+            meta = {"samples_seen": self.samples_seen, "validation": best, SAVED_AS: loop}
             if self._extra_at_start:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
@@ -371,8 +454,11 @@ class Engine:
                 added=added,
             )
 
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint: weights, optimizer, position, random states.
+    def load(self, path: Path) -> dict[str, Any]:
+        """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+
+        Returns:
+            What `save` was given as `extra`.
 
         Raises:
             CheckpointError: it is damaged, or it is another model's.
@@ -393,7 +479,11 @@ class Engine:
                 module.set_extra_state(extra[name])
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
+        extra_values, lines = self._loop_states.load(checkpoint.meta.get(SAVED_AS), self.steps_done)
+        for line in lines if self.context.is_main else ():
+            sys.stderr.write(f"bigtrain: {line}\n")
         continue_streams(checkpoint.meta, self.context, self.steps_done)
+        return extra_values
 
     @cached_property
     def _extra_at_start(self) -> dict[str, Any]:
@@ -496,6 +586,7 @@ class Engine:
             refuse_found(self.plan, found_in_model(workload.model, workload.parameter_uses))
             check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
         self._predict(workload)
+        self._whole_optimizer.retire()
 
     def _predict(self, workload: Workload) -> None:
         if not self.job.memory.predict:
@@ -514,11 +605,9 @@ class Engine:
         self.advice = [*self.advice, *prediction.advice]
 
     def _set_learning_rate(self) -> float:
-        groups = self.runner.optimizer.param_groups
-        if self._learning_rate is not None:
-            for group in groups:
-                group["lr"] = self._learning_rate(self.steps_done)
-        return float(groups[0]["lr"])
+        self._rate.before_step(self.steps_done)
+        self.optimizer.hand_over()
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with what their loss divides by, added up over the global batch."""
@@ -563,3 +652,7 @@ class Engine:
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         sharing = self.plan.batch.dp_size  # what servers are given counts nothing
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))
+
+
+def _planned(job: Job, context: RunContext) -> Plan:
+    return make_plan(job, context.world_size, context.device.type)

@@ -7,7 +7,7 @@ norm of the run must be those of that loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from bigtrain.losses.loss import CrossEntropy, Loss, MeanLoss, main_logits
 from bigtrain.memory.cap import available_bytes
 from bigtrain.models.blueprint import Blueprint, kept_random_state
 from bigtrain.optim.update import MakeOptimizer
+from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
@@ -88,12 +89,14 @@ class FirstSteps:
         """Whether a step is still to be compared."""
         return self._left > 0
 
-    def begin(self, micro_batches: Sequence[MicroBatch], lr: float | None) -> None:
+    def begin(
+        self, micro_batches: Sequence[MicroBatch], settings: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Do the step in the plain loop. Collective.
 
         Args:
             micro_batches: this rank's.
-            lr: the rate of the step; None is the optimizer's own.
+            settings: of each parameter group what is not as the optimizer was made: its rate.
         """
         context = self._context
         own = None
@@ -106,7 +109,7 @@ class FirstSteps:
         whole = join_micro_batches([one for there in everyone if there for one in there])
         with kept_random_state(), _disable_current_modes():  # verify's masks are of the run alone
             self.note = self._loop.is_random(whole)
-            self._expected = self._loop.step(whole, lr) if self.note is None else None
+            self._expected = self._loop.step(whole, settings) if self.note is None else None
         if self.note is not None:
             self._loop = None
 
@@ -199,13 +202,13 @@ class _PlainLoop:
         self._model = (model.double() if self._is_double else model).train()
         self._loss, self._plan = loss, plan
         trained = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = make_optimizer(trained)
+        make = make_optimizer.own if isinstance(make_optimizer, WholeOptimizer) else make_optimizer
+        self._optimizer = make(trained)
 
-    def step(self, batch: MicroBatch, lr: float | None) -> tuple[float, float]:
+    def step(self, batch: MicroBatch, settings: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         """One step; its loss, and the norm of its gradients before clipping."""
-        if lr is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+        for group, changed in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(changed)
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._forward(batch)
         loss.backward()  # type: ignore[no-untyped-call]

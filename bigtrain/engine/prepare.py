@@ -31,6 +31,10 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
+from bigtrain.own_loop.evaluation import Metrics
+from bigtrain.own_loop.given_optimizer import check_optimizer_maker
+from bigtrain.own_loop.learning_rate import GivenRate
+from bigtrain.own_loop.model_inputs import ForwardFunction, set_model_inputs
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
@@ -83,6 +87,9 @@ def prepare(
     strategy: str = "ddp",
     task: Task | None = None,
     example: tuple[Any, Any] | None = None,
+    learning_rate: GivenRate | None = None,
+    forward: ForwardFunction | None = None,
+    metrics: Metrics | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -91,12 +98,22 @@ def prepare(
         model: the class or function that makes the module (it is built where it is needed), or
             a module already built.
         loss: a mean loss of (output, targets) such as `F.cross_entropy`.
-        optimizer: makes the optimizer from parameters: a class, or a functools.partial of one.
+        optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
+            function. What it made is `engine.optimizer`.
         strategy: a preset's name, or the path of a YAML file.
         task: measures validation; left out, the loss alone is.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
             with it the memory is predicted before anything is built. Of other rows than the keys
             say, its rows are repeated or left out.
+        learning_rate: a number; a function from the step (from 0) to its rate, for all parameter
+            groups or a list with one for each; or what makes a scheduler of torch from an
+            optimizer, which is stepped after each step. It is saved and resumed. Left out, the
+            rate is the optimizer's, and the loop's to set (`engine.optimizer`).
+        forward: (model, inputs) -> outputs, calls the model on the inputs of a batch. Left out,
+            inputs that are a dict go by keyword where the model's forward has parameters of these
+            names; anything else is its first argument.
+        metrics: what `engine.evaluate` measures besides the loss: functions of (outputs, targets)
+            by their names.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -107,6 +124,7 @@ def prepare(
         ConfigError: before any process group exists.
     """
     _check_keys(keys)
+    check_optimizer_maker(optimizer)
     asked = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
@@ -120,6 +138,7 @@ def prepare(
             "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
         )
     blueprint = as_blueprint(model)
+    by_name = set_model_inputs(blueprint, forward, None if example is None else example[0])
     if asked is not None:
         disable_dropout(blueprint.model)
     placement = detect_rank_info(os.environ)
@@ -131,7 +150,7 @@ def prepare(
     connection = connect_job(job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
-        engine = _engine(blueprint, workload, job, context, task, resolved)
+        engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate, metrics)
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
@@ -142,6 +161,7 @@ def prepare(
     if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
         thaw = ExitStack()
         thaw.callback(unfreeze, model, engine.resolved.unreached)
+        thaw.push(by_name)
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine
@@ -163,6 +183,8 @@ def _engine(
     context: RunContext,
     task: Task | None,
     resolved: ResolvedPlan,
+    learning_rate: GivenRate | None,
+    metrics: Metrics | None,
 ) -> Engine:
     return Engine(
         blueprint,
@@ -172,6 +194,8 @@ def _engine(
         context,
         task=task,
         example=workload.example,
+        learning_rate=learning_rate,
+        metrics=metrics,
         resolved=resolved,
     )
 

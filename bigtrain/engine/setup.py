@@ -38,6 +38,7 @@ from bigtrain.models import check_model, make_model, model_defaults, sequence_le
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.models.pretrained import begin_with
 from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
+from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 
@@ -186,6 +187,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     if job.model.loss is not None:
         loss = as_loss(load_object(job.model.loss, "model.loss"))
     example = _example(data, plan.batch.micro_size, loss)
+    set_model_inputs(blueprint, None, example.inputs)
     loss = follow_loss(loss, blueprint.model, example, plan.batch.num_parts)
     example = with_own_totals(loss, example)
     if job.model.loss is None:

@@ -102,6 +102,12 @@ class Blueprint:
         tensors = () if self.deferred else _named_tensors(self.model).values()
         return sum(tensor.nbytes for tensor in tensors)
 
+    def change(self, change: Callable[[nn.Module], nn.Module]) -> None:
+        """Change the module, in place, and those that are made by the same constructor later."""
+        self.model, make = change(self.model), self._make
+        if make is not None:
+            self._make = lambda: change(make())
+
     def twin(self) -> Blueprint:
         """The same model described anew, or a copy of one that was given already built."""
         if self._make is None:

@@ -8,9 +8,10 @@ parameters in the groups.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class WholeOptimizer:
 
     def __init__(self, make: MakeOptimizer, model: nn.Module) -> None:
         self._make, self._model = make, model
+        self._lent: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @classmethod
     def of(cls, make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> WholeOptimizer:
@@ -48,8 +50,24 @@ class WholeOptimizer:
         return given
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer of other parameters, such as those of a forecast: the factory, as it is."""
+        """An optimizer of other parameters, for a forecast: the factory, as it is; see `retire`."""
+        optimizer = self._make(parameters)
+        self._lent.add(optimizer)
+        return optimizer
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer that is used for longer, such as that of a plain loop beside the run."""
         return self._make(parameters)
+
+    def retire(self) -> None:
+        """Let those optimizers that were made for forecasts refuse to be used any more.
+
+        A function that keeps what it makes has kept the last of them, and a scheduler put on that
+        would move nothing.
+        """
+        for optimizer in list(self._lent):
+            optimizer.param_groups = _Retired()  # type: ignore[assignment]
+        self._lent.clear()
 
     @cached_property
     def _made(self) -> _Made:
@@ -118,6 +136,58 @@ class WholeOptimizer:
         self._made.begin_state()
 
 
+class _Retired:
+    """The groups of an optimizer that no run uses."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigError(
+            "optimizer: this one was made for a forecast, and updates nothing. The optimizer of "
+            "the run is engine.optimizer: put the scheduler on that, or give "
+            f"{LEARNING_RATE_FIX}."
+        )
+
+    __iter__ = __getitem__ = __setitem__ = __len__ = _refuse
+
+
+LEARNING_RATE_FIX = (
+    "prepare(..., learning_rate=lambda optimizer: "
+    "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS))"
+)
+
+
+def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Leave out groups without parameters, for engines that take none; see `group_places`."""
+    kept = [place for place, group in enumerate(optimizer.param_groups) if group["params"]]
+    optimizer.param_groups[:] = [optimizer.param_groups[place] for place in kept]
+    optimizer.__dict__[_PLACES] = kept
+
+
+def group_places(optimizer: torch.optim.Optimizer) -> Sequence[int]:
+    """Which of the user's groups each group of an optimizer is."""
+    places: Sequence[int] = vars(optimizer).get(_PLACES, range(len(optimizer.param_groups)))
+    return places
+
+
+_PLACES = "_bigtrain_group_places"
+
+
+def _check_made(optimizer: Any) -> None:
+    """Refuse what is no optimizer, and one on which a scheduler was made, that would be lost."""
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise ConfigError(
+            f"optimizer: it made a {type(optimizer).__name__}, and an optimizer is needed. Give "
+            "functools.partial(torch.optim.AdamW, lr=1e-3), or a function that returns one."
+        )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            "optimizer: a learning-rate scheduler is made in it, on an optimizer that each "
+            "strategy makes anew for what it updates, so the scheduler would move nothing. Make "
+            "it after prepare, on engine.optimizer: "
+            "torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, T_max=STEPS); or give "
+            f"{LEARNING_RATE_FIX}."
+        )
+
+
 def whole_optimizer(make: MakeOptimizer, model: nn.Module) -> WholeOptimizer:
     """The optimizer of a model, whose factory is called now unless it was before."""
     whole = make if isinstance(make, WholeOptimizer) else WholeOptimizer(make, model)
@@ -140,6 +210,7 @@ class _Made:
             name_of[id(stand_ins[0])] = ""
         for parameter, stand_in in zip(trained, stand_ins, strict=False):
             name_of[id(stand_in)] = name_of[id(parameter)]
+        _check_made(optimizer)
         self._shapes = {name: p.shape for name, p in named.items()}
         self._attributes = {name: _attributes(p) for name, p in named.items()}
         self.kind_name = type(optimizer).__name__

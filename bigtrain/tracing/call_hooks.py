@@ -64,6 +64,11 @@ def handling_calls(watcher: CallHandler | None) -> Iterator[None]:
         _current.watcher = before
 
 
+def is_watched() -> bool:
+    """Whether a watcher is asked in this thread."""
+    return _current.watcher is not None
+
+
 @contextmanager
 def pretend_compiling(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
     """Tell the code that asks `torch.compiler.is_compiling()` not to look at values.

@@ -28,6 +28,8 @@ FULL = {
     "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
     "_usual": 61,
+    "own_loop/test_ranks_evaluation.py::test_every_rank_has_the_figures_of_all_rows": 14,
+    "own_loop/test_ranks_schedules.py::test_a_scheduler_moves_what_updates": 20,
     "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,
     "planner/test_search.py::test_backward_passes_in_two_parts_are_forecast_as_such": 4,
     "planner/test_search.py::test_many_blocks_are_forecast_as_each_of_them": 14,

@@ -34,7 +34,7 @@ ORDER = (
     *("losses", "data", "models", "activations", "optim"),
     *("schedules", "tracing", "cutting", "slice_planning"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
-    *("assembly", "timing", "engine", "report"),
+    *("assembly", "timing", "own_loop", "engine", "report"),
     *("planner", "compare", "speedup", "verify"),
     *("hvd", "train", "cli", "__main__"),
 )

@@ -27,7 +27,7 @@ from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.models.names import names_of
-from bigtrain.optim.whole import WholeOptimizer
+from bigtrain.optim.whole import WholeOptimizer, drop_empty_groups
 from bigtrain.strategies.deepspeed_adapter import (
     Partitioner,
     connect_deepspeed,
@@ -126,7 +126,7 @@ def build_engine(
         assembly.materialize(names_of(assembly.model))
         optimizer = whole.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
         # DeepSpeed makes a flat piece of each group, and none of an empty one.
-        optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+        drop_empty_groups(optimizer)
         optimizer.state.clear()
         sliced = replaced_layers(assembly, built.closing)
         if sliced is not None:

@@ -18,6 +18,7 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.names import names_of
+from bigtrain.optim.whole import drop_empty_groups
 from bigtrain.strategies.deepspeed_adapter import step_pipeline
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, flat_optimizer
@@ -36,7 +37,7 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         whole = flat_optimizer(assembly)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         optimizer = whole.put_on({name: [parameter] for name, parameter in named.items()})
-        optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+        drop_empty_groups(optimizer)
         optimizer.state.clear()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         config = deepspeed_settings(options, assembly.plan, trained)

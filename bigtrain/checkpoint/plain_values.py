@@ -1,0 +1,102 @@
+"""States of users' objects as JSON, and back as they were: a scheduler's, an own counter's.
+
+JSON alone has no tuples, no infinities and no keys but strings. Nothing is pickled, so a checkpoint
+of somebody else can be read without running his code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigtrain.errors import CheckpointError, ConfigError
+
+_MOST_NUMBERS = 10_000
+"""Of a tensor in such a state; more belong in the model."""
+
+
+def to_plain(value: Any, place: str) -> Any:
+    """A value as JSON keeps it.
+
+    Args:
+        value: None, bools, numbers, strings, small tensors, and lists, tuples and dicts of such.
+        place: what it is called, for the message.
+
+    Raises:
+        ConfigError: it is, or holds, something else.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, Tensor):
+        return {"tensor": _tensor(value, place)}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        pairs = ((key, item, f"{place}[{key!r}]") for key, item in value.items())
+        return {kind: [[to_plain(key, at), to_plain(item, at)] for key, item, at in pairs]}
+    if isinstance(value, (list, tuple)):
+        items = [to_plain(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy
+        return to_plain(value.item(), place)
+    raise ConfigError(
+        f"save: {place} is a {type(value).__name__}, which a checkpoint does not keep beside the "
+        "model. Let its state_dict return None, bools, numbers, strings, small tensors, and lists, "
+        "tuples and dicts of these."
+    )
+
+
+def _tensor(value: Tensor, place: str) -> dict[str, Any]:
+    if value.numel() > _MOST_NUMBERS:
+        raise ConfigError(
+            f"save: {place} is a tensor of {value.numel():,} numbers, and a state beside the model "
+            f"keeps at most {_MOST_NUMBERS:,}. Make it a buffer of the model, which is saved with "
+            "it."
+        )
+    numbers = value.detach().cpu().reshape(-1)
+    shown = numbers.double() if numbers.is_floating_point() else numbers
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "values": [to_plain(number, place) for number in shown.tolist()],
+    }
+
+
+def from_plain(kept: Any) -> Any:
+    """What `to_plain` was given.
+
+    Raises:
+        CheckpointError: it has not made this.
+    """
+    try:
+        return _value(kept)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint keeps a state that cannot be read ({type(error).__name__}: {error}). "
+            "Use another checkpoint."
+        ) from None
+
+
+def _value(kept: Any) -> Any:
+    if isinstance(kept, list):
+        return [_value(item) for item in kept]
+    if not isinstance(kept, dict):
+        return kept
+    ((kind, inner),) = kept.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "tuple":
+        return tuple(_value(item) for item in inner)
+    if kind in ("dict", "counter"):
+        found = {_value(key): _value(item) for key, item in inner}
+        return Counter(found) if kind == "counter" else found
+    dtype = getattr(torch, {"tensor": inner}[kind]["dtype"])
+    return torch.tensor([_value(one) for one in inner["values"]], dtype=dtype).view(inner["shape"])

@@ -1,0 +1,153 @@
+"""The rate of each step: a number, a function of the step, or a scheduler of torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from bigtrain.errors import ConfigError
+from bigtrain.optim.loop_optimizer import LoopOptimizer
+
+GivenRate = float | Callable[[int], float | Sequence[float]] | Callable[[Any], Any]
+"""A rate, a function from the step (from 0) to its rate, or from an optimizer to a scheduler."""
+_FORMS = (
+    "Give a number; a function of the step, as learning_rate=lambda step: 1e-3 * 0.99**step; or "
+    "what makes a scheduler, as learning_rate=lambda optimizer: "
+    "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)."
+)
+
+
+class LearningRate:
+    """Sets the rate of each step on the optimizer of a loop.
+
+    Args:
+        given: see `GivenRate`; None leaves the rate to the loop.
+        optimizer: of the loop.
+
+    Raises:
+        ConfigError: it is none of these, or a scheduler that a function of the loop has to step.
+    """
+
+    def __init__(self, given: GivenRate | None, optimizer: LoopOptimizer) -> None:
+        self._optimizer = optimizer
+        self._function: Callable[[int], float | Sequence[float]] | None = None
+        self.scheduler: Any = None
+        if given is None:
+            return
+        if isinstance(given, (int, float)) and not isinstance(given, bool):
+            rate = float(given)
+            self._set(rate)
+        elif callable(given):
+            self._take(given)
+        else:
+            raise ConfigError(f"learning_rate: got {_shown(given)}. {_FORMS}")
+
+    def _take(self, given: Callable[[Any], Any]) -> None:
+        problem: Exception | None = None
+        try:
+            first = given(0)
+        except Exception as error:  # noqa: BLE001 - what makes a scheduler takes no number
+            problem = error
+        else:
+            if _rates(first) is not None:
+                self._function = given
+                self._set(first)
+                return
+        try:
+            scheduler = given(self._optimizer)
+        except Exception as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"learning_rate: called with the step 0 it gave {_outcome(problem)}, and with the "
+                f"optimizer {_outcome(error)}. {_FORMS}"
+            ) from error
+        if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
+            raise ConfigError(f"learning_rate: it gave {_shown(scheduler)}. {_FORMS}")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "learning_rate: ReduceLROnPlateau steps by a figure of the loop, and not after "
+                "every step. Make it on engine.optimizer, call its step(figure) after "
+                "engine.evaluate, and engine.attach(scheduler=...) to have it saved."
+            )
+        self.scheduler = scheduler
+
+    @property
+    def sets(self) -> bool:
+        """Whether the rate is set here, and not by the loop."""
+        return self._function is not None or self.scheduler is not None
+
+    def before_step(self, step: int) -> None:
+        """Set the rate of this step, counted from 0."""
+        if self._function is not None:
+            self._set(self._function(step))
+
+    def after_step(self) -> None:
+        """Let a scheduler go on by one step."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _set(self, found: Any) -> None:
+        groups, rates = self._optimizer.param_groups, _rates(found)
+        if rates is None or len(rates) not in (1, len(groups)):
+            raise ConfigError(
+                f"learning_rate: it gave {_shown(found)} for {len(groups)} parameter groups. "
+                "Return one number for all of them, or a list with one for each."
+            )
+        for number, group in enumerate(groups):
+            group["lr"] = rates[number if len(rates) > 1 else 0]
+
+    def state(self) -> dict[str, Any] | None:
+        """The position of a scheduler; a function of the step needs none."""
+        if self.scheduler is None:
+            return None
+        return {"kind": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
+
+    def load_state(self, saved: Mapping[str, Any] | None, steps_done: int) -> str | None:
+        """Go on from a position; where another kind of schedule or none was saved, by the steps.
+
+        Returns:
+            A line that says so, where it is worth one.
+        """
+        if self.scheduler is None:
+            return None
+        kind = type(self.scheduler).__name__
+        if saved is not None and saved["kind"] == kind:
+            self.scheduler.load_state_dict(saved["state"])
+            return None
+        with warnings.catch_warnings():  # that no update came between
+            warnings.simplefilter("ignore")
+            for group in self._optimizer.param_groups:
+                group["lr"] = group.get("initial_lr", group["lr"])
+            for _ in range(steps_done):
+                self.scheduler.step()
+        before = "no schedule" if saved is None else f"the schedule of a {saved['kind']}"
+        return (
+            f"the checkpoint has {before}: this run's {kind} was stepped {steps_done} times, to "
+            "where it would be"
+        )
+
+
+def _rates(found: Any) -> list[float] | None:
+    """One number or several, as floats; None where it is something else."""
+    several = list(found) if isinstance(found, (list, tuple)) else [found]
+    try:
+        numbers = [float(one) for one in several if not isinstance(one, (str, bool))]
+    except (TypeError, ValueError):
+        return None
+    return numbers if numbers and len(numbers) == len(several) else None
+
+
+def _shown(value: Any) -> str:
+    return (
+        repr(value)
+        if isinstance(value, (str, int, float, list, tuple))
+        else f"a {type(value).__name__}"
+    )
+
+
+def _outcome(error: Exception | None) -> str:
+    return "no number" if error is None else f"{type(error).__name__}: {error}"

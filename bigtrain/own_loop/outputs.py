@@ -1,0 +1,60 @@
+"""A model's outputs for a loop of one's own, on every rank that has the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+from bigtrain.tracing.call_hooks import is_watched
+
+
+def share_outputs(outputs: Any, context: RunContext) -> Any:
+    """What the rank of the last stage has, on all ranks of its pipeline. Collective over them.
+
+    Args:
+        outputs: on one rank of the pp axis; None on the others.
+        context: of this rank.
+    """
+    if context.pp_size == 1:
+        return outputs
+    having = context.all_gather_numbers(float(outputs is not None), "pp").index(1.0)
+    source, group = context.ranks_of("pp")[having], context.pp_group
+    form: list[Any] = [None if outputs is None else map_tensors(outputs, _without_values)]
+    dist.broadcast_object_list(form, src=source, group=group, device=_of_objects(context))
+    mine = [tensor.contiguous() for tensor in tree_tensors(outputs)]
+    if outputs is None:
+        empty = tree_tensors(form[0])
+        mine = [torch.empty(t.shape, dtype=t.dtype, device=context.device) for t in empty]
+    for tensor in mine:
+        dist.broadcast(tensor, src=source, group=group)
+    arrived = iter(mine)
+    return outputs if outputs is not None else map_tensors(form[0], lambda _: next(arrived))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _of_objects(context: RunContext) -> torch.device:
+    return context.device if context.device.type == "cuda" else torch.device("cpu")
+
+
+def refuse_calls(model: nn.Module) -> Any:
+    """Refuse calls of a model of which this rank has one stage; what it returns takes that back."""
+    this = id(model)
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if id(module) == this and not is_watched():
+            raise ConfigError(
+                "engine.model(...): this rank has one stage of the model, which alone computes "
+                "nothing. Call engine.predict(inputs) on all ranks; engine.save(folder) writes the "
+                "whole model."
+            )
+
+    return model.register_forward_pre_hook(refuse)
