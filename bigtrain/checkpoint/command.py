@@ -182,12 +182,17 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "converted_from": meta.get("converted_from"),
         "strategy": (job.get("strategy") or {}).get("name"),
         "mesh": meta.get("mesh") or _mesh_of(job, int(meta.get("world_size") or 0)),
-        "model": job.get("model"),
-        "optimizer": (job.get("optim") or {}).get("name"),
+        "model": _of_loop(meta, "model_class") or job.get("model"),
+        "optimizer": meta.get("optimizer_class") or (job.get("optim") or {}).get("name"),
         "parts": parts,
         "tensors": tensors,
         "files": files,
     }
+
+
+def _of_loop(meta: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """What a loop of the user's own was given, whose job says nothing of it."""
+    return {"name": meta[key]} if isinstance(meta.get(key), str) else None
 
 
 def _mesh_of(job: Mapping[str, Any], world_size: int) -> dict[str, int] | None:

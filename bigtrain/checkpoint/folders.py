@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from bigtrain.checkpoint.manifest import MANIFEST, STATE, Manifest
 from bigtrain.errors import CheckpointError, ConfigError, UnreadableError
@@ -89,9 +90,28 @@ def is_complete(path: Path) -> bool:
     return is_there(path / MANIFEST) or is_there(path / STATE)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` points at, or the highest number where that is missing."""
-    return next(iter(checkpoints_of(folder)), None)
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The checkpoint that `latest` points at, or the highest number where that is missing.
+
+    Raises:
+        ConfigError: `folder` is no path.
+    """
+    return next(iter(checkpoints_of(as_folder(folder, "newest_checkpoint"))), None)
+
+
+def as_folder(given: Any, where: str) -> Path:
+    """A path, given as such or as text.
+
+    Raises:
+        ConfigError: it is something else, or no file can have such a name.
+    """
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        shown = "an empty name" if given == "" else f"a {type(given).__name__}"
+        raise ConfigError(
+            f'{where}: got {shown}, and the path of a folder is needed, as "checkpoints".'
+        )
+    check_name(os.fspath(given), where)
+    return Path(given)
 
 
 def best_checkpoint(folder: Path) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigtrain.checkpoint.folders import newest_checkpoint
 from bigtrain.checkpoint.random_state import random_state
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
@@ -41,6 +42,25 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
         text, damage = found or ("", None)
         raise CheckpointError(text) if damage is None else DamagedCheckpointError(damage)
     return checkpoint
+
+
+def newest_of_all(folder: Path, context: RunContext) -> Path | None:
+    """The newest checkpoint below a folder, as rank 0 sees it. Collective.
+
+    Raises:
+        CheckpointError: the folder may not be looked into; on all ranks.
+    """
+    found: tuple[Path | None, str] = None, ""
+    if context.is_main:
+        try:
+            found = newest_checkpoint(folder), ""
+        except CheckpointError as error:
+            found = None, str(error)
+    newest, problem = context.broadcast_object(found)
+    if problem:
+        raise CheckpointError(problem)
+    path: Path | None = newest
+    return path
 
 
 def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:

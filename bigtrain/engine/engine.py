@@ -9,8 +9,8 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +26,12 @@ from bigtrain.assembly.inspection import found_in_model, refuse_found
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
+from bigtrain.checkpoint.folders import as_folder
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
     config_texts,
+    newest_of_all,
     open_together,
     random_streams,
 )
@@ -52,11 +54,11 @@ from bigtrain.engine.out_of_memory import (
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.engine.start_facts import start_facts
-from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError, NonFiniteError
+from bigtrain.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.accuracy import TrainingAccuracy
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
-from bigtrain.losses.loss import Loss, as_loss, count_targets
+from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
@@ -65,23 +67,18 @@ from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
-from bigtrain.own_loop.evaluation import (
-    EvaluationSums,
-    Metrics,
-    check_metrics,
-    evaluating,
-    in_step,
-)
+from bigtrain.own_loop.calls import LoopCalls
+from bigtrain.own_loop.evaluation import Metrics, as_pair, check_metrics
 from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
 from bigtrain.own_loop.model_inputs import set_model_inputs
-from bigtrain.own_loop.outputs import refuse_calls, share_outputs
-from bigtrain.own_loop.states import SAVED_AS, LoopStates
+from bigtrain.own_loop.outputs import refuse_calls
+from bigtrain.own_loop.rank_rows import cut_rows
+from bigtrain.own_loop.states import SAVED_AS, LoopStates, RemovedCheckpoints
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.equal_ranks import check_equal_ranks
 from bigtrain.tensors.fake import meta_copy
-from bigtrain.tensors.tree import tree_tensors
 from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
 from bigtrain.tracing.unreached import freeze_unreached
 
@@ -112,7 +109,7 @@ class StepResult:
     """The share of the global batch that was right; with `log.accuracy` only."""
 
 
-class Engine:
+class Engine(LoopCalls):
     """A model, its loss and its optimizer under a strategy.
 
     Args:
@@ -132,6 +129,8 @@ class Engine:
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
+    in_own_loop = False
+    """Whether `prepare` made it, and no command; then the job's model and optimizer say nothing."""
     predicted: Peak | None = None
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
@@ -165,6 +164,7 @@ class Engine:
         if resolved is None and example is not None:
             set_model_inputs(self.blueprint, None, example.inputs)
         probed = None if resolved else example  # what is resolved was followed before
+        self._model_class = type(self.blueprint.model).__qualname__
         self.loss = agree_on_loss(
             as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
         )
@@ -251,6 +251,7 @@ class Engine:
         """The user's parameter groups, to read and to set; torch's schedulers work on it."""
         self._rate = LearningRate(learning_rate, self.optimizer)
         self._loop_states = LoopStates(self.optimizer, self._rate)
+        self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
 
     @property
     def _whole_optimizer(self) -> WholeOptimizer:
@@ -274,8 +275,9 @@ class Engine:
         """
         began = time.perf_counter()
         unseen = self.predicted is None and self.prediction_note is None
-        if unseen and not isinstance(batch, Step):
-            self._probe_first(*batch)
+        if unseen:
+            first = batch.micro_batches[0] if isinstance(batch, Step) else None
+            self._probe_first(*((first.inputs, first.targets) if first else as_pair(batch, "step")))
         micro_batches, samples = self._micro_batches(batch)
         micro_batches = self._with_totals(micro_batches)
         if unseen or self._is_other(micro_batches[0]):
@@ -329,60 +331,6 @@ class Engine:
         rows = self.context.all_gather_rows([part, whole])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
-    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
-        """Measure the task, and metrics, over batches. Collective; the same on every rank.
-
-        Args:
-            batches: (inputs, targets) of this rank's rows, as `step` takes them; ranks that hold
-                parts of one model give the same. Of any sizes, and of another number on each rank.
-            metrics: by name a function of (outputs, targets): its mean over the rows of a batch,
-                averaged here by rows over the batches of all ranks; or (sum, count), which are
-                added up each before they are divided. Left out, those of `prepare`.
-
-        Returns:
-            The loss as the mean over the valid targets of all batches, and the metrics.
-
-        Raises:
-            ConfigError: a batch is no (inputs, targets), a metric gives no number.
-        """
-        asked = self._metrics if metrics is None else check_metrics(metrics, self.task.figures)
-        computes = self.plan.data_rank(self.context.dp_rank) is not None
-        sums = EvaluationSums(asked)
-        with evaluating(self.runner.module):
-            self.meter.phase("evaluate")
-            for batch in in_step(batches, self.context, computes=computes):
-                if self.predicted is None and self.prediction_note is None and not self.steps_done:
-                    self._probe_first(batch.inputs, batch.targets)
-                count = self.loss.count(batch.targets) if batch.rows else 0
-                with self._explaining():
-                    prediction = self.runner.predict(replace(batch, count=count))
-                    # A pipeline has its output on one rank.
-                    if prediction is not None and not batch.padding:
-                        sums.add(self.task, self.loss, batch, prediction)
-        servers = self.plan.replicate.servers  # they wait for as long as workers validate
-        with self.context.patiently() if servers else nullcontext():
-            return sums.figures(self.task, self.context)
-
-    def predict(self, inputs: Any) -> Any:
-        """The model's outputs for this rank's rows: no gradients, evaluation mode. Collective.
-
-        Every rank that gives rows gets the outputs of its rows, on its device; the ranks of a
-        pipeline, or of slices of one model, give the same rows and all get the same outputs. A
-        parameter server gets None. Ranks may give other numbers of rows, but all of them call.
-
-        Args:
-            inputs: as in the (inputs, targets) of `step`.
-        """
-        if not tree_tensors(inputs):
-            raise ConfigError(
-                "predict: the inputs hold no tensor. Give what the model is called on."
-            )
-        batch = MicroBatch(inputs, None, 0, count_rows(inputs, None))
-        with evaluating(self.runner.module), self._explaining():
-            self.meter.phase("evaluate")
-            found = self.runner.predict(batch)
-            return share_outputs(None if found is None else found[0], self.context)
-
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
         predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
@@ -401,21 +349,9 @@ class Engine:
         """Writes this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
-    def attach(self, **objects: Any) -> None:
-        """Save and load these with the run, by their names: schedulers, counters, samplers.
-
-        Args:
-            objects: each with `state_dict()` and `load_state_dict(state)`, in the same state on
-                every rank; plain values and small tensors in it.
-
-        Raises:
-            ConfigError: one has no such methods.
-        """
-        self._loop_states.attach(objects)
-
     def save(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         best: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -425,26 +361,34 @@ class Engine:
         With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
 
         Args:
-            folder: the run's `checkpoints/`.
+            folder: for this run's checkpoints; the newest `checkpoint.keep` stay.
             extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
             best: figures of a validation, where no state before had better ones: it stays.
 
         Raises:
+            ConfigError: `folder` is no path, or something of the loop cannot be kept.
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
                 on all ranks. What was there before stays, and the run can go on.
             UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
-        loop = self._loop_states.state(extra)
+        loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             state = self.runner.state()
             check_equal_ranks(state, self.context, self.steps_done)
-            meta = {"samples_seen": self.samples_seen, "validation": best, SAVED_AS: loop}
+            meta: dict[str, Any] = {
+                "samples_seen": self.samples_seen,
+                "validation": best,
+                SAVED_AS: loop,
+            }
+            if self.in_own_loop:
+                whole = self._whole_optimizer.kind_name
+                meta |= {"model_class": self._model_class, "optimizer_class": whole}
             if self._extra_at_start:
                 meta["extra_state"] = self._extra_states()
             meta["job"] = self.job.model_dump(mode="json")
             meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
-            return self.saver.save(
+            path = self.saver.save(
                 folder,
                 self.steps_done,
                 state,
@@ -453,16 +397,25 @@ class Engine:
                 best=best is not None,
                 added=added,
             )
+        if self.in_own_loop and self.context.is_main:
+            self._removed.tell(folder)
+        return path
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+
+        Args:
+            path: of a checkpoint, or the folder that `save` was given: its newest.
 
         Returns:
             What `save` was given as `extra`.
 
         Raises:
-            CheckpointError: it is damaged, or it is another model's.
+            ConfigError: `path` is no path.
+            CheckpointError: there is none, it is damaged, or it is another model's; on all ranks.
         """
+        path = as_folder(path, "load")
+        path = newest_of_all(path, self.context) or path
         checkpoint = open_together(path, self.context)
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
@@ -633,25 +586,14 @@ class Engine:
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):
-            return batch.micro_batches, batch.samples
-        inputs, targets = batch
-        if not tree_tensors(inputs):
-            raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
-        steps, size = self.plan.batch.accumulation_steps, self.job.train.micro_batch_size
-        rows = count_rows(inputs, targets, size * steps if size else None)
-        size = size or -(-rows // steps)
-        if rows > size * steps:  # gradients and the predicted peak were arranged for so many
-            raise ConfigError(
-                f"step: {rows} rows are more than train.micro_batch_size * accumulation_steps = "
-                f"{size} * {steps} = {size * steps}. "
-                f"Use train.accumulation_steps={-(-rows // size)}."
-            )
-        whole = MicroBatch(inputs, targets, 0, rows, dims=self._batch_dims(inputs, targets, rows))
-        pieces = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
-        counts = count_targets(self.loss, [piece.targets for piece in pieces])
-        micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
-        sharing = self.plan.batch.dp_size  # what servers are given counts nothing
-        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))
+            count = self.loss.count  # the loss may have been followed since it was read
+            recount = self.in_own_loop and not self.steps_done
+            parts = batch.micro_batches
+            if recount:
+                parts = [replace(p, count=count(p.targets) if p.rows else 0) for p in parts]
+            return parts, batch.samples
+        find = self._batch_dims
+        return cut_rows(batch, self.loss, self.job, self.plan, self.context, find)
 
 
 def _planned(job: Job, context: RunContext) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.own_loop.evaluation import Metrics
 from bigtrain.own_loop.given_optimizer import check_optimizer_maker
+from bigtrain.own_loop.keys import check_keys
 from bigtrain.own_loop.learning_rate import GivenRate
 from bigtrain.own_loop.model_inputs import ForwardFunction, set_model_inputs
 from bigtrain.ranks.agreement import Facts
@@ -123,7 +124,7 @@ def prepare(
     Raises:
         ConfigError: before any process group exists.
     """
-    _check_keys(keys)
+    check_keys(keys)
     check_optimizer_maker(optimizer)
     asked = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
@@ -151,6 +152,7 @@ def prepare(
     context = connection.__enter__()
     try:
         engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate, metrics)
+        engine.in_own_loop = True
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
@@ -245,25 +247,3 @@ def _end_after_check(engine: Engine, report: Path) -> None:
         return result
 
     engine.step = step_and_end  # type: ignore[method-assign]
-
-
-_OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights", "batch_dims")
-"""Keys under `optim` and `data` that say what a step does with a given optimizer and batch."""
-
-
-def _check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse what the arguments say already, and a key could only contradict.
-
-    Raises:
-        ConfigError: with the argument to use.
-    """
-    arguments = {"model": "model", "data": "your own loop", "optim": "optimizer"}
-    for key in keys:
-        section, _, name = key.partition("__")
-        if section in arguments and name and name not in _OF_THE_STEP:
-            raise ConfigError(
-                f"prepare(..., {key}=...) would be ignored: what it says is said by "
-                f"{arguments[section]} here. Leave it out, as in prepare(model, loss, "
-                "functools.partial(torch.optim.AdamW, lr=1e-3)); a chunked loss is "
-                "bigtrain.ChunkedCrossEntropy(head=...)."
-            )

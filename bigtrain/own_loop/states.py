@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from bigtrain.checkpoint.folders import checkpoints_of
 from bigtrain.checkpoint.plain_values import from_plain, to_plain
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.optim.loop_optimizer import LoopOptimizer
@@ -107,3 +110,28 @@ class LoopStates:
             return
         for group, settings in zip(groups, saved, strict=False):
             group.update(settings)
+
+
+class RemovedCheckpoints:
+    """Says it when an older checkpoint was removed, the first time.
+
+    Args:
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._told = keep, False
+        self._there: set[str] = set()
+
+    def tell(self, folder: Path) -> None:
+        """Look at a folder after a save."""
+        there = {path.name for path in checkpoints_of(folder)}
+        gone = sorted(self._there - there)
+        if gone and not self._told:
+            sys.stderr.write(
+                f"bigtrain: {folder / gone[0]} was removed, as those before the newest "
+                f"{self._keep} are from here on; prepare(..., checkpoint__keep={10 * self._keep}) "
+                "keeps more\n"
+            )
+            self._told = True
+        self._there = there

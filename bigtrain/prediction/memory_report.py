@@ -11,8 +11,9 @@ from bigtrain.costs.traffic import StepVolume
 from bigtrain.machine.busy import CpuUse, is_busy
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.meter import MemoryMeasurement
-from bigtrain.memory.timeline import MemoryKind, Peak
+from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.residuals import EngineName, PeakRecord, StepBasis, StepRecord
+from bigtrain.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,25 @@ class MemoryReport:
     ranks: tuple[RankMemory, ...]
     step: StepForecast = StepForecast(None)
 
+    def __str__(self) -> str:
+        """A table of the fullest rank: its peak by parts, measured and predicted."""
+        if not self.ranks:
+            return f"Peak memory, {self.strategy} on {self.device}: no rank has told its own"
+        rank = max(self.ranks, key=lambda one: one.measured.peak.bytes if one.measured.peak else 0)
+        fullest = f", the fullest of {len(self.ranks)}" if len(self.ranks) > 1 else ""
+        measured, predicted = rank.measured.peak, rank.predicted
+        both = (measured, predicted)
+        rows: list[tuple[str, ...]] = [("", "measured", "predicted")]
+        for kind in MEMORY_KINDS:
+            rows.append((kind, *(_shown(one and getattr(one.breakdown, kind)) for one in both)))
+        rows.append(("peak", *(_shown(one and one.bytes) for one in both)))
+        rows.append(("reached in", *(one.phase if one else "-" for one in both)))
+        if rank.note:
+            rows.append((f"no prediction: {rank.note}", "", ""))
+        lines = [f"Peak memory, {self.strategy} on {self.device}, rank {rank.rank}{fullest}"]
+        lines += [f"  {name:<12}{own:>12}{foretold:>12}".rstrip() for name, own, foretold in rows]
+        return "\n".join(lines)
+
     @property
     def steps(self) -> StepMeasurement | None:
         """Of the first rank; all wait for one another in every step."""
@@ -225,3 +245,7 @@ class MemoryReport:
             "step": self._step_json(),
             "ranks": [rank.as_json() for rank in self.ranks],
         }
+
+
+def _shown(nbytes: Any) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)

@@ -1,0 +1,105 @@
+"""Which keys of a job `prepare` follows, and what says the others in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.errors import ConfigError
+
+FOLLOWED = frozenset(
+    {
+        "data.batch_dims",
+        *("optim.clip_norm", "optim.master_weights", "optim.release_gradients"),
+        *("train.global_batch_size", "train.micro_batch_size", "train.accumulation_steps"),
+        *("train.seed", "train.precision", "train.sync_batchnorm", "train.check_finite"),
+        *("train.check_first_steps", "train.deterministic", "train.matmul"),
+        *("train.memory_format", "train.compile"),
+        *("strategy.name", "strategy.deepspeed", "strategy.cut", "strategy.slice"),
+        *("strategy.replicate", "strategy.recompute", "strategy.offload", "strategy.accumulate"),
+        *("mesh.pp", "mesh.dp", "mesh.tp", "mesh.backend", "mesh.setup_timeout", "mesh.timeout"),
+        *("memory.track_steps", "memory.predict", "memory.cap", "memory.on_oom"),
+        *("checkpoint.keep", "checkpoint.asynchronous", "checkpoint.snapshot_bytes"),
+        "device",
+    }
+)
+"""By their dotted names; the options of techniques below `strategy` are theirs to check."""
+
+_MODEL = "what it says is said by model here: prepare(model, ...)"
+_CHUNKED = "a chunked loss is bigtrain.ChunkedCrossEntropy(head=...) as the second argument"
+_OPTIMIZER = (
+    "what it says is said by optimizer here: prepare(model, loss, "
+    "functools.partial(torch.optim.AdamW, lr=1e-3))"
+)
+_RATE = (
+    "the rate of each step is said by prepare(..., learning_rate=lambda optimizer: "
+    "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS))"
+)
+_LENGTH = "the loop says how long it goes on: for batch in batches: engine.step(batch)"
+_LOG = (
+    "the loop writes what it wants of what engine.step returns, as "
+    'SummaryWriter().add_scalar("loss", result.loss, result.step)'
+)
+INSTEAD = {
+    "model.name": _MODEL,
+    "model.args": _MODEL,
+    "model.pretrained": f"{_MODEL}, with its weights loaded",
+    "model.pretrained_except": f"{_MODEL}, with its weights loaded",
+    "model.loss": "the loss is the second argument: prepare(model, loss, optimizer)",
+    "model.chunked_loss": _CHUNKED,
+    "model.chunk_size": "it is bigtrain.ChunkedCrossEntropy(head=..., chunk_size=...) as the loss",
+    "model.auxiliary_weight": "it is bigtrain.CrossEntropy(auxiliary_weight=...) as the loss",
+    "model.head": _CHUNKED,
+    "data.name": "the data are the loop's own: engine.loader(dataset)",
+    "data.path": "the data are the loop's own: engine.loader(dataset)",
+    "data.args": "the data are the loop's own: engine.loader(dataset)",
+    "data.workers": "processes that read are said by engine.loader(dataset, workers=...)",
+    **dict.fromkeys(
+        (
+            *("optim.name", "optim.lr", "optim.weight_decay", "optim.betas", "optim.eps"),
+            *("optim.momentum", "optim.dampening", "optim.nesterov", "optim.implementation"),
+            *("optim.decay_norms_and_biases", "optim.state", "optim.stochastic_rounding"),
+        ),
+        _OPTIMIZER,
+    ),
+    **dict.fromkeys(
+        (
+            *("optim.base_batch_size", "optim.warmup_steps", "optim.warmup_epochs"),
+            *("optim.warmup_factor", "optim.schedule", "optim.final_lr_share"),
+            *("optim.poly_power", "optim.milestones", "optim.step_factor"),
+        ),
+        _RATE,
+    ),
+    "train.steps": _LENGTH,
+    "train.epochs": _LENGTH,
+    "train.eval_every": "the loop calls engine.evaluate(batches) when it wants to",
+    "checkpoint.every": "the loop calls engine.save(folder) when it wants to",
+    "checkpoint.at_end": "the loop calls engine.save(folder) when it wants to",
+    "checkpoint.best": (
+        "the loop calls engine.save(folder, best=figures) where engine.evaluate was better"
+    ),
+    "checkpoint.resume": "the loop calls engine.load(folder), where engine.newest(folder) is one",
+    **dict.fromkeys(("log.dir", "log.name", "log.every", "log.tensorboard"), _LOG),
+    "log.accuracy": "it is a metric: engine.evaluate(batches, metrics={...})",
+}
+"""What is to be written in the place of a key, by its dotted name."""
+
+
+def check_keys(keys: Mapping[str, Any]) -> None:
+    """Refuse keys that would be ignored, or could only contradict an argument.
+
+    Args:
+        keys: of `prepare`, with two underscores for the dot.
+
+    Raises:
+        ConfigError: with what to write in its place.
+    """
+    for key, value in keys.items():
+        name = key.replace("__", ".")
+        nested = [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else []
+        for dotted in (name, *nested):
+            if dotted in INSTEAD:
+                shown = dotted.replace(".", "__")
+                raise ConfigError(
+                    f"prepare(..., {shown}=...) would be ignored: {INSTEAD[dotted]}. Leave it out."
+                )
