@@ -1,0 +1,128 @@
+"""Public examples of Accelerate and Lightning as plain scripts, and carried over to bigtrain.
+
+Each pair under `benchmarks/carried` does what a public example does, in our own words, on data that
+every machine has: `plain_NAME.py` is a plain torch loop, `on_NAME.py` the same script on
+`bigtrain.prepare`. Counted are the lines that differ, without blank ones. Each carried script runs
+on two ranks under several strategies; every number that it prints (losses, rates, norms, held-out
+figures, step by step) is compared with the plain script's.
+
+    OMP_NUM_THREADS=1 python benchmarks/carried_over.py [NAME ...] [--output FILE]
+
+transformers is needed by three of the scripts, scikit-learn by all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import keep
+
+SCRIPTS = Path(__file__).parent / "carried"
+SOURCES = {
+    "images": "Accelerate, cv_example",
+    "text_classes": "Accelerate, nlp_example",
+    "language_model": "Lightning, basics/transformer",
+    "accumulation": "Accelerate, gradient_accumulation_for_autoregressive_models",
+    "resume": "Accelerate, by_feature/checkpointing",
+    "early_stop": "Lightning, basics/autoencoder; Accelerate, by_feature/early_stopping",
+    "cross_validation": "Accelerate, by_feature/cross_validation",
+    "fine_tuning": "Lightning, domain_templates/computer_vision_fine_tuning",
+    "averaged": "Lightning, callback WeightAveraging",
+    "gan": "Lightning, domain_templates/generative_adversarial_net",
+}
+"""By the name of a pair: the public example that does the same."""
+STRATEGIES = ("ddp", "fsdp", "zero2", "1f1b")
+REFUSED: dict[tuple[str, str], str] = {}
+"""Pairs and strategies that are refused, with words of the reason."""
+LIMIT_S = 300.0
+RANKS = """
+import sys
+from pathlib import Path
+from bigtrain.ranks.launch import start_ranks
+sys.exit(start_ranks(2, sys.argv[2:], Path(sys.argv[1])))
+"""
+
+
+def lines_changed(name: str) -> tuple[int, int, int]:
+    """Lines of the plain script, those of them that are gone, and those that are new."""
+    texts = [(SCRIPTS / f"{kind}_{name}.py").read_text("utf-8") for kind in ("plain", "on")]
+    plain, carried = ([line for line in text.splitlines() if line.strip()] for text in texts)
+    marks = [line[0] for line in difflib.ndiff(plain, carried)]
+    return len(plain), marks.count("-"), marks.count("+")
+
+
+def numbers_of(command: list[str]) -> tuple[list[dict[str, float]], str]:
+    """The JSON lines that a command prints, and why it failed: its last line, or nothing."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=SCRIPTS, capture_output=True, text=True, timeout=LIMIT_S, env=environ
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    said = [line for line in done.stderr.splitlines() if "bigtrain: " in line or "Error" in line]
+    return found, (said or ["it said nothing"])[-1] if done.returncode else ""
+
+
+def run(name: str, strategy: str | None) -> tuple[list[dict[str, float]], str]:
+    """The numbers of a script: the plain one, or the carried one on two ranks."""
+    kind = "plain" if strategy is None else "on"
+    command = [sys.executable, f"{kind}_{name}.py"]
+    if strategy is not None:
+        command = [sys.executable, "-c", RANKS, command[1], strategy]
+    if name != "resume":
+        return numbers_of(command)
+    with tempfile.TemporaryDirectory() as folder:  # one process begins, another goes on
+        parts = [numbers_of([*command, f"{folder}/saved"]) for _ in range(2)]
+    return parts[0][0] + parts[1][0], parts[0][1] or parts[1][1]
+
+
+def largest_difference(found: list[dict[str, float]], want: list[dict[str, float]]) -> float:
+    """The largest relative difference of two scripts' numbers; infinite where they do not match."""
+    if [sorted(one) for one in found] != [sorted(one) for one in want]:
+        return float("inf")
+    pairs = [(a[key], b[key]) for a, b in zip(found, want, strict=True) for key in a]
+    return max(abs(a - b) / max(abs(b), 1e-6) for a, b in pairs)
+
+
+def compare(name: str) -> dict[str, Any]:
+    """One row: lines, and for each strategy how far its numbers are from the plain script's."""
+    want, fault = run(name, None)
+    assert not fault, f"plain_{name}.py: {fault}"
+    whole, gone, new = lines_changed(name)
+    row: dict[str, Any] = {"name": name, "source": SOURCES[name], "numbers": len(want)}
+    row |= {"lines": whole, "lines_gone": gone, "lines_new": new, "differences": {}, "refused": {}}
+    for strategy in STRATEGIES:
+        found, fault = run(name, strategy)
+        if fault:
+            row["refused"][strategy] = fault
+        else:
+            row["differences"][strategy] = largest_difference(found, want)
+    return row
+
+
+def main() -> None:
+    """Compare the pairs, print a table, and keep the rows where a file is named."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", default=list(SOURCES), metavar="NAME")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    rows = []
+    for name in options.names:
+        row = compare(name)
+        rows.append(row)
+        shown = [f"{s} {d:.1e}" for s, d in row["differences"].items()]
+        shown += [f"{s} refused: {reason}" for s, reason in row["refused"].items()]
+        lines = f"{row['lines']} lines, {row['lines_gone']} gone, {row['lines_new']} new"
+        print(f"{name:18} {lines:28} {'; '.join(shown)}", flush=True)
+    keep(options.output, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
