@@ -48,6 +48,7 @@ MOST_LINES = {
     "keys.md": 400,
     "numbers.md": 150,
     "prediction.md": 150,
+    "your_loop.md": 150,
 }
 OTHERS = {"Sequential", "run_ranks", "vit_b_16"}
 """Names in the pages that are torch's, torchvision's, or of the tests."""

@@ -42,10 +42,11 @@ def test_they_are_short() -> None:
         "own_loop",
         "predicted_memory",
         "save_and_resume",
+        "trainer",
     ]
     for path in scripts:
         text = path.read_text("utf-8")
-        assert len(text.splitlines()) < 40, path
+        assert len(text.splitlines()) < (90 if path.stem == "trainer" else 40), path
         assert f"examples/{path.name}" in text.partition("import")[0], "its docstring starts it"
 
 

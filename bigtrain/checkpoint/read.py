@@ -106,7 +106,8 @@ class Checkpoint:
         CheckpointError: a file is missing or damaged, or the format is a newer one.
     """
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        path = Path(path)
         self.path = path
         self.manifest = Manifest.open(path)
         found = self.manifest.find_damage() if verify else self._small_damage()
@@ -147,6 +148,11 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
         return read_whole(self.tensors[name])
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers under its own names, on the CPU: a state dict."""
+        own = (name for name in self.names if name.startswith("model."))
+        return {name.removeprefix("model."): self.read(name) for name in own}
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -156,14 +156,11 @@ class Engine(LoopCalls):
         metrics: Metrics | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
-        self.job = job
-        self.context = context
+        self.job, self.context = job, context
         plan = resolved.plan if resolved else _planned(job, context)
         check_mesh(plan, context)
-        self.blueprint = as_blueprint(model)
-        if resolved is None and example is not None:
-            set_model_inputs(self.blueprint, None, example.inputs)
         probed = None if resolved else example  # what is resolved was followed before
+        self.blueprint = _described(model, probed)
         self._model_class = type(self.blueprint.model).__qualname__
         self.loss = agree_on_loss(
             as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
@@ -287,7 +284,7 @@ class Engine(LoopCalls):
         lr = self._set_learning_rate()
         checks = self.first_steps is not None and self.first_steps.active
         if self.first_steps is not None and checks:
-            self.first_steps.begin(micro_batches, self.optimizer.changed_settings())
+            self.first_steps.begin(micro_batches, self.optimizer.changed_settings(below=False))
             began = time.perf_counter()
         self.runner.module.train()
         accuracy: TrainingAccuracy | None = getattr(self.loss, "accuracy", None)
@@ -466,6 +463,12 @@ class Engine(LoopCalls):
         """Leave this context manager when the engine is closed."""
         self._closing.push(resource)
 
+    def close_last(self, resource: AbstractContextManager[Any]) -> None:
+        """Leave this context manager when all else of the engine is closed."""
+        rest = self._closing.pop_all()
+        self._closing.push(resource)
+        self._closing.push(rest)
+
     def __enter__(self) -> Engine:
         return self
 
@@ -594,6 +597,16 @@ class Engine(LoopCalls):
             return parts, batch.samples
         find = self._batch_dims
         return cut_rows(batch, self.loss, self.job, self.plan, self.context, find)
+
+
+def _described(
+    model: Callable[[], nn.Module] | nn.Module | Blueprint, example: MicroBatch | None
+) -> Blueprint:
+    """The model, which takes its inputs as the example has them."""
+    blueprint = as_blueprint(model)
+    if example is not None:
+        set_model_inputs(blueprint, None, example.inputs)
+    return blueprint
 
 
 def _planned(job: Job, context: RunContext) -> Plan:

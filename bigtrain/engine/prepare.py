@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.assembly.resolve import resolve_plan
-from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.engine.engine import Engine, StepResult
@@ -31,7 +30,7 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
-from bigtrain.own_loop.evaluation import Metrics
+from bigtrain.own_loop.evaluation import Metrics, check_metrics
 from bigtrain.own_loop.given_optimizer import check_optimizer_maker
 from bigtrain.own_loop.keys import check_keys
 from bigtrain.own_loop.learning_rate import GivenRate
@@ -126,45 +125,86 @@ def prepare(
     """
     check_keys(keys)
     check_optimizer_maker(optimizer)
-    asked = json_in(os.environ, VERIFY_VARIABLE)
+    check_metrics(metrics, () if task is None else task.figures)
+    asked = _asked_by_verify()
+    if asked is not None:
+        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
+    job, blueprint = _job_of_loop(strategy, keys), as_blueprint(model)
+    with set_model_inputs(blueprint, forward, None if example is None else example[0]) as undo:
+        if asked is not None:
+            disable_dropout(blueprint.model)
+        given = (blueprint, as_loss(loss), optimizer, example, job)
+        engine = _opened(*given, task, learning_rate, metrics)
+        if asked is not None:
+            _end_after_check(engine, Path(asked["report"]))
+        if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
+            engine.close_last(undo.pop_all())
+            thaw = ExitStack()
+            thaw.callback(unfreeze, model, engine.resolved.unreached)
+            engine.close_with(thaw)
+        undo.pop_all()
+    return engine
+
+
+def _asked_by_verify() -> dict[str, Any] | None:
+    """What `bigtrain verify --script` asks of this script's engine; None where nobody does."""
+    asked: dict[str, Any] | None = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
         if kinds != {"strategy": str, "steps": int, "report": str}:
             raise odd_value(os.environ, VERIFY_VARIABLE, "what bigtrain verify asks of a script")
-        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
+    return asked
+
+
+def _job_of_loop(strategy: str, keys: dict[str, Any]) -> Job:
+    """The job that a loop's keys say."""
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
             "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
             "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
         )
-    blueprint = as_blueprint(model)
-    by_name = set_model_inputs(blueprint, forward, None if example is None else example[0])
-    if asked is not None:
-        disable_dropout(blueprint.model)
+    return job
+
+
+def _opened(
+    blueprint: Blueprint,
+    loss: Loss,
+    optimizer: MakeOptimizer,
+    example: tuple[Any, Any] | None,
+    job: Job,
+    task: Task | None,
+    learning_rate: GivenRate | None,
+    metrics: Metrics | None,
+) -> Engine:
+    """The engine, on ranks that are connected; closing it ends the connection."""
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
-    workload = _workload(blueprint, as_loss(loss), optimizer, example, job, plan)
+    workload = _workload(blueprint, loss, optimizer, example, job, plan)
     # What cannot be cut, carried or followed is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     facts = start_facts(job, workload, resolved, one_node=placement.one_node)
     connection = connect_job(job, resolved.plan, placement, facts)
     context = connection.__enter__()
     try:
-        engine = _engine(blueprint, workload, job, context, task, resolved, learning_rate, metrics)
-        engine.in_own_loop = True
-        if asked is not None:
-            _end_after_check(engine, Path(asked["report"]))
+        engine = Engine(
+            blueprint,
+            workload.loss,
+            workload.make_optimizer,
+            job,
+            context,
+            task=task,
+            example=workload.example,
+            learning_rate=learning_rate,
+            metrics=metrics,
+            resolved=resolved,
+        )
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
+    engine.in_own_loop = True
     for line in (*resolved.notes, *left_to_the_loop(job)) if context.is_main else ():
         sys.stderr.write(f"bigtrain: {line}\n")
-    if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
-        thaw = ExitStack()
-        thaw.callback(unfreeze, model, engine.resolved.unreached)
-        thaw.push(by_name)
-        engine.close_with(thaw)
     engine.close_with(connection)
     return engine
 
@@ -176,30 +216,6 @@ def left_to_the_loop(job: Job) -> list[str]:
     if not parts:
         return []
     return [f"{path}: not used: {', '.join(parts)}: the loop has its own optimizer and its rate"]
-
-
-def _engine(
-    blueprint: Blueprint,
-    workload: Workload,
-    job: Job,
-    context: RunContext,
-    task: Task | None,
-    resolved: ResolvedPlan,
-    learning_rate: GivenRate | None,
-    metrics: Metrics | None,
-) -> Engine:
-    return Engine(
-        blueprint,
-        workload.loss,
-        workload.make_optimizer,
-        job,
-        context,
-        task=task,
-        example=workload.example,
-        learning_rate=learning_rate,
-        metrics=metrics,
-        resolved=resolved,
-    )
 
 
 def _workload(

@@ -47,6 +47,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         self._agreed = [_settings(group) for group in self.param_groups]
         """The settings when view and optimizer were last alike."""
         self._ever_set: list[set[str]] = [set() for _ in self.param_groups]
+        self._set_below: list[set[str]] = [set() for _ in self.param_groups]
 
     def _pairs(self) -> list[tuple[int, dict[str, Any]]]:
         """The groups of the optimizer that updates, with their places among the user's."""
@@ -73,7 +74,7 @@ class LoopOptimizer(torch.optim.Optimizer):
                         group[key] = value.clone() if isinstance(value, Tensor) else value
                 elif key not in agreed or not _same(group[key], agreed[key]):
                     view[key] = _copy(group[key])
-                    self._ever_set[place].add(key)
+                    self._set_below[place].add(key)
         self._agreed = [_settings(group) for group in self.param_groups]
 
     def stepped(self) -> None:
@@ -85,12 +86,18 @@ class LoopOptimizer(torch.optim.Optimizer):
             self._stepping = False
         self.hand_over()
 
-    def changed_settings(self) -> list[dict[str, Any]]:
-        """Of each group what was ever set since the start, by a scheduler or the loop."""
+    def changed_settings(self, *, below: bool = True) -> list[dict[str, Any]]:
+        """Of each group what was ever set since the start, by a scheduler or the loop.
+
+        Args:
+            below: whether also what was set at the optimizer that updates.
+        """
         self._note_what_was_set()
         return [
-            {key: _copy(group[key]) for key in sorted(keys) if key in group}
-            for group, keys in zip(self.param_groups, self._ever_set, strict=True)
+            {key: _copy(group[key]) for key in sorted(own | (other if below else set()))}
+            for group, own, other in zip(
+                self.param_groups, self._ever_set, self._set_below, strict=True
+            )
         ]
 
     def _note_what_was_set(self) -> None:

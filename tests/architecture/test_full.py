@@ -29,6 +29,9 @@ FULL = {
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
     "_usual": 61,
     "own_loop/test_ranks_evaluation.py::test_every_rank_has_the_figures_of_all_rows": 14,
+    "own_loop/test_ranks_trainer.py::test_it_equals_a_plain_loop_and_goes_on_under_another"
+    "_strategy": 15,
+    "own_loop/test_your_loop_page.py::test_the_page_runs_as_it_stands": 2,
     "own_loop/test_ranks_schedules.py::test_a_scheduler_moves_what_updates": 20,
     "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,
     "planner/test_search.py::test_backward_passes_in_two_parts_are_forecast_as_such": 4,

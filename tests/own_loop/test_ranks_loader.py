@@ -20,7 +20,6 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.models.blueprint import describe
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.shards import read_whole
 
 ROWS, BATCH = 22, 8
 
@@ -121,16 +120,9 @@ def test_evaluation_sees_every_row_once(tmp_path: Path) -> None:
     one, other = run_ranks(run, 2, "ddp", tmp_path, 0, 3, 0)
     assert one[2] == other[2]
     model = describe(net).materialize("cpu", seed=0)
-    model.load_state_dict(
-        {n.removeprefix("model."): t for n, t in _state(tmp_path / "step-3").items()}
-    )
+    model.load_state_dict(bigtrain.Checkpoint(tmp_path / "step-3").model_state())
     x, y = collated([Rows()[n] for n in range(ROWS)])
     assert one[2]["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
-
-
-def _state(path: Path) -> dict[str, Tensor]:
-    found = bigtrain.Checkpoint(path).tensors
-    return {n: read_whole(t) for n, t in found.items() if n.startswith("model.")}
 
 
 def uneven(context: RunContext, strategy: str) -> list[float]:
