@@ -40,8 +40,6 @@ SOURCES = {
 }
 """By the name of a pair: the public example that does the same."""
 STRATEGIES = ("ddp", "fsdp", "zero2", "1f1b")
-REFUSED: dict[tuple[str, str], str] = {}
-"""Pairs and strategies that are refused, with words of the reason."""
 LIMIT_S = 300.0
 RANKS = """
 import sys
@@ -76,11 +74,11 @@ def run(name: str, strategy: str | None) -> tuple[list[dict[str, float]], str]:
     command = [sys.executable, f"{kind}_{name}.py"]
     if strategy is not None:
         command = [sys.executable, "-c", RANKS, command[1], strategy]
-    if name != "resume":
-        return numbers_of(command)
-    with tempfile.TemporaryDirectory() as folder:  # one process begins, another goes on
-        parts = [numbers_of([*command, f"{folder}/saved"]) for _ in range(2)]
-    return parts[0][0] + parts[1][0], parts[0][1] or parts[1][1]
+    with tempfile.TemporaryDirectory() as folder:
+        # Of `resume` one process begins, and another goes on.
+        runs = 2 if name == "resume" else 1
+        parts = [numbers_of([*command, f"{folder}/saved"]) for _ in range(runs)]
+    return [one for found, _ in parts for one in found], next((f for _, f in parts if f), "")
 
 
 def largest_difference(found: list[dict[str, float]], want: list[dict[str, float]]) -> float:
