@@ -43,7 +43,7 @@ MOST_LINES = {
     "README.md": 150,
     "architecture.md": 160,
     "checkpoints.md": 125,
-    "jobs.md": 125,
+    "jobs.md": 135,
     "measured.md": 160,
     "CONTRIBUTING.md": 200,
     "keys.md": 400,
@@ -224,7 +224,7 @@ def test_commands_in_the_pages_can_be_read(page, given, tmp_path, monkeypatch):
         assert (ROOT / given[1]).exists() or given[1].startswith("-"), given
         return
     assert given[0] == "bigtrain", given
-    assert given[1] in {*OPTIONS, "strategies", "doctor"}, given
+    assert given[1] in {*OPTIONS, "init", "strategies", "doctor"}, given
     if given[1] not in OPTIONS or given == ["bigtrain", "checkpoint"]:
         return
     options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit

@@ -23,11 +23,11 @@ _SHORT = {
 }
 
 
-WIDE = 130
+WIDE_TABLE = 130
 """Columns that the whole table takes."""
 
 
-def plans_table(planned: PlannedAnswer, width: int = WIDE) -> Table:
+def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
     """The fastest plans that fit, the fastest first.
 
     Args:
@@ -43,7 +43,7 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE) -> Table:
     )
     table.add_column("")
     table.add_column("plan")
-    wide = width >= WIDE
+    wide = width >= WIDE_TABLE
     shown = ("pp x dp x tp", "micro-batch", *(("computed again",) if wide else ()), "peak")
     for name in (*shown, *(("parts",) if wide else ()), "step"):
         table.add_column(name, justify="right" if name != "parts" else "left")

@@ -33,7 +33,7 @@ def test_the_version_says_what_a_report_needs(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "nearest"),
     [
-        (["tran"], "there is no 'tran', did you mean 'train'? Known: train, plan,"),
+        (["tran"], "there is no 'tran', did you mean 'train'? Known: init, train, plan,"),
         (["checkpoint", "inspct"], "there is no 'inspct', did you mean 'inspect'?"),
         (["train", "--stratgy", "fsdp"], "no option --stratgy, did you mean '--strategy'?"),
         (["train", "--stratgy=fsdp"], "no option --stratgy, did you mean '--strategy'?"),
@@ -46,7 +46,7 @@ def test_the_version_says_what_a_report_needs(capsys: Any) -> None:
             ["checkpoint", "inspect", "x", "--tensor"],
             "no option --tensor, did you mean '--tensors'?",
         ),
-        (["frobnicate"], "there is no 'frobnicate'. Known: train, plan, compare,"),
+        (["frobnicate"], "there is no 'frobnicate'. Known: init, train, plan, compare,"),
     ],
 )
 def test_the_nearest_word_is_named(words: list[str], nearest: str, capsys: Any) -> None:
