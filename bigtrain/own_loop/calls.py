@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from bigtrain.checkpoint.folders import as_folder
 from bigtrain.checkpoint.together import newest_of_all
@@ -93,6 +93,32 @@ class LoopCalls:
         servers = self.plan.replicate.servers  # they wait for as long as workers validate
         with self.context.patiently() if servers else nullcontext():
             return sums.figures(self.task, self.context)
+
+    @overload
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        training: Literal[True] = ...,
+        shuffle: bool = ...,
+        drop_last: bool = ...,
+        collate_fn: Collate | None = ...,
+        workers: int = ...,
+        pin_memory: bool = ...,
+    ) -> LoopLoader: ...
+
+    @overload
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        training: Literal[False],
+        shuffle: bool = ...,
+        drop_last: bool = ...,
+        collate_fn: Collate | None = ...,
+        workers: int = ...,
+        pin_memory: bool = ...,
+    ) -> EvaluationLoader: ...
 
     def loader(
         self,
