@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigtrain.checkpoint.folders import as_folder
 from bigtrain.checkpoint.layout import DTYPE_CODES, PIECE_BYTES
 from bigtrain.checkpoint.manifest import STATE, Manifest
 from bigtrain.errors import (
@@ -107,7 +108,12 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
-        path = Path(path)
+        path = as_folder(path, "Checkpoint")
+        if not os.path.lexists(path):
+            raise CheckpointError(
+                f"there is no checkpoint {path}: no such folder. Give a folder step-N, or what "
+                "bigtrain.newest_checkpoint(FOLDER) returns."
+            )
         self.path = path
         self.manifest = Manifest.open(path)
         found = self.manifest.find_damage() if verify else self._small_damage()

@@ -230,7 +230,7 @@ def forecast_holds(run: CheckedRun, before: Mapping[str, CheckedRun]) -> str | N
     off = abs(row.predicted_peak_bytes - row.peak_bytes)
     if off <= max(share * row.peak_bytes, size):
         return None
-    which = f"{100 * share:.1f} %" if share * row.peak_bytes >= size else format_bytes(size)
+    which = f"{share:.1%}" if share * row.peak_bytes >= size else format_bytes(size)
     return f"its forecast is {signed_share(row.error, 2)} off ({format_bytes(off)}); {which} may be"
 
 

@@ -417,14 +417,17 @@ class Engine(LoopCalls):
             self._removed.tell(folder)
         return path
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
 
         Args:
             path: of a checkpoint, or the folder that `save` was given: its newest.
+            weights_only: take over parameters and buffers alone, of a checkpoint that any optimizer
+                wrote, to use a trained model or to begin another training with it. The optimizer's
+                state begins anew; the position stays.
 
         Returns:
-            What `save` was given as `extra`.
+            What `save` was given as `extra`; empty with `weights_only`.
 
         Raises:
             ConfigError: `path` is no path.
@@ -434,6 +437,8 @@ class Engine(LoopCalls):
         path = newest_of_all(path, self.context) or path
         checkpoint = open_together(path, self.context)
         tensors = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(BESIDE)}
+        if weights_only:
+            tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
         check_optimizer_state(tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"), self.meter.resuming():
             try:
@@ -444,12 +449,14 @@ class Engine(LoopCalls):
                 # The other ranks know nothing of it: to go on with another one, all have to.
                 raise CheckpointError(str(error)) from None
         if self.kept is not None:
-            self.kept.load(checkpoint.tensors)
+            self.kept.load(tensors if weights_only else checkpoint.tensors)
         self.runner.label_state()  # it was made outside of a step, and is there from now on
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:
                 module.set_extra_state(extra[name])
+        if weights_only:
+            return {}
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         extra_values, lines = self._loop_states.load(checkpoint.meta.get(SAVED_AS), self.steps_done)

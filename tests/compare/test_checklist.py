@@ -35,7 +35,7 @@ def like_single(**changes: object) -> CheckedRun:
         (
             forecast_holds,
             like_single(predicted_peak_bytes=1006),
-            r"\+0\.60 % off \(6 B\); 0\.5 % may be",
+            r"\+0\.60% off \(6 B\); 0\.5% may be",
         ),
         (forecast_holds, like_single(predicted_peak_bytes=None), "no forecast of its peak"),
         (forecast_holds, FAILED, "it crashed"),
@@ -76,7 +76,7 @@ def test_workspaces_that_are_no_larger_than_a_gpus_kernels_want_are_let_pass(mon
     small, within, large, share, beyond = sizes
     assert found(within, small) is None  # 24 %, and 63 MiB
     assert found(small, within + 2 * MIB) == (
-        "its forecast is +32.50 % off (65.0 MiB); 64.0 MiB may be"
+        "its forecast is +32.50% off (65.0 MiB); 64.0 MiB may be"
     )
     assert found(large, share) is None
     assert found(large, beyond) == "its forecast is +1.43 % off (100.0 MiB); 1.0 % may be"

@@ -110,7 +110,9 @@ def test_replicas_that_there_are_none_of_are_told_of(
     job = job_from_keys(strategy, {"train.global_batch_size": 32, **words})
     plan = make_plan(job, 4, "cpu")
     workload = Workload(TinyLM(), language_example(), CrossEntropy(), sgd)
-    assert list(resolve_plan(plan, workload).notes) == note
+    # Four stages of so small a model are uneven, which is told of, too.
+    notes = [line for line in resolve_plan(plan, workload).notes if line.startswith("mesh: ")]
+    assert notes == note
 
 
 class LooksAtValues(TinyLM):
