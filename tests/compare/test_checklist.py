@@ -79,7 +79,7 @@ def test_workspaces_that_are_no_larger_than_a_gpus_kernels_want_are_let_pass(mon
         "its forecast is +32.50% off (65.0 MiB); 64.0 MiB may be"
     )
     assert found(large, share) is None
-    assert found(large, beyond) == "its forecast is +1.43 % off (100.0 MiB); 1.0 % may be"
+    assert found(large, beyond) == "its forecast is +1.43% off (100.0 MiB); 1.0% may be"
 
 
 def test_what_others_are_held_against_comes_first() -> None:
