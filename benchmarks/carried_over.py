@@ -40,7 +40,7 @@ SOURCES = {
 }
 """By the name of a pair: the public example that does the same."""
 STRATEGIES = ("ddp", "fsdp", "zero2", "1f1b")
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 RANKS = """
 import sys
 from pathlib import Path

@@ -26,7 +26,7 @@ def share_outputs(outputs: Any, context: RunContext) -> Any:
     having = context.all_gather_numbers(float(outputs is not None), "pp").index(1.0)
     source, group = context.ranks_of("pp")[having], context.pp_group
     form: list[Any] = [None if outputs is None else map_tensors(outputs, _without_values)]
-    dist.broadcast_object_list(form, src=source, group=group, device=_of_objects(context))
+    dist.broadcast_object_list(form, src=source, group=group, device=context.device)
     mine = [tensor.contiguous() for tensor in tree_tensors(outputs)]
     if outputs is None:
         empty = tree_tensors(form[0])
@@ -39,10 +39,6 @@ def share_outputs(outputs: Any, context: RunContext) -> Any:
 
 def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _of_objects(context: RunContext) -> torch.device:
-    return context.device if context.device.type == "cuda" else torch.device("cpu")
 
 
 def refuse_calls(model: nn.Module) -> Any:

@@ -12,10 +12,7 @@ from support.zygote import forked_cli, interpreter
 
 PAGE = Path(__file__).parents[2] / "docs" / "trained_models.md"
 COUNTED = """
-import bigtrain
-assert bigtrain.Checkpoint(bigtrain.newest_checkpoint("runs/first/checkpoints")).model_state().keys() == (
-    Net().state_dict().keys()
-)
+assert checkpoint.model_state().keys() == Net().state_dict().keys()
 assert outputs.shape == (32, 3)
 assert torch.equal(outputs.argmax(dim=1), model(inputs[:32]).argmax(dim=1))
 """

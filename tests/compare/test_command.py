@@ -364,7 +364,10 @@ def test_front_is_what_nothing_beats():
         ("bigtrain: rank 0 failed: ValueError\n", "rank 0 failed: ValueError"),
         ("bigtrain: bad\nbigtrain: nothing was saved: the 3 steps are lost\n", "bad"),
         ("Traceback\n  File\nValueError: bad\n", "ValueError: bad"),
-        ("ValueError: bad\nbigtrain: rank 0 failed in the forward pass of `x`\n", "ValueError: bad"),
+        (
+            "ValueError: bad\nbigtrain: rank 0 failed in the forward pass of `x`\n",
+            "ValueError: bad",
+        ),
         (
             "bigtrain: the last events of each rank: a\n",
             "the last events of each rank: a",

@@ -212,7 +212,7 @@ def test_parameters_on_the_host_are_the_same_numbers(expected, strategy):
 
 
 def advice(context, strategy, width):
-    batch = text()
+    batch = tuple(part.chunk(context.dp_size)[context.dp_rank] for part in text())
     job = job_from_keys(strategy, {"train.global_batch_size": 32})
     with Engine(lambda: Deep(width), CrossEntropy(), adamw, job, context) as engine:
         engine.step(batch)
