@@ -67,7 +67,7 @@ def test_ranks_that_are_run_and_tried():
     [
         (["-n", "1"], "speedup: -n 1, and one rank has nobody .* Use -n 2"),
         (["-n", "2", "--strategies", "dpd"], "dpd"),
-        (["-n", "2", "--strategies", "1f1b"], "1f1b cuts the model .* Use --strategies ddp"),
+        (["-n", "2", "--strategies", "1f1b"], "1f1b cuts the model .* Use --strategy ddp"),
         (["-n", "2", "--picture", "a.pdf"], "name a file that ends in .svg or .png"),
         (["-n", "2", "--cluster", "nowhere"], "nowhere"),
         (["-n", "2", "--strategies", "single"], "single"),
