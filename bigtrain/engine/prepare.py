@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -158,6 +159,8 @@ def prepare(
     """
     check_keys(keys)
     check_optimizer_maker(optimizer)
+    _check_whole(model)
+    form = _form(model)
     check_metrics(metrics, () if task is None else task.figures)
     asked = _asked_by_verify()
     if asked is not None:
@@ -171,6 +174,8 @@ def prepare(
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
         if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
+            if _form(model) != form:
+                _TAKEN_APART[model] = engine.plan.strategy.name
             engine.close_last(undo.pop_all())
             engine.close_with(_handed_back(model, blueprint, engine.resolved))
         undo.pop_all()
@@ -239,6 +244,31 @@ def _opened(
         sys.stderr.write(f"bigtrain: {line}\n")
     engine.close_with(connection)
     return engine
+
+
+_TAKEN_APART: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Modules of which a rank has a part since an engine was made of them, and its strategy."""
+
+
+def _form(model: object) -> dict[str, tuple[Any, ...]]:
+    """The type and shape of each parameter; nothing of what is no module yet."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    return {name: (type(p.data), tuple(p.shape)) for name, p in named}
+
+
+def _check_whole(model: object) -> None:
+    """Refuse a module that an earlier engine of this process has cut, sliced or sharded.
+
+    Raises:
+        ConfigError: it is one; what is left of it would be trained as if it were the model.
+    """
+    strategy = _TAKEN_APART.get(model) if isinstance(model, nn.Module) else None
+    if strategy is not None:
+        raise ConfigError(
+            f"prepare: this module was given to an engine before, and strategy {strategy} has left "
+            "each rank a part of it. Make a new module, or give the class or function that makes "
+            "it; engine.save(folder) and engine.load(folder) carry the weights over."
+        )
 
 
 def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
