@@ -24,12 +24,12 @@ SMALL = [
     "checkpoint.at_end=false",
 ]
 CASES = {
-    # Name: the strategy, its words, the ranks, and the fullest of them; None where all are alike.
-    "last stage": ("1f1b", ["strategy.cut.at=[blocks.0]"], 2, 1),
-    "first stage": ("1f1b", ["strategy.cut.at=[blocks.1]"], 2, 0),
-    "worker": ("parameter_server", [], 3, 1),
-    "replicas": ("ddp", [], 2, None),
-    "last of a mesh": ("1f1b_ddp", ["strategy.cut.at=[blocks.0]", "mesh.pp=2"], 4, 1),
+    # Name: the strategy, its words, the ranks, and those with the highest predicted peak.
+    "last stage": ("1f1b", ["strategy.cut.at=[blocks.0]"], 2, [1]),
+    "first stage": ("1f1b", ["strategy.cut.at=[blocks.1]"], 2, [0]),
+    "worker": ("parameter_server", [], 3, [1, 2]),
+    "replicas": ("ddp", [], 2, [0, 1]),
+    "last of a mesh": ("1f1b_ddp", ["strategy.cut.at=[blocks.0]", "mesh.pp=2"], 4, [1, 3]),
 }
 
 
@@ -50,12 +50,15 @@ def test_banner_steps_and_files_show_the_fullest_rank(
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "runs/run/memory.json").read_text())
     peaks = [rank["peak_bytes"] for rank in memory["ranks"]]
-    assert (len(set(peaks)) == 1) is (fullest is None), peaks
-    assert peaks.index(max(peaks)) == (fullest or 0)
+    # Ranks with equal forecasts can differ by a few hundred bytes: gloo's thread releases a buffer
+    # only once it gets Python's GIL. Which of them is highest is therefore read, not expected.
+    measured = peaks.index(max(peaks))
+    assert measured in fullest, peaks
+    assert min(peaks[rank] for rank in fullest) > 0.99 * max(peaks), peaks
 
     where = f"each of {ranks} ranks"
-    if fullest is not None:
-        where = f"rank {fullest}, the fullest of {ranks}"
+    if len(fullest) < ranks:
+        where = f"rank {fullest[0]}, the fullest of {ranks}"
     predicted = format_bytes(memory["predicted_peak_bytes"])
     assert f"predicted peak: {predicted} on {where}, in " in done.stdout
     plan = yaml.safe_load((tmp_path / "runs/run/plan.yaml").read_text())
@@ -64,8 +67,8 @@ def test_banner_steps_and_files_show_the_fullest_rank(
     rows = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
     last = json.loads(rows[-1])
     assert last["peak_memory_bytes"] == memory["peak_bytes"]
-    assert last["peak_rank"] == (fullest or 0)
-    on = "" if fullest is None else f" on rank {fullest}"
+    assert peaks[last["peak_rank"]] == max(peaks)
+    on = "" if len(set(peaks)) == 1 else f" on rank {measured}"
     assert re.search(rf"step 4/4  .*  peak {format_bytes(max(peaks))}{on} \(", done.stdout)
 
     tried = forked_cli([*given, "--dry-run"], cwd=tmp_path, timeout=180)
