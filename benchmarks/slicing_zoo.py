@@ -35,9 +35,9 @@ from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.slice_planning.axis_classes import AxisClasses
 from bigtrain.slice_planning.axis_trace import trace_axes
 from bigtrain.slice_planning.choose import plan_slices
-from bigtrain.slice_planning.classes import AxisClasses
 from bigtrain.slice_planning.plan import SlicingPlan
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 

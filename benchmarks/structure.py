@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
 import re
 import statistics
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,12 @@ def python_files(top: Path, *folders: str) -> dict[str, Path]:
     return files
 
 
+LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+FILE_WARNS_AT = 450
+ROOM_WARNS_AT = 12
 LINKS = {("bigtrain", "strategies"), ("bigtrain", "configs")}
 
 
@@ -62,6 +70,20 @@ def public_names(tree: ast.Module) -> Iterator[str]:
             yield from (t.id for t in node.targets if isinstance(t, ast.Name))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id
+
+
+def code_lines(text: str) -> int:
+    """Lines with code on them: not blank, no comment of its own line and no docstring."""
+    strings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - strings)
 
 
 def count(top: Path) -> dict[str, Any]:
@@ -98,7 +120,11 @@ def count(top: Path) -> dict[str, Any]:
         "public_names": len(owners),
         "public_names_defined_twice": sorted(name for name, at in owners.items() if len(at) > 1),
         "product_lines": sum(lines.values()),
+        "product_code_lines": sum(code_lines(path.read_text()) for path in product.values()),
+        "files_over_450_lines": sorted(n for n, size in lines.items() if size > FILE_WARNS_AT),
+        "rooms_over_12_modules": {n: size for n, size in rooms.items() if size > ROOM_WARNS_AT},
         "test_lines": sum(len(path.read_text().splitlines()) for path in tests.values()),
+        "test_code_lines": sum(code_lines(path.read_text()) for path in tests.values()),
         "longest_file": dict([max(lines.items(), key=lambda item: item[1])]),
         "median_file": statistics.median(lines.values()),
         "functions": len(lengths),

@@ -36,7 +36,7 @@ from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.slice_planning.choose import most_ranks, plan_slices, refuse_listed
-from bigtrain.slice_planning.patterns import read_lines
+from bigtrain.slice_planning.slice_specs import read_lines
 from bigtrain.slicing.state import ModelSlices
 
 
@@ -76,12 +76,12 @@ class TensorSlices(SliceStrategy):
             )
         replicate = plan.techniques["replicate"]
         engine = replicate.traits.engine
-        if engine != "torch" or replicate.traits.servers or replicate.traits.own_numbers:
+        if engine != "torch" or replicate.traits.num_servers or replicate.traits.inexact_reason:
             raise ConfigError(
                 f"strategy tensor gives each rank slices of layers, and {replicate.name} on "
                 f"{engine} does not know of them. Use strategy.replicate=ddp, zero1_torch or fsdp."
             )
-        if plan.cut is not None and not (plan.cut.spans_ranks and plan.cut.engine == "torch"):
+        if plan.cut is not None and not (plan.cut.is_distributed and plan.cut.engine == "torch"):
             raise ConfigError(
                 "strategy tensor works in pipelines of torch's, whose stages are on ranks. "
                 "Use strategy.cut.schedule=1f1b, or leave strategy.cut out."

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.global_mean import restored_scope, scope_state
-from bigtrain.slicing.kept_sums import KeptSums
+from bigtrain.slicing.saved_sums import KeptSums
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 

@@ -171,7 +171,7 @@ def _changed_modules(
     model: nn.Module, plan: Plan, slices: SlicedState | None, context: RunContext
 ) -> nn.Module:
     """What a plan changes of the modules themselves."""
-    if plan.lays_weights:
+    if plan.uses_channels_last:
         set_channels_last(model)
     if plan.sync_batchnorm:
         convert = nn.SyncBatchNorm.convert_sync_batchnorm

@@ -31,17 +31,17 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
     }
     cut = techniques.get("cut")
-    spans_ranks = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
+    is_distributed = isinstance(cut, CutStrategy) and cut.traits.is_distributed
     if (job.mesh.tp or 1) > 1 and "slice" not in techniques:
         techniques["slice"] = make_technique("slice", RoleConfig(name="tensor"))
-    pp, dp, tp = _mesh(job, world_size, spans=spans_ranks, slices="slice" in techniques)
+    pp, dp, tp = _mesh(job, world_size, spans=is_distributed, slices="slice" in techniques)
     if "replicate" not in techniques:
-        spread = spans_ranks or "slice" in techniques
+        spread = is_distributed or "slice" in techniques
         name = "ddp" if spread and dp > 1 else "single"
         techniques["replicate"] = make_technique("replicate", RoleConfig(name=name))
     if "accumulate" not in techniques:
         techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
-    if not spans_ranks and pp > 1:
+    if not is_distributed and pp > 1:
         raise ConfigError(
             f"mesh.pp={pp} cuts the model over ranks, and strategy.cut names no technique that "
             "does. Use mesh.pp=1, or --strategy 1f1b."
@@ -60,7 +60,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "
             "Use train.sync_batchnorm=false."
         )
-    sharing = max(1, dp - replicate.servers)  # what leaves none is refused by its own `check`
+    sharing = max(1, dp - replicate.num_servers)  # what leaves none is refused by its own `check`
     plan = Plan(
         strategy=job.strategy,
         techniques=techniques,

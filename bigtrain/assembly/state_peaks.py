@@ -133,7 +133,7 @@ class _State:
         self._plan, self._layout, self._slices = resolved.plan, resolved.layout, slices
         self._tensors, self._slots, self._splits = tensors, slots, splits
         cut = resolved.plan.cut
-        self._cut = self._layout is not None and cut is not None and cut.spans_ranks
+        self._cut = self._layout is not None and cut is not None and cut.is_distributed
         self._kind = resolved.plan.replicate.optimizer_gets
         if cut is not None and cut.optimizer_gets == "copies":
             self._kind = "copies"
@@ -163,7 +163,7 @@ class _State:
         for tensor in self._own(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
             name, differ = f"model.{tensor.name}", tensor.is_buffer
-            if extents or not self._plan.replicate.servers:
+            if extents or not self._plan.replicate.num_servers:
                 held[name] = Held(tensor.dtype, tensor.shape, extents, differ)
         for name, tensor, slot in self._optimizer(pp_rank):
             extents = whole_extents(slot.shape)
@@ -177,11 +177,11 @@ class _State:
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
         """The tensors that a rank makes to read them: from a disk, or of several pieces."""
         on_disk, chunk = self._on_disk, self._chunk(pp_rank)
-        joins = bool(self._plan.replicate.servers)  # a server its pieces of a tensor
+        joins = bool(self._plan.replicate.num_servers)  # a server its pieces of a tensor
         made = {}
         for tensor in self._own(pp_rank):
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
-            laid = self._plan.lays_weights and len(tensor.shape) == 4 and not tensor.is_buffer
+            laid = self._plan.uses_channels_last and len(tensor.shape) == 4 and not tensor.is_buffer
             cut = chunk is not None and tensor.low and self._kind == "pieces" and size > chunk
             if laid or cut or (joins and tensor.trained and size):
                 made[f"model.{tensor.name}"] = Making(size * tensor.dtype.itemsize)
@@ -224,7 +224,7 @@ class _State:
             size = numbers * slot.dtype.itemsize
             stays = 0 if self._on_disk and sliced else size
             read, most = size, numbers
-            joins = self._plan.replicate.servers
+            joins = self._plan.replicate.num_servers
             if sliced and self._in_pieces and self._splits and not joins:  # what is read stays
                 chunk = self._chunk(pp_rank)
                 most = numbers if chunk is None else min(chunk, numbers)
@@ -234,7 +234,7 @@ class _State:
                 read += self._block(tensor, extents, most, slot.dtype)
             sizes.append((stays, read))
         missing = sum(stays for stays, _ in sizes)
-        works = self._plan.replicate.servers and self._plan.data_rank(dp_rank) is not None
+        works = self._plan.replicate.num_servers and self._plan.data_rank(dp_rank) is not None
         model = []
         for tensor in self._own(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
@@ -307,7 +307,7 @@ class _State:
         """The elements of a model's tensor, or of a slot like it, that a rank has."""
         ranks, kind = self._plan.state_ranks, self._kind
         place = dp_rank % ranks
-        if self._plan.replicate.servers:  # they have what is trained, and workers all else
+        if self._plan.replicate.num_servers:  # they have what is trained, and workers all else
             if (self._plan.data_rank(dp_rank) is None) is not tensor.trained:
                 return ()
             return (

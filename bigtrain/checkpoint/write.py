@@ -32,7 +32,7 @@ from bigtrain.checkpoint.layout import (
 from bigtrain.checkpoint.manifest import hash_piece, record_of
 from bigtrain.errors import LostRankError
 from bigtrain.ranks.context import RunContext
-from bigtrain.recorder.star import going_on_without
+from bigtrain.recorder.root_exchange import going_on_without
 from bigtrain.tensors.shards import Extent, StateTensor
 
 BUFFERS = 3

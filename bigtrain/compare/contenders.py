@@ -127,7 +127,7 @@ def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> ComparedStr
         with suppress(ConfigError):
             alone = make_plan(job, 1, device)
             cut = alone.techniques.get("cut")
-            spans = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
+            spans = isinstance(cut, CutStrategy) and cut.traits.is_distributed
             if alone.techniques["replicate"].name == "single" and not spans:
                 return ComparedStrategy(strategy, label, 1, job, alone)
     return ComparedStrategy(strategy, label, num_ranks, job, None, refusal)

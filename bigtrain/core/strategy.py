@@ -105,7 +105,7 @@ class Plan:
         return self.precision == "bf16" and not self.bf16_parameters
 
     @property
-    def lays_weights(self) -> bool:
+    def uses_channels_last(self) -> bool:
         """Whether weights are laid with their channels last: those who shard want them plain."""
         return self.channels_last and not self.replicate.sharded_states
 
@@ -132,7 +132,7 @@ class Plan:
 
         None where there are no replicas, or a wrapper reduces during the backward pass.
         """
-        on_ranks = self.cut is not None and self.cut.spans_ranks
+        on_ranks = self.cut is not None and self.cut.is_distributed
         averages = on_ranks and self.dp > 1 and not self.shares_engine
         return self.replicate.averaging_bucket if averages else None
 
@@ -466,7 +466,7 @@ class CutStrategy(Strategy):
 
     def predicts_by_stage(self, plan: Plan) -> bool:  # noqa: ARG002
         """Whether the memory is predicted stage by stage."""
-        return self.traits.spans_ranks
+        return self.traits.is_distributed
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions | None:  # noqa: ARG002
         """What a rank does in a step: which passes of which of its stages, in which order.

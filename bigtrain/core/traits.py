@@ -116,13 +116,13 @@ class Traits:
     gathers_whole: bool = False
     """Where it shards the parameters, they are whole beside the shards, as layers see them, when a
     forward pass has ended."""
-    servers: int = 0
+    num_servers: int = 0
     """The first ranks of the dp axis that hold state and compute no loss: the others, the workers,
     share the global batch."""
     notice_every: int = 1
     """Steps after which the ranks ask each other for a signal to stop: several, where they do not
     wait for each other in a step."""
-    own_numbers: str | None = None
+    inexact_reason: str | None = None
     """Why a run's losses are not those of one process, by intent; None where they are."""
     averaging_bucket: int | None = None
     """Bytes of gradients that the replicas of a stage average at once when its backward passes
@@ -153,14 +153,14 @@ class CutTraits(Traits):
     schedule: str = "naive"
     """One of `orders.SCHEDULES`: in which order a rank takes its micro-batches."""
     stages_per_rank: int = 1
-    spans_ranks: bool = True
+    is_distributed: bool = True
     """The stages are on the ranks of the pp axis; otherwise all are in each process."""
     splits_backward: bool = False
     """Gradients of inputs and of weights are computed apart."""
     recompute: StageRecompute = "never"
-    takes_over: bool = False
+    shares_engine: bool = False
     """Its engine does the work of a replicate technique of the same engine, too, and the step."""
 
     def takes_over_from(self, replicate: Traits) -> bool:
         """Whether one engine does this technique's work and the replicate one's."""
-        return self.takes_over and replicate.engine == self.engine and replicate.owns_step
+        return self.shares_engine and replicate.engine == self.engine and replicate.owns_step

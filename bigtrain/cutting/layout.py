@@ -16,7 +16,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.slicing.exchange import SliceGroup
-from bigtrain.slicing.wires import Crossing
+from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.units import MIB, format_bytes, format_count
 
 MAX_CHECKED_BYTES = 256 * MIB

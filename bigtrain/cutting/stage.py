@@ -32,7 +32,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import is_head_loss
 from bigtrain.losses.global_mean import is_apart, loss_scope, unwind_frames
 from bigtrain.losses.loss import Loss
-from bigtrain.slicing.wires import Crossing
+from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.tensors.tree import map_tensors, matching_tensors, tree_tensors
 from bigtrain.tracing.call_hooks import handling_calls, pretend_compiling, returned_tensors
 
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self.cut_through, self.own_blocks = cut_through, own_blocks
         self.recompute: Literal["never", "except_last", "always"] = "never"
         self.crossings: Crossings = (Crossing(), Crossing())
-        """Of the wires: what each rank sends and receives of them, see `slicing.wires`."""
+        """Of the wires: what each rank sends and receives of them, see `slicing.scatter_gather`."""
         self._script, self._loss, self._device = script, loss, device
         self._whole = _Hidden(model)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bigtrain.cutting.cut_points import CutRules, OuterCalls, crossing_values, storage_id
 from bigtrain.errors import ConfigError
+from bigtrain.slicing.scatter_gather import Crossing, dealt, sent_meta, undealt
 from bigtrain.slicing.sliced_tensor import SlicedTensor, as_operand, whole_of
-from bigtrain.slicing.wires import Crossing, dealt, sent_meta, undealt
 from bigtrain.tensors.tree import map_tensors, nested_tensors
 from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, ModuleCall
 

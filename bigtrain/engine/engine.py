@@ -608,7 +608,9 @@ class Engine(LoopCalls):
             return micro_batches
 
         replicate = self.plan.replicate
-        if replicate.servers and replicate.own_numbers:  # workers that do not wait for each other
+        if (
+            replicate.num_servers and replicate.inexact_reason
+        ):  # workers that do not wait for each other
             return self.loss.with_totals(micro_batches, lambda own: own)
 
         def add_up(own: Sequence[float]) -> list[float]:

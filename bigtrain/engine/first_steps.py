@@ -180,8 +180,8 @@ def _difference(
 
 
 def _uncomparable(model: nn.Module, plan: Plan) -> str | None:
-    if plan.replicate.own_numbers is not None:
-        return plan.replicate.own_numbers
+    if plan.replicate.inexact_reason is not None:
+        return plan.replicate.inexact_reason
     is_norm = nn.modules.batchnorm._BatchNorm
     if plan.batch.num_parts > 1 and any(isinstance(m, is_norm) for m in model.modules()):
         return "BatchNorm normalises each micro-batch by itself"

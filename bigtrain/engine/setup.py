@@ -310,7 +310,7 @@ def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
             f"log.accuracy=true counts the right classes of samples by the task's own cross "
             f"entropy, and {own} has another loss. Use log.accuracy=false."
         )
-    if plan.replicate.servers:
+    if plan.replicate.num_servers:
         raise ConfigError(
             "log.accuracy=true adds up the counts of all ranks after each step, and with "
             "parameter servers they are not in the same step. Use log.accuracy=false."

@@ -90,7 +90,7 @@ class LoopCalls:
                     # A pipeline has its output on one rank.
                     if prediction is not None and not batch.padding:
                         sums.add(self.task, self.loss, batch, prediction)
-        servers = self.plan.replicate.servers  # they wait for as long as workers validate
+        servers = self.plan.replicate.num_servers  # they wait for as long as workers validate
         with self.context.patiently() if servers else nullcontext():
             return sums.figures(self.task, self.context)
 

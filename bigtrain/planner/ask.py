@@ -160,17 +160,17 @@ def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEv
         setup.workload.make_optimizer,
         torch.device("cpu"),
     )
-    anatomy = SectionLibrary(model, example, *given)
+    library = SectionLibrary(model, example, *given)
     timer, cut = StepTimer(question.cluster), question.devices > 1
     blocks = _block_timer(question, setup)
     shortened = shorten_model(model)
     checks = ModelChecks(setup.workload, shortened[0] if shortened else None)
-    given_rates = (question.job, anatomy, timer, question.margins)
-    return setup, anatomy, PlanEvaluator(*given_rates, cut=cut, blocks=blocks, checks=checks)
+    given_rates = (question.job, library, timer, question.margins)
+    return setup, library, PlanEvaluator(*given_rates, cut=cut, blocks=blocks, checks=checks)
 
 
 def _search(question: Question) -> PlannedAnswer:
-    setup, anatomy, evaluator = open_evaluator(question)
+    setup, library, evaluator = open_evaluator(question)
     example, blocks = setup.workload.micro_batch, evaluator.blocks
     whole_model, techniques = evaluator.whole_model(2), searched_techniques(question.job)
     space = SearchSpace(
@@ -181,7 +181,7 @@ def _search(question: Question) -> PlannedAnswer:
         pp=question.pp,
         dp=question.dp,
         tp=question.tp,
-        most_ranks=anatomy.most_ranks(techniques["slice"]) if question.devices > 1 else 1,
+        most_ranks=library.most_ranks(techniques["slice"]) if question.devices > 1 else 1,
         rows=question.rows,
         engines=tuple(question.margins),
         device_type=question.cluster.device.kind,

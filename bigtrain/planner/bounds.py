@@ -19,7 +19,7 @@ from bigtrain.prediction.compose import wire_bytes
 from bigtrain.prediction.fake_runs.conversions import with_conversions
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section, concatenate_sections
-from bigtrain.timing.step_time import PassSeconds, closed_form_bubble
+from bigtrain.timing.step_time import MicroBatchSeconds, closed_form_bubble
 
 WORK_SLACK = 0.06
 """The share of a step that may be saved by what the bound on its work does not see; at most 4.7 %
@@ -39,8 +39,8 @@ class PlanBounds:
 
     def __init__(self, evaluator: PlanEvaluator) -> None:
         self.evaluator, self._clock = evaluator, evaluator.clock
-        self._paces: dict[object, PassSeconds] = {}
-        self._whole: dict[object, PassSeconds] = {}
+        self._paces: dict[object, MicroBatchSeconds] = {}
+        self._whole: dict[object, MicroBatchSeconds] = {}
         self._smaller: dict[object, bool] = {}
         self._converted: dict[int, tuple[ModelSections, ModelSections]] = {}
 
@@ -70,7 +70,7 @@ class PlanBounds:
             )
         return max(seconds, crowded) * (1 - WORK_SLACK)
 
-    def _least_pace(self, candidate: Candidate) -> PassSeconds:
+    def _least_pace(self, candidate: Candidate) -> MicroBatchSeconds:
         """A micro-batch through the whole model, everything kept, on one of its tp ranks."""
         rows, tp = candidate.rows, candidate.tp
         if (rows, tp) not in self._paces:

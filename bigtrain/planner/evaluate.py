@@ -87,7 +87,7 @@ class PlanEvaluator:
 
     Args:
         job: model, data and precision are taken from it.
-        anatomy: of its model.
+        library: of its model.
         clock: of the cluster.
         margins: by engine, the share by which forecasts are enlarged before they are compared.
         cut: whether some candidates are cut into stages.
@@ -98,7 +98,7 @@ class PlanEvaluator:
     def __init__(
         self,
         job: Job,
-        anatomy: SectionLibrary,
+        library: SectionLibrary,
         clock: StepTimer,
         margins: Mapping[str, float],
         *,
@@ -107,7 +107,7 @@ class PlanEvaluator:
         checks: ModelChecks | None = None,
     ) -> None:
         self._checks = checks
-        self._job, self._anatomy, self.clock, self.blocks = job, anatomy, clock, blocks
+        self._job, self._library, self.clock, self.blocks = job, library, clock, blocks
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
@@ -118,10 +118,10 @@ class PlanEvaluator:
         self._slowdowns: dict[bool, Slowdowns | None] = {}
         self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
 
-    def shallower(self, blocks: int) -> PlanEvaluator:
+    def first_blocks(self, blocks: int) -> PlanEvaluator:
         """For the same model with its first blocks alone."""
-        anatomy = self._anatomy.shallower(blocks)
-        given = (self._job, anatomy, self.clock, self._margins)
+        library = self._library.first_blocks(blocks)
+        given = (self._job, library, self.clock, self._margins)
         evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self.blocks, checks=self._checks)
         evaluator._slowdowns = self._slowdowns
         return evaluator
@@ -133,14 +133,14 @@ class PlanEvaluator:
             candidate: how they are trained.
             limit: see `judge`.
         """
-        low, high, plan = 0, self._anatomy.num_blocks, self.plan_of(candidate)
+        low, high, plan = 0, self._library.num_blocks, self.plan_of(candidate)
         while high - low > 1:
             middle = (low + high) // 2
-            outcome = self.shallower(middle).evaluate(candidate, plan, limit)
+            outcome = self.first_blocks(middle).evaluate(candidate, plan, limit)
             low, high = (middle, high) if isinstance(outcome, EvaluatedPlan) else (low, middle)
         if low == 0:
             return None
-        return low, count_parameters(self.shallower(low).whole_model(candidate.rows).sections)
+        return low, count_parameters(self.first_blocks(low).whole_model(candidate.rows).sections)
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as a run of it would make it.
@@ -160,12 +160,12 @@ class PlanEvaluator:
 
     def _sections(self, plan: Plan, rows: int, choice: BlockPolicy, **kind: bool) -> ModelSections:
         """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
-        model = self._anatomy.model_sections(plan, rows, choice, **kind)
+        model = self._library.model_sections(plan, rows, choice, **kind)
         slowdowns = self._slowdown(plan)
         if slowdowns is None:
             return model
         if id(model) not in self._timed:  # the key is kept, so that its id stays its own
-            kept = self._anatomy.model_sections(plan, rows, "keep", **{**kind, "exact": False})
+            kept = self._library.model_sections(plan, rows, "keep", **{**kind, "exact": False})
             applied = slowdowns.applied(model, kept, choice, rows, self.clock)
             self._timed[id(model)] = model, applied
         return self._timed[id(model)][1]
@@ -179,10 +179,10 @@ class PlanEvaluator:
             whole = without_slices(plan)
 
             def sections_at(rows: int) -> ModelSections:
-                return self._anatomy.model_sections(whole, rows, "keep")
+                return self._library.model_sections(whole, rows, "keep")
 
             timed = self.blocks.seconds(bf16_parameters=low)
-            arguments = (self.blocks.crowd, self.blocks.model, sections_at, self.clock)
+            arguments = (self.blocks.oversubscription, self.blocks.model, sections_at, self.clock)
             self._slowdowns[low] = slowdowns(timed, *arguments) if timed else None
         return self._slowdowns[low]
 
@@ -314,7 +314,7 @@ class PlanEvaluator:
         if not plan.splits_backward:
             return None
         kind = {"waiting": several_wait(plan), "cut": plan.pp > 1}
-        return lambda: self._anatomy.split_passes(plan, candidate.rows, **kind)
+        return lambda: self._library.split_passes(plan, candidate.rows, **kind)
 
     def _levels(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
         """The model's sections for each choice that this plan can run; see `fit`."""

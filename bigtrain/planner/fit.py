@@ -45,7 +45,7 @@ class StageFitter:
     Args:
         plan: of the candidate.
         candidate: how many stages, on which ranks.
-        ladder: the model's sections.
+        levels: the model's sections.
         clock: how long sections take.
         composed: profiles that were put together before, for all candidates.
         cuts: where models were cut for speed before, likewise.
@@ -59,7 +59,7 @@ class StageFitter:
         self,
         plan: Plan,
         candidate: Candidate,
-        ladder: RecomputeLevels,
+        levels: RecomputeLevels,
         clock: StepTimer,
         composed: dict[object, Profile],
         cuts: dict[object, list[int]],
@@ -68,10 +68,10 @@ class StageFitter:
         checkpoint: CheckpointConfig | None = None,
     ) -> None:
         self._checkpoint = checkpoint
-        self.levels = ladder
+        self.levels = levels
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed, self._cuts = clock, composed, cuts
-        self._all = ladder["keep"].sections
+        self._all = levels["keep"].sections
         self._factors, self._split_passes = state_factors, split_passes
         self._forecasts: dict[int, Forecast] = {}  # of profiles that are kept with `composed`
         self._held = HeldMicroBatches(plan, candidate)

@@ -15,8 +15,8 @@ from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.operation_log import Operation, OperationLog
+from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.slicing.sliced_tensor import held, is_sliced, leaves_of
-from bigtrain.slicing.wires import Crossing
 from bigtrain.tensors.fake_mode import VIEWS
 from bigtrain.tensors.op_cost import REPEAT_COUNT, ProductSize
 
@@ -175,14 +175,14 @@ class SectionHooks:
 
     Args:
         names: of the blocks.
-        as_sent: gradients that come back to a block lie as its output does.
+        contiguous_gradients: gradients that come back to a block lie as its output does.
     """
 
-    def __init__(self, names: Sequence[str], *, as_sent: bool = False) -> None:
+    def __init__(self, names: Sequence[str], *, contiguous_gradients: bool = False) -> None:
         self.names = tuple(names)
         self.copies_gradient = False
         """See `RecordedSections.copies_gradient`."""
-        self._as_sent = as_sent
+        self._contiguous_gradients = contiguous_gradients
         self.work: list[tuple[float, ...]] = []
         """(clock, flops, flops in bf16, bytes, how often it is done, m, n, k, batch) of each."""
         self.incoming: list[tuple[int, str, tuple[int, int, int]]] = []
@@ -201,7 +201,9 @@ class SectionHooks:
         for name in self.names:
             block = fake.get_submodule(name)
             block.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            is_sent = self._as_sent and name != self.names[-1]  # the last one's is not sent
+            is_sent = (
+                self._contiguous_gradients and name != self.names[-1]
+            )  # the last one's is not sent
             block.register_forward_hook(self._after(is_sent=is_sent))
         for tensors in (fake.named_parameters(), fake.named_buffers()):
             for name, tensor in tensors:

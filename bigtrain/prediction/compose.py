@@ -17,7 +17,7 @@ from bigtrain.prediction.sections import (
     concatenate_sections,
 )
 from bigtrain.slicing.exchange import TensorExchange
-from bigtrain.slicing.wires import part_bytes
+from bigtrain.slicing.scatter_gather import part_bytes
 
 _MOST = 0.75
 _NUMBER_BYTES = 8
@@ -41,7 +41,8 @@ def compose_profile(
         after: the section that follows on another rank; None where these end the model.
         recomputed: the names of the blocks that are computed again.
         released: whether gradients go as soon as they are used.
-        dealt: over how many ranks what comes in, and what goes out, is dealt: see `slicing.wires`.
+        dealt: over how many ranks the stage's inputs and outputs are scattered: see
+            `slicing.scatter_gather`.
     """
     if base.profile is not None:
         return base.profile

@@ -111,7 +111,7 @@ class _OneStage(WholeModel):
         self._cut, self._index, self._split = layout.chosen.cut, index, split
         self._layout = layout
         following = layout.ranks[index + 1 : index + 2]
-        is_sent = traits.spans_ranks and any(rank != layout.ranks[index] for rank in following)
+        is_sent = traits.is_distributed and any(rank != layout.ranks[index] for rank in following)
         self._holds = is_sent and traits.schedule in TORCH_SCHEDULES
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:

@@ -163,7 +163,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
     try:
         own_stages = (
             layout.stages_of(pp_rank)
-            if cut_strategy.traits.spans_ranks
+            if cut_strategy.traits.is_distributed
             else range(len(layout.ranks))
         )
         for stage in own_stages:

@@ -220,7 +220,7 @@ def _fake_model(
     for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
-    if plan.lays_weights:
+    if plan.uses_channels_last:
         set_channels_last(fake)
     slices = resolved.slices.on(plan.tp_rank, None) if resolved.slices is not None else None
     if slices is not None:

@@ -98,7 +98,7 @@ def record_sections(
     device: torch.device,
     slices: ModelSlices | None = None,
     *,
-    as_sent: bool = False,
+    contiguous_gradients: bool = False,
     unit: WholeModel = WHOLE_MODEL,
 ) -> tuple[RecordedSections, ...]:
     """Run a model on fake tensors and take the run apart; see `record.make_profile`.
@@ -110,7 +110,7 @@ def record_sections(
         plan: as in the run.
         device: whose kernels decide what is saved.
         slices: of the model, where it is sliced: the first rank's are run.
-        as_sent: see `SectionHooks`.
+        contiguous_gradients: see `SectionHooks`.
         unit: how many steps it takes.
 
     Returns:
@@ -120,17 +120,17 @@ def record_sections(
         CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
         ConfigError: a technique refuses the model.
     """
-    notes = SectionHooks(names, as_sent=as_sent)
+    notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
     try:
         run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here
         raise UntraceableError(untraceable_reason(error)) from error
-    recorded = SectionSplitter(run, notes, plan).dissected(micro_batches[-1].rows)
+    recorded = SectionSplitter(run, notes, plan).split(micro_batches[-1].rows)
     if run.first_step is None:
         return (recorded,)
-    small = SectionSplitter(run.first_step, notes, plan).dissected(micro_batches[0].rows)
+    small = SectionSplitter(run.first_step, notes, plan).split(micro_batches[0].rows)
     # In the first step the optimizer has made its state; the second is like all others.
     profile = small.profile and replace(small.profile, step=recorded.step)
     return replace(
@@ -169,7 +169,7 @@ class SectionSplitter:
         self.order = self._in_order()
         """The blocks in the order of the pass; none where they do not follow one another."""
 
-    def dissected(self, rows: int) -> RecordedSections:
+    def split(self, rows: int) -> RecordedSections:
         """The sections of the run."""
         run = self._run
         windows = [self.windows(number) for number in (0, 1)]
@@ -360,7 +360,7 @@ def record_split_backward(
     device: torch.device,
     slices: ModelSlices | None = None,
     *,
-    as_sent: bool = False,
+    contiguous_gradients: bool = False,
 ) -> tuple[dict[str, PassPair], ...] | None:
     """Run a model with its backward pass in two parts; see `record_sections`.
 
@@ -370,7 +370,7 @@ def record_split_backward(
         For each micro-batch the blocks by their names, and under "" what is after them; None where
         the model does not run so.
     """
-    notes = SectionHooks(names, as_sent=as_sent)
+    notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
     unit = SplitBackward(notes.names)
     try:
         run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)

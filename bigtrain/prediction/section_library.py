@@ -102,7 +102,7 @@ class SectionLibrary:
         """Over how many ranks one of these can slice something of the model; 1: over none."""
         return self._runs.most_ranks(techniques)
 
-    def shallower(self, blocks: int) -> SectionLibrary:
+    def first_blocks(self, blocks: int) -> SectionLibrary:
         """The same model with its first blocks alone; runs are shared."""
         library = copy(self)
         library._named, library._bodies = self._named[:blocks], {}
@@ -140,7 +140,7 @@ class SectionLibrary:
             self._bodies, self._changes = {}, self._runs.changes
         if (kind, rows, exact) not in self._bodies:
             self._body(plan, kind, rows, exact=exact)
-            if cut and self._runs.relaid and not kind.as_sent:  # it has shown it
+            if cut and self._runs.relaid and not kind.contiguous_gradients:  # it has shown it
                 given = {"waiting": waiting, "cut": cut, "exact": exact}
                 return self.model_sections(plan, rows, choice, **given)
         return self._bodies[kind, rows, exact]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
 from bigtrain.slicing.exchange import TensorExchange
-from bigtrain.slicing.wires import part_bytes
+from bigtrain.slicing.scatter_gather import part_bytes
 
 DETAILED_ENDS = 2
 """Sections at either end of a row of equal ones that are laid out tick by tick."""
@@ -199,7 +199,8 @@ class Section:
     """Bytes of the tensors that a block is called with."""
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
-    stretches: int = 0  # of those in turn that a stage is sent as they lie: see `slicing.wires`
+    stretches: int = 0
+    """Bytes of `incoming` that arrive as sequence shards: see `slicing.scatter_gather`."""
     slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
     exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()  # over the tp axis, both ways
 

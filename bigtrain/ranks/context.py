@@ -20,9 +20,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.ranks.agreement import Agreement
 from bigtrain.ranks.launcher_env import Launcher
 from bigtrain.ranks.restart import note_spare_ranks
-from bigtrain.recorder.losses import Losses
+from bigtrain.recorder.lost_ranks import LostRanks
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.recorder.star import Star
+from bigtrain.recorder.root_exchange import RootExchange
 from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
@@ -136,7 +136,7 @@ class RunContext:
         """
         if self.mesh is None:
             return self
-        own = self.losses.beside or self._patient_group()
+        own = self.lost_ranks.beside or self._patient_group()
         return replace(self, device=torch.device("cpu"), own_group=own)
 
     def _patient_group(self) -> dist.ProcessGroup:
@@ -146,42 +146,44 @@ class RunContext:
         return own
 
     @property
-    def losses(self) -> Losses:
+    def lost_ranks(self) -> LostRanks:
         """Which ranks the run may lose, and which it has lost, as this one has heard."""
-        return self.recorder.losses
+        return self.recorder.lost_ranks
 
     def go_on_without(self, spare: Sequence[int], names: Sequence[str]) -> None:
         """From now on these ranks may be lost: the others hear of it, and go on. Collective.
 
-        The exchanges below are then of the ranks that are left, on the way that `Star` says; in
-        their results stand None, or zeros, for those that are lost.
+        The exchanges below are then of the ranks that are left, through `RootExchange`; in their
+        results stand None, or zeros, for those that are lost.
 
         Args:
             spare: their numbers; not rank 0, which has the hub, the store and the log.
             names: of all ranks, for messages.
         """
-        self.losses.group, self.losses.beside = self._patient_group(), self._patient_group()
+        self.lost_ranks.group, self.lost_ranks.beside = self._patient_group(), self._patient_group()
         self.barrier()  # nothing is left of what was begun before, and needs every rank
-        self.losses.allow(spare, names, tells=self.is_main)
+        self.lost_ranks.allow(spare, names, tells=self.is_main)
         if self.is_main:
             note_spare_ranks(os.environ, spare)
 
     def need_all(self) -> None:
         """Take `go_on_without` back: from now on every rank is needed again. All ranks call it."""
-        self.losses.allow((), self.losses.names, tells=self.is_main)
+        self.lost_ranks.allow((), self.lost_ranks.names, tells=self.is_main)
 
     def agreed_losses(self) -> tuple[int, ...]:
         """The ranks that were lost so far, the same on all. Collective where some may be lost."""
-        star = self._star()
-        return () if star is None else tuple(star.broadcast(self.losses.lost))
+        star = self._root_exchange()
+        return () if star is None else tuple(star.broadcast(self.lost_ranks.lost))
 
-    def _star(self, axis: Axis | None = None, *, patient: bool = False) -> Star | None:
+    def _root_exchange(
+        self, axis: Axis | None = None, *, patient: bool = False
+    ) -> RootExchange | None:
         """The way of exchanges that must outlive some ranks; None where all are needed."""
-        group, losses = self.own_group or self.losses.group, self.losses
+        group, losses = self.own_group or self.lost_ranks.group, self.lost_ranks
         if not losses.spare or axis not in (None, "dp"):
             return None
         watched = self.own_group is None and not (patient or losses.patient)
-        return Star(group, self.recorder, self.world_size, watched)
+        return RootExchange(group, self.recorder, self.world_size, watched)
 
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
@@ -189,7 +191,7 @@ class RunContext:
         if self.mesh is None or self.own_group is not None:
             yield
             return
-        with long_timeout(self.device), self.losses.in_patience():
+        with long_timeout(self.device), self.lost_ranks.in_patience():
             yield
 
     def ranks_of(self, axis: Axis) -> list[int]:
@@ -203,7 +205,7 @@ class RunContext:
         `mesh.timeout` does not count here. A rank that fails or is lost ends the wait all the
         same: it ends all ranks.
         """
-        star = self._star(patient=True)
+        star = self._root_exchange(patient=True)
         if star is not None:
             star.all_gather(None)
         elif self.mesh is not None:
@@ -219,7 +221,7 @@ class RunContext:
             axis: the mesh axis to sum over; all ranks when left out.
         """
         total = tensor.detach().clone()
-        star = self._star(axis)
+        star = self._root_exchange(axis)
         if star is not None:
             parts: list[torch.Tensor] = [p for p in star.all_gather(total) if p is not None]
             return reduce(torch.add, parts)
@@ -232,7 +234,7 @@ class RunContext:
         """Return every rank's object in the order of ranks on rank 0, None elsewhere."""
         if self.mesh is None:
             return [value]
-        star = self._star()
+        star = self._root_exchange()
         if star is not None:
             return star.gather(value)
         gathered = [None] * self.world_size if self.is_main else None
@@ -244,7 +246,7 @@ class RunContext:
         """Return every rank's object in the order of ranks, on every rank."""
         if self.mesh is None:
             return [value]
-        star = self._star()
+        star = self._root_exchange()
         if star is not None:
             return star.all_gather(value)
         everyone: list[Any] = [None] * self.world_size
@@ -256,7 +258,7 @@ class RunContext:
         """Return rank 0's object on every rank; what the others give is not looked at."""
         if self.mesh is None:
             return value
-        star = self._star()
+        star = self._root_exchange()
         if star is not None:
             return star.broadcast(value)
         box = [value if self.is_main else None]
@@ -286,7 +288,7 @@ class RunContext:
         """
         if self.mesh is None:
             return [[float(number) for number in numbers]]
-        star = self._star(axis)
+        star = self._root_exchange(axis)
         if star is not None:
             own = [float(number) for number in numbers]
             return [row or [0.0] * len(own) for row in star.all_gather(own)]

@@ -28,10 +28,10 @@ from typing import Any
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.exit_status import exit_process
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
-from bigtrain.recorder.inquiry import Inquiries, RollCall, read_message, send_message
-from bigtrain.recorder.losses import rank_name
+from bigtrain.recorder.lost_ranks import rank_name
 from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.recorder.status_query import StatusGather, StatusQueries, read_message, send_message
 
 # A rank that must end leaves the failing one this long to print and to exit first: launchers
 # name the first rank that exits as the culprit, and look about once a second.
@@ -114,8 +114,8 @@ class FailureHub:
         self._left: set[int] = set()
         self._spare: set[int] = set()
         self._names: list[str] = []
-        self._inquiries = Inquiries()
-        self._roll = RollCall()
+        self._inquiries = StatusQueries()
+        self._roll = StatusGather()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
@@ -295,7 +295,7 @@ class FailureListener:
         self.records: dict[int, Record] = {}
         """Where the ranks were that have answered, once the run has ended by this one."""
         self.recorder = recorder or FlightRecorder(rank)
-        self.recorder.losses.tell = self._say
+        self.recorder.lost_ranks.tell = self._say
         self._sending = threading.Lock()
         self._ended = threading.Event()
         self._leaving = threading.Event()
@@ -403,7 +403,7 @@ class FailureListener:
                 self._hear(json.loads(line))
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
-            text = lost_rank_message(self.rank, 0, self.recorder.losses.names)
+            text = lost_rank_message(self.rank, 0, self.recorder.lost_ranks.names)
             self._end(RunEnd(0, text, _FAILED, self.rank), {})
             # Launchers end this process at once, and it is to wait for its page: no daemon, as a
             # thread that a daemon starts is by itself.

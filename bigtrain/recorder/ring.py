@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from bigtrain.recorder.losses import Losses
+from bigtrain.recorder.lost_ranks import LostRanks
 from bigtrain.recorder.traffic_counter import TrafficCounter
 
 EVENTS = 400
@@ -51,7 +51,7 @@ class FlightRecorder:
         """Reads the exchanges that torch has recorded: `read_exchanges`, where there are any."""
         self.traffic = TrafficCounter()
         """Of the steps' exchanges, what is sent."""
-        self.losses = Losses()
+        self.lost_ranks = LostRanks()
         """Which ranks the run may lose, and which it has lost."""
         self._counts = {"forward": 0, "backward": 0}
         self._events: list[Event | None] = [None] * EVENTS
@@ -111,7 +111,7 @@ class FlightRecorder:
 
     def lose(self, rank: int) -> None:
         """Take note that a spare rank was lost; rank 0 tells the user."""
-        self.losses.take(rank, step=self.step, speaks=self.rank == 0)
+        self.lost_ranks.take(rank, step=self.step, speaks=self.rank == 0)
 
     def fail(self, error: BaseException) -> None:
         """Keep what ended the main thread's work: from now on its stack is that of the error."""

@@ -17,7 +17,7 @@ _WAITS_IN = (
     "/parameter_server/shards.py",
     "/parameter_server/server.py",
     "/parameter_server/inbox.py",
-    "/recorder/star.py",
+    "/recorder/root_exchange.py",
     "/distributed/pipelining/schedules.py",
 )
 """Sources that wait for messages: a stack that ends there, behind a message, waits for it."""

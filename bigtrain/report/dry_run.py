@@ -81,7 +81,7 @@ def _fullest(parts: RunSetup, ranks: list[_Rank]) -> FullestRank | None:
     stand before workers: to look at the first and the last of each tells which is the fullest.
     """
     plan = parts.plan
-    replicas = dict.fromkeys((0, plan.replicate.servers, plan.dp - 1))
+    replicas = dict.fromkeys((0, plan.replicate.num_servers, plan.dp - 1))
     slices = dict.fromkeys((0, plan.tp - 1))
     peaks: dict[int, Peak] = {}
     for replica, rank, tp_rank in product(replicas, ranks, slices):

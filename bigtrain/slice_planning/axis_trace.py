@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ConfigError
 from bigtrain.slice_planning import product_rules, view_rules
-from bigtrain.slice_planning.axes import MISFIT, Dims, block, new_dim
+from bigtrain.slice_planning.dim_axes import MISFIT, Dims, block, new_dim
 from bigtrain.slice_planning.operations import (
     HeldTensor,
     OpCall,

@@ -13,13 +13,13 @@ from torch import nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import CommOp
-from bigtrain.slice_planning.axes import dim_length
+from bigtrain.slice_planning.axis_classes import AxisClasses, SliceClass, SliceExchange
 from bigtrain.slice_planning.axis_trace import AxisTrace, trace_axes
-from bigtrain.slice_planning.classes import AxisClasses, SliceClass, SliceExchange
-from bigtrain.slice_planning.disjoint import Option, Point, frontier
-from bigtrain.slice_planning.patterns import kept_names
+from bigtrain.slice_planning.dim_axes import dim_length
 from bigtrain.slice_planning.plan import SlicingPlan
-from bigtrain.slice_planning.singles import SingleForm, single_forms
+from bigtrain.slice_planning.set_packing import Option, Point, frontier
+from bigtrain.slice_planning.single_layers import SingleForm, single_forms
+from bigtrain.slice_planning.slice_specs import kept_names
 from bigtrain.slicing.slices import Slices
 from bigtrain.units import format_bytes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.slice_planning.axes import Dim, Dims, block, new_dim, unify
+from bigtrain.slice_planning.dim_axes import Dim, Dims, block, new_dim, unify
 
 Lookup = Callable[[Tensor], "HeldTensor | None"]
 

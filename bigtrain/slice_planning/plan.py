@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from bigtrain.slice_planning.classes import SliceClass, SliceExchange
-from bigtrain.slice_planning.patterns import merged_lines, spec_text
-from bigtrain.slice_planning.singles import SingleForm
+from bigtrain.slice_planning.axis_classes import SliceClass, SliceExchange
+from bigtrain.slice_planning.single_layers import SingleForm
+from bigtrain.slice_planning.slice_specs import merged_lines, spec_text
 from bigtrain.slicing.slices import Slices
 
 

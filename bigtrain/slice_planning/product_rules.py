@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bigtrain.slice_planning.axes import Dim, Dims, taken, taken_inner, unify
+from bigtrain.slice_planning.dim_axes import Dim, Dims, taken, taken_inner, unify
 from bigtrain.slice_planning.operations import OpCall, axis_rule, opaque, same_dims
 
 

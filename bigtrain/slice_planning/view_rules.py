@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bigtrain.slice_planning.axes import (
+from bigtrain.slice_planning.dim_axes import (
     Dim,
     Dims,
     cut,

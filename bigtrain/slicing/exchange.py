@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bigtrain.slicing.kept_sums import KEPT_SUMS
+from bigtrain.slicing.saved_sums import KEPT_SUMS
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.op_cost import REPEAT_COUNT
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single

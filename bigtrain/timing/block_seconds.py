@@ -223,7 +223,7 @@ class BlockTimer:
         return kept.timed
 
     @property
-    def crowd(self) -> float:
+    def oversubscription(self) -> float:
         """Ranks that were timed for each that computes at full speed."""
         return self._copies / min(self._copies, usable_cores())
 
@@ -288,7 +288,7 @@ def spread_sizes(rows: Sequence[int]) -> list[int]:
 
 def slowdowns(
     timed: Sequence[BlockSeconds],
-    crowd: float,
+    oversubscription: float,
     model: nn.Module,
     sections_at: Callable[[int], ModelSections],
     timer: StepTimer,
@@ -297,7 +297,7 @@ def slowdowns(
 
     Args:
         timed: one for each size.
-        crowd: see `BlockTimer.crowd`.
+        oversubscription: see `BlockTimer.oversubscription`.
         model: that was timed, whole.
         sections_at: its sections for a size, as they were timed: everything kept.
         timer: with the rates.
@@ -321,14 +321,14 @@ def slowdowns(
             pairs = _evenly(one, modelled, names, order)
         for key in keys:
             ratios = [
-                _ratio(seconds / crowd, known)
+                _ratio(seconds / oversubscription, known)
                 for seconds, known in zip(pairs[key], modelled[key], strict=True)
             ]
             by_block.setdefault(key, []).append((ratios[0], ratios[1]))
         base = whole.base
         numbers = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
         work = base.step_work.scaled(one.trained / max(1, numbers))
-        updates.append(_ratio(one.update / crowd, timer.op_seconds(work)))
+        updates.append(_ratio(one.update / oversubscription, timer.op_seconds(work)))
     sizes = tuple(one.rows for one in timed)
     update = sorted(updates)[len(updates) // 2]
     return Slowdowns(sizes, by_block, update, [one.shares for one in timed])

@@ -34,7 +34,7 @@ from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
-from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer, TimedParts
+from bigtrain.timing.step_time import MicroBatchSeconds, StepSeconds, StepTimer, TimedParts
 
 MAX_STEPS = 1000
 """Steps whose seconds are kept: the newest."""
@@ -191,10 +191,10 @@ class RunClock:
     @cached_property
     def _pieces(
         self,
-    ) -> tuple[list[PassSeconds], Callable[[int], Profile], RecordedSections, TimedParts]:
+    ) -> tuple[list[MicroBatchSeconds], Callable[[int], Profile], RecordedSections, TimedParts]:
         """Passes and profiles of stages, the run that says what an update takes, what is timed."""
         plan, cut = self._plan, self._plan.cut
-        if cut is not None and (cut.recompute != "never" or not cut.spans_ranks):
+        if cut is not None and (cut.recompute != "never" or not cut.is_distributed):
             raise ConfigError(f"what {plan.strategy.name} does in a step is not known in seconds")
         timed = self._slowdowns() if self._at_hand else None
         kept = self._sections("keep", timed)
@@ -230,7 +230,7 @@ class RunClock:
         def sections_at(rows: int) -> ModelSections:
             return self._library.model_sections(whole, rows, "keep")
 
-        given = (self._blocks.crowd, self._workload.model, sections_at, self._timer)
+        given = (self._blocks.oversubscription, self._workload.model, sections_at, self._timer)
         return slowdowns(found, *given)
 
     def _sections(self, choice: BlockPolicy, timed: Slowdowns | None) -> ModelSections:
@@ -285,14 +285,14 @@ class RunClock:
             edges.append(place + min(1.0, max(0.0, into / flops[place] if flops[place] else 0.0)))
         return [*edges, count]
 
-    def _pace(self, sections: Sequence[Section], start: float, stop: float) -> PassSeconds:
+    def _pace(self, sections: Sequence[Section], start: float, stop: float) -> MicroBatchSeconds:
         """A micro-batch through some sections and back, of the first and the last a part."""
-        paces = [PassSeconds(0.0, 0.0)]
+        paces = [MicroBatchSeconds(0.0, 0.0)]
         for place, section in enumerate(sections):
             share = min(stop, place + 1.0) - max(start, float(place))
             if share > 0:
                 paces.append(self._timer.pass_seconds([section], self._plan.tp).scaled(share))
-        return PassSeconds.sum(paces)
+        return MicroBatchSeconds.sum(paces)
 
 
 def _whole_edges(edges: Sequence[float], count: int) -> list[int]:

@@ -58,7 +58,7 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class PassSeconds:
+class MicroBatchSeconds:
     """One micro-batch on one stage, in seconds."""
 
     forward: float
@@ -83,17 +83,17 @@ class PassSeconds:
         return self.computing + self.exchanging
 
     @classmethod
-    def sum(cls, paces: Iterable[PassSeconds]) -> PassSeconds:
+    def sum(cls, paces: Iterable[MicroBatchSeconds]) -> MicroBatchSeconds:
         """One after the other."""
         found = [(pace.forward, pace.backward, *pace.exchange) for pace in paces]
         forward, backward, there, back = map(sum, zip(*found, strict=True))
         return cls(forward, backward, (there, back))
 
-    def scaled(self, share: float) -> PassSeconds:
+    def scaled(self, share: float) -> MicroBatchSeconds:
         """Of a part."""
         there, back = self.exchange
         parts = (share * self.forward, share * self.backward, (share * there, share * back))
-        return PassSeconds(*parts)
+        return MicroBatchSeconds(*parts)
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class StepTimer:
         node = self.cluster.node
         return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
 
-    def pass_seconds(self, sections: Sequence[Section], tp: int = 1) -> PassSeconds:
+    def pass_seconds(self, sections: Sequence[Section], tp: int = 1) -> MicroBatchSeconds:
         """One micro-batch through some sections and back, on one of the ranks that slice them."""
-        return PassSeconds(
+        return MicroBatchSeconds(
             sum(self._pass(s, back=False) for s in sections),
             sum(self._pass(s, back=True) for s in sections),
             (
@@ -161,7 +161,7 @@ class StepTimer:
             ),
         )
 
-    def least_seconds(self, sections: Sequence[Section], tp: int) -> PassSeconds:
+    def least_seconds(self, sections: Sequence[Section], tp: int) -> MicroBatchSeconds:
         """No rank of so many that slice these is faster: each has its part, at the full rate."""
         if tp == 1:
             return self.pass_seconds(sections)
@@ -172,7 +172,7 @@ class StepTimer:
             )
             for back in (False, True)
         ]
-        return PassSeconds(both[0], both[1])
+        return MicroBatchSeconds(both[0], both[1])
 
     def _exchanges(self, section: Section, tp: int, *, back: bool) -> float:
         """Seconds of what the tp axis exchanges in a pass: each stands between two operations."""
@@ -199,7 +199,7 @@ class StepTimer:
     def plan_seconds(
         self,
         plan: Plan,
-        paces: Sequence[PassSeconds],
+        paces: Sequence[MicroBatchSeconds],
         profile_of: Callable[[int], Profile],
         base: RecordedSections,
         timed: TimedParts,
@@ -244,7 +244,7 @@ class StepTimer:
     def step(
         self,
         plan: Plan,
-        paces: Sequence[PassSeconds],
+        paces: Sequence[MicroBatchSeconds],
         rank_profiles: Sequence[Sequence[Profile]],
         update: float,
         *,
@@ -296,7 +296,7 @@ class StepTimer:
     def _computing(
         self,
         plan: Plan,
-        paces: Sequence[PassSeconds],
+        paces: Sequence[MicroBatchSeconds],
         profiles: Sequence[Profile],
         split: tuple[float, float],
         *,
@@ -350,8 +350,8 @@ class StepTimer:
         return max(self._issue, one + self._beside("send"))
 
     def _with_gathers(
-        self, tp: int, paces: Sequence[PassSeconds], ranks: Sequence[int], nbytes: int
-    ) -> Sequence[PassSeconds]:
+        self, tp: int, paces: Sequence[MicroBatchSeconds], ranks: Sequence[int], nbytes: int
+    ) -> Sequence[MicroBatchSeconds]:
         """With what ranks of the tp axis gather of what others have sent each a part of."""
         if tp == 1 or not nbytes:
             return paces
@@ -364,7 +364,7 @@ class StepTimer:
         ]
 
     def _traffic(
-        self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int
+        self, plan: Plan, profile: Profile, pace: MicroBatchSeconds, micro_batches: int
     ) -> tuple[float, float]:
         """Seconds that are not hidden: of exchanges between replicas, and of moves."""
         by_overlap: dict[str, list[tuple[Traffic, float]]] = {}
@@ -392,7 +392,7 @@ class StepTimer:
             transfer_seconds += times * exposed * share
         return comm_seconds, transfer_seconds
 
-    def _hides(self, key: str, pace: PassSeconds) -> float:
+    def _hides(self, key: str, pace: MicroBatchSeconds) -> float:
         """Seconds of computing behind which something may hide; on a CPU both want the cores."""
         if self.cluster.node.shared:
             return 0.0
@@ -441,7 +441,7 @@ def closed_form_bubble(
         return None
 
 
-def _seconds(pace: PassSeconds, sending: float, weights_share: float) -> StageSeconds:
+def _seconds(pace: MicroBatchSeconds, sending: float, weights_share: float) -> StageSeconds:
     """With sending, and the share of the backward pass that is done later, for the weights."""
     weights = pace.backward * weights_share
     there, back = (sending + exchange for exchange in pace.exchange)

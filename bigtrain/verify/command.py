@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 def _comparable(contender: ComparedStrategy) -> ComparedStrategy:
     """The same; refused where its numbers are others by intent, which no comparison can prove."""
-    reason = contender.plan.replicate.own_numbers if contender.plan is not None else None
+    reason = contender.plan.replicate.inexact_reason if contender.plan is not None else None
     return contender if reason is None else replace(contender, plan=None, refusal=reason)
 
 

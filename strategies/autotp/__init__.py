@@ -34,7 +34,7 @@ from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.slice_planning.choose import most_ranks, plan_slices
-from bigtrain.slice_planning.patterns import merged_lines, spec_text
+from bigtrain.slice_planning.slice_specs import merged_lines, spec_text
 from bigtrain.slicing.install import sliced_tensors
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.strategies.autotp.adapter import AUTOTP, keep_values, partition_config, use_groups

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.slice_planning.classes import SliceClass
+from bigtrain.slice_planning.axis_classes import SliceClass
 from bigtrain.slice_planning.plan import SlicingPlan
 from bigtrain.slicing.slices import Slices
 

@@ -74,7 +74,7 @@ class LocalSGD(Strategy):
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
         return Traits(
-            own_numbers=f"replicas step by themselves and agree every {self.every} steps: by "
+            inexact_reason=f"replicas step by themselves and agree every {self.every} steps: by "
             "intent the losses are not those of one process"
         )
 
@@ -85,7 +85,7 @@ class LocalSGD(Strategy):
 
     def warning(self) -> str | None:
         """See `Strategy.warning`."""
-        return f"local_sgd: {self.traits.own_numbers}"
+        return f"local_sgd: {self.traits.inexact_reason}"
 
     def check(self, plan: Plan) -> None:
         """Refuse turns that do not fit into the steps between two agreements, and cut models."""

@@ -52,7 +52,7 @@ from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
 from bigtrain.units import format_bytes
 
 _NOTICE_EVERY = 20
-_OWN_NUMBERS = (
+_INEXACT_REASON = (
     "pushes are applied as they come, each to what others have changed meanwhile: by intent the "
     "losses are not those of one process"
 )
@@ -92,10 +92,10 @@ class ParameterServer(Strategy):
             cannot_hold=frozenset({"gradient_hooks", "accumulate_hooks", "writes"}),
             state_ranks=self.servers,
             sharded_states=1,
-            servers=self.servers,
+            num_servers=self.servers,
             sends_messages=True,
             notice_every=_NOTICE_EVERY if self._asynchronous else 1,
-            own_numbers=_OWN_NUMBERS if self._asynchronous else None,
+            inexact_reason=_INEXACT_REASON if self._asynchronous else None,
         )
 
     @property
@@ -104,7 +104,7 @@ class ParameterServer(Strategy):
 
     def warning(self) -> str | None:
         """See `Strategy.warning`."""
-        return f"parameter_server: {_OWN_NUMBERS}" if self._asynchronous else None
+        return f"parameter_server: {_INEXACT_REASON}" if self._asynchronous else None
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """None: a rank that computes nothing is never the fastest for the same batch."""

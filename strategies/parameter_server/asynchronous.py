@@ -34,7 +34,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError, LaunchError, UnreadableError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import MOST_LINES, read_text
-from bigtrain.recorder.star import going_on_without
+from bigtrain.recorder.root_exchange import going_on_without
 from bigtrain.strategies.parameter_server.inbox import (
     ANSWER_NUMBERS,
     PUSH_NUMBERS,
@@ -266,7 +266,7 @@ class AsyncServer(Server):
         self.meter.phase("backward")
         slowest = min(self._clocks, key=self._clocks.__getitem__)
         worker, head = self._inbox.next(None if recorded is None else recorded.worker, slowest)
-        if head is None and not self.context.losses.confirm(self._rank(worker)):
+        if head is None and not self.context.lost_ranks.confirm(self._rank(worker)):
             raise LaunchError(
                 f"the connection to worker {worker} (rank {self._rank(worker)}) broke"
             )

@@ -29,7 +29,7 @@ class Heads:
     """Numbers that go before, to some ranks and from some."""
 
     def __init__(self, context: RunContext) -> None:
-        self._group = context.losses.group
+        self._group = context.lost_ranks.group
         self._waiting: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, numbers: Sequence[float], rank: int) -> None:

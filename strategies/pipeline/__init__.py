@@ -169,7 +169,7 @@ class Pipeline(CutStrategy):
         return Layout(
             choose_cut(traced_model, workload.micro_batch, request),
             ranks,
-            "pp rank" if self.traits.spans_ranks else "device",
+            "pp rank" if self.traits.is_distributed else "device",
             BATCH_NORM[self.batch_norm] if self._says_statistics(workload.model) else "",
         )
 

@@ -36,7 +36,7 @@ class DeepSpeedPipeline(Pipeline):
         return replace(
             traits,
             optimizer_gets="copies",
-            takes_over=True,
+            shares_engine=True,
             cannot_hold=traits.cannot_hold | hooks,
         )
 

@@ -29,7 +29,7 @@ class DevicePipeline(Pipeline):
     @property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
-        return replace(super().traits, owns_step=False, spans_ranks=False)
+        return replace(super().traits, owns_step=False, is_distributed=False)
 
     def check(self, plan: Plan) -> None:
         """Refuse more devices than there are, and what stages on ranks alone have."""

@@ -35,7 +35,7 @@ class FairscalePipe(Pipeline):
     @property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
-        return replace(super().traits, spans_ranks=False)
+        return replace(super().traits, is_distributed=False)
 
     def warning(self) -> str | None:
         """See `Strategy.warning`."""

@@ -32,7 +32,7 @@ ALLOWED = {
     ("hvd.gathers", "pickle.loads"): "messages between the ranks of one run",
     ("ranks.agreement", "json.loads"): "the same",
     ("recorder.exchanges", "pickle.loads"): "messages between the ranks of one run",
-    ("recorder.star", "pickle.loads"): "the same",
+    ("recorder.root_exchange", "pickle.loads"): "the same",
     ("ranks.failure_hub", "json.loads"): "messages between the ranks of one run",
     ("ranks.rendezvous", "os.open"): "the port that rank 0 writes for its own ranks",
     ("ranks.rendezvous", "read_text"): "the same",

@@ -26,7 +26,7 @@ from bigtrain.planner.show import no_fit_lines, plan_document, plan_text, reject
 from bigtrain.planner.space import Candidate, SearchSpace
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.sections import OpLog
-from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer
+from bigtrain.timing.step_time import MicroBatchSeconds, StepSeconds, StepTimer
 from bigtrain.units import GIB, MIB, format_count
 
 WHOLE_LAYERS = ["mesh.tp=1"]
@@ -361,14 +361,14 @@ def plan_of(strategy: str, ranks: int, **keys: Any) -> tuple[Job, Any]:
 
 def test_a_pipeline_waits_as_its_bubble_says() -> None:
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 2, "mesh.pp": 4})
-    found = clock().step(plan, [PassSeconds(1.0, 2.0)] * 4, [], 0.0)
+    found = clock().step(plan, [MicroBatchSeconds(1.0, 2.0)] * 4, [], 0.0)
     assert found.compute == pytest.approx(4 * 3.0)
     assert found.bubble == pytest.approx(3 * 3.0, rel=1e-3)  # (p - 1) (F + B)
 
 
 def test_a_backward_pass_in_two_parts_takes_what_was_timed_of_each() -> None:
     _, plan = plan_of("zero_bubble", 2, **{"train.micro_batch_size": 2, "mesh.pp": 2})
-    paces = [PassSeconds(1.0, 2.0)] * 4
+    paces = [MicroBatchSeconds(1.0, 2.0)] * 4
     halves = clock().step(plan, paces, [], 0.0)
     assert halves.compute == pytest.approx(4 * 2 * 3.0)
     parts = clock().step(plan, paces, [], 0.0, split=(0.8, 0.4))
@@ -386,13 +386,13 @@ def test_ranks_that_wait_leave_a_crowded_cpu_to_the_others() -> None:
     link = cpu.inside.model_copy(update=free)
     crowded = clock(cpu.model_copy(update={"node": node, "inside": link}))
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 2, "mesh.pp": 4})
-    found = crowded.step(plan, [PassSeconds(1.0, 2.0)] * 4, [], 0.0)
+    found = crowded.step(plan, [MicroBatchSeconds(1.0, 2.0)] * 4, [], 0.0)
     assert found.total == pytest.approx(4 * 4 * 3.0 / 2)  # the bubble of (4 - 1) 3 is no more
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 8, "mesh.pp": 4})
-    alone = crowded.step(plan, [PassSeconds(1.0, 2.0)] * 4, [], 0.0)
+    alone = crowded.step(plan, [MicroBatchSeconds(1.0, 2.0)] * 4, [], 0.0)
     assert alone.total == pytest.approx(4 * 3.0)  # one micro-batch: one core at a time
     _, plan = plan_of("ddp", 4, **{"train.micro_batch_size": 2})
-    assert crowded.step(plan, [PassSeconds(1.0, 2.0)], [], 1.0).total == pytest.approx(
+    assert crowded.step(plan, [MicroBatchSeconds(1.0, 2.0)], [], 1.0).total == pytest.approx(
         2 * (3.0 + 1.0)
     )
     assert clock().oversubscription == clock(cpu).oversubscription == 1.0

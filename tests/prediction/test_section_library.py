@@ -235,11 +235,11 @@ def test_a_model_that_looks_at_values_is_refused_with_the_line():
         model = Looks()
     plan = make_plan(job_from_keys("single", {"train.global_batch_size": 2}), 1, "cpu")
     make_optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
-    anatomy = SectionLibrary(model, floats(2, 16), lambda *_: PLAIN, make_optimizer, CPU)
+    library = SectionLibrary(model, floats(2, 16), lambda *_: PLAIN, make_optimizer, CPU)
     with pytest.raises(
         ConfigError, match=r"does not run on fake tensors.*forward.*bigtrain compare"
     ):
-        anatomy.model_sections(plan, 2, "keep")
+        library.model_sections(plan, 2, "keep")
 
 
 def test_losses_may_differ_where_micro_batches_wait():
@@ -253,10 +253,10 @@ def test_losses_may_differ_where_micro_batches_wait():
         return PLAIN if waiting else CHUNKED
 
     plan = make_plan(job_from_keys("single", {"train.global_batch_size": 2}), 1, "cpu")
-    anatomy = SectionLibrary(
+    library = SectionLibrary(
         model, tokens(2), loss, optimizer_factory(job_from_keys("single", {}).optim, 0), CPU
     )
-    bodies = [anatomy.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
+    bodies = [library.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
     spans = [len(put_together(body, body, again=False).passes["first"].spans) for body in bodies]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}

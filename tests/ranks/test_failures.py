@@ -200,13 +200,13 @@ def test_a_spare_rank_is_missed_and_ends_nobody(
     ranks = Ranks(monkeypatch, 4)
     names = ["server 0", "server 1", "worker 0", "worker 1"]
     for watch in ranks.watches:
-        watch.recorder.losses.allow([2, 3], names, tells=watch.rank == 0)
+        watch.recorder.lost_ranks.allow([2, 3], names, tells=watch.rank == 0)
     ranks.watches[0].recorder.step = 7
-    assert not ranks.watches[0].recorder.losses.confirm(1)
+    assert not ranks.watches[0].recorder.lost_ranks.confirm(1)
     ranks.watches[3]._closing.set()
     ranks.watches[3]._socket.shutdown(2)
-    assert all(watch.recorder.losses.confirm(3) for watch in ranks.watches[:3])
-    assert [watch.recorder.losses.lost for watch in ranks.watches[:3]] == [(3,)] * 3
+    assert all(watch.recorder.lost_ranks.confirm(3) for watch in ranks.watches[:3])
+    assert [watch.recorder.lost_ranks.lost for watch in ranks.watches[:3]] == [(3,)] * 3
     said = capsys.readouterr().err
     assert said.startswith("bigtrain: worker 1 (rank 3) was lost in step 7: it ended without a ")
     assert said.endswith("1 of 2 workers go on; its share of each batch is not seen any more\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.slice_planning.axes import (
+from bigtrain.slice_planning.dim_axes import (
     MISFIT,
     block,
     cut,

@@ -11,7 +11,7 @@ from torch import nn
 from bigtrain.errors import ConfigError
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.slice_planning.choose import plan_slices
-from bigtrain.slice_planning.patterns import merged_lines, read_lines, read_spec, spec_text
+from bigtrain.slice_planning.slice_specs import merged_lines, read_lines, read_spec, spec_text
 from bigtrain.slicing.slices import Slices, SliceSection
 
 MODEL = GPT(GPTConfig(vocab_size=301, num_layers=2, width=64, num_heads=4))

@@ -11,8 +11,8 @@ from torch import nn
 from torchvision import models
 
 from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.slice_planning.axis_classes import AxisClasses
 from bigtrain.slice_planning.axis_trace import trace_axes
-from bigtrain.slice_planning.classes import AxisClasses
 from bigtrain.slicing.slices import Slices, SliceSection
 
 MOST = 8

@@ -13,9 +13,7 @@ from torch import Tensor
 from bigtrain.cutting.stage_program import BoundaryTensor
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.exchange import SliceGroup
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, whole_of
-from bigtrain.slicing.slices import Slices
-from bigtrain.slicing.wires import (
+from bigtrain.slicing.scatter_gather import (
     MIN_DEALT_BYTES,
     Crossing,
     dealt,
@@ -23,6 +21,8 @@ from bigtrain.slicing.wires import (
     sent_meta,
     undealt,
 )
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, whole_of
+from bigtrain.slicing.slices import Slices
 
 TYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),

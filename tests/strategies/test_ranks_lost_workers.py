@@ -78,7 +78,7 @@ def trained(context, folder, keys, victim, at, when):
                     die()
                 die_in_a_push(after=3)
             losses.append(engine.step(batch).loss)
-        return before, losses, engine.save(folder / "checkpoints"), context.losses.lost
+        return before, losses, engine.save(folder / "checkpoints"), context.lost_ranks.lost
 
 
 def log_of(folder):
@@ -217,7 +217,7 @@ def shares(context):
     context.barrier()
     if context.rank == 2:
         die()
-    context.losses.confirm(2)
+    context.lost_ranks.confirm(2)
     return before, sum(batch.count for batch in parts.validation_batches(context))
 
 

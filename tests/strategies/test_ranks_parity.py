@@ -162,8 +162,8 @@ def test_every_listed_strategy_equals_one_process(expected_with_unreached, strat
             return
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     plan = make_plan(job, world_size, "cpu")
-    if plan.replicate.own_numbers is not None:  # and says so before the ranks connect
-        assert any(plan.replicate.own_numbers in line for line in plan.warnings)
+    if plan.replicate.inexact_reason is not None:  # and says so before the ranks connect
+        assert any(plan.replicate.inexact_reason in line for line in plan.warnings)
         return
     mesh = {"pp": plan.pp, "tp": plan.tp}
     for record in run_ranks(train, world_size, Unreached, tokens(22), strategy, keys, **mesh):

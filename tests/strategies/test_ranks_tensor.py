@@ -24,7 +24,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 from bigtrain.data.source import Samples, TensorSamples
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.ranks.context import RunContext
-from bigtrain.slicing import wires
+from bigtrain.slicing import scatter_gather
 
 WORDS, CLASSES, SIZES = 29, 5, {"num_layers": 2, "width": 24, "num_heads": 6, "vocab_size": 29}
 
@@ -224,11 +224,11 @@ def ends_of_steps(
 ) -> list[dict[tuple[str, str], Record]]:
     """With parts, and with all of every wire sent by every rank."""
     found = [trained(context, strategies, names, keys)]
-    least, wires.MIN_DEALT_BYTES = wires.MIN_DEALT_BYTES, 2**60
+    least, scatter_gather.MIN_DEALT_BYTES = scatter_gather.MIN_DEALT_BYTES, 2**60
     try:
         return [*found, trained(context, strategies, names, keys)]
     finally:
-        wires.MIN_DEALT_BYTES = least
+        scatter_gather.MIN_DEALT_BYTES = least
 
 
 @pytest.mark.parametrize(

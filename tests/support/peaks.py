@@ -25,7 +25,7 @@ def peaks(context, model, batch, strategy, keys, optimizer):
     shares = math.lcm(*range(1, context.world_size + 1))
     any_batch = {"train.global_batch_size": len(batch[0]) * shares, **keys}
     plan = make_plan(job_from_keys(strategy, any_batch), context.world_size, context.device.type)
-    rows = len(batch[0]) * (plan.dp - plan.replicate.servers)
+    rows = len(batch[0]) * (plan.dp - plan.replicate.num_servers)
     job = job_from_keys(
         strategy, {"train.global_batch_size": rows, "memory.track_steps": 4, **keys}
     )

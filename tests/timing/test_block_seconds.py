@@ -116,10 +116,14 @@ def library(job: Job) -> SectionLibrary:
 
 
 def timed_as(
-    anatomy: SectionLibrary, plan: Any, timer: StepTimer, rows: int, factors: dict[str, float]
+    section_library: SectionLibrary,
+    plan: Any,
+    timer: StepTimer,
+    rows: int,
+    factors: dict[str, float],
 ) -> BlockSeconds:
     """What a machine would tell on which sections take so many times what rates say."""
-    model = anatomy.model_sections(plan, rows, "keep")
+    model = section_library.model_sections(plan, rows, "keep")
     keys = section_keys(model.sections)
     at = {key: n for n, key in enumerate(keys)}
     names = [BEFORE, keys[1], keys[2], keys[-2], AFTER]  # first, middle, last
@@ -136,10 +140,10 @@ def timed_as(
 
 
 def test_what_was_timed_is_held_beside_what_rates_say(job):
-    anatomy, timer, plan = library(job), StepTimer(NODE), make_plan(job, 1, "cpu")
-    names = section_keys(anatomy.model_sections(plan, 1, "keep").sections)
+    section_library, timer, plan = library(job), StepTimer(NODE), make_plan(job, 1, "cpu")
+    names = section_keys(section_library.model_sections(plan, 1, "keep").sections)
     factors = {BEFORE: 2.0, names[1]: 3.0, names[2]: 4.0, names[-2]: 6.0, AFTER: 7.0}
-    timed = [timed_as(anatomy, plan, timer, rows, factors) for rows in (1, 4)]
+    timed = [timed_as(section_library, plan, timer, rows, factors) for rows in (1, 4)]
     timed[1] = BlockSeconds(
         4,
         [(2 * a, 2 * b) for a, b in timed[1].sections],
@@ -149,9 +153,9 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     )
 
     def sections_at(rows: int) -> Any:
-        return anatomy.model_sections(plan, rows, "keep")
+        return section_library.model_sections(plan, rows, "keep")
 
-    found = slowdowns(timed, 1.0, anatomy._runs._model, sections_at, timer)
+    found = slowdowns(timed, 1.0, section_library._runs._model, sections_at, timer)
     assert found.rows == (1, 4)
     assert found.update == pytest.approx(5)
     for name in names[1:-1]:  # all blocks between the ends are as the one that stands for them
@@ -160,22 +164,22 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
         assert found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
         assert found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
     # Ranks that took turns were timed twice as long as one that has a core.
-    crowded = slowdowns(timed, 2.0, anatomy._runs._model, sections_at, timer)
+    crowded = slowdowns(timed, 2.0, section_library._runs._model, sections_at, timer)
     assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
-    kept = anatomy.model_sections(plan, 1, "keep")
+    kept = section_library.model_sections(plan, 1, "keep")
     whole = found.applied(kept, kept, "keep", 1, timer)
     seconds = timer.pass_seconds(whole.sections)
-    plain = timer.pass_seconds(anatomy.model_sections(plan, 1, "keep").sections)
+    plain = timer.pass_seconds(section_library.model_sections(plan, 1, "keep").sections)
     assert 2 * plain.forward < seconds.forward < 7 * plain.forward
     assert 4 * plain.backward < seconds.backward < 14 * plain.backward
     # A block that is computed again takes what it was seen to, beside one that is not.
-    full = found.applied(anatomy.model_sections(plan, 1, "full"), kept, "full", 1, timer)
+    full = found.applied(section_library.model_sections(plan, 1, "full"), kept, "full", 1, timer)
     once, again = (timer.pass_seconds([each.sections[2]]) for each in (whole, full))
     assert again.forward == pytest.approx(1.1 * once.forward)
     assert again.backward == pytest.approx(1.6 * once.backward)
     # Of a model whose blocks could not be told apart, all share what the whole took.
     one = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
-    alike = slowdowns([one], 1.0, anatomy._runs._model, sections_at, timer)
+    alike = slowdowns([one], 1.0, section_library._runs._model, sections_at, timer)
     assert len({round(forward, 6) for forward, _ in alike.at(1).values()}) == 1
 
 
@@ -184,14 +188,14 @@ def test_the_search_goes_by_what_was_timed(job, monkeypatch):
 
     def seconds(timer: BlockTimer, *, bf16_parameters: bool) -> list[BlockSeconds]:
         asked.append(bf16_parameters)
-        anatomy, plan = library(timer.job), make_plan(timer.job, 1, "cpu")
-        names = section_keys(anatomy.model_sections(plan, 1, "keep").sections)
+        section_library, plan = library(timer.job), make_plan(timer.job, 1, "cpu")
+        names = section_keys(section_library.model_sections(plan, 1, "keep").sections)
         factors = dict.fromkeys([*names], 3.0)
         timer.source = "as a test says"
-        one = timed_as(anatomy, plan, StepTimer(NODE), 1, factors)
-        crowd = timer.crowd
-        pairs = [(crowd * a, crowd * b / 2) for a, b in one.sections]
-        return [BlockSeconds(1, pairs, crowd * one.update, one.trained)]
+        one = timed_as(section_library, plan, StepTimer(NODE), 1, factors)
+        slower = timer.oversubscription
+        pairs = [(slower * a, slower * b / 2) for a, b in one.sections]
+        return [BlockSeconds(1, pairs, slower * one.update, one.trained)]
 
     monkeypatch.setattr(BlockTimer, "seconds", seconds)
     limit = Limit(GIB, reserved=0)

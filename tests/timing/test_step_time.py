@@ -17,7 +17,7 @@ from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import OpLog
 from bigtrain.timing.products import product_efficiency
-from bigtrain.timing.step_time import PassSeconds, StepTimer
+from bigtrain.timing.step_time import MicroBatchSeconds, StepTimer
 
 A100, CPU = load_cluster("a100-node"), load_cluster("cpu")
 WORDS = [
@@ -152,7 +152,7 @@ def test_one_message_has_nothing_to_hide_behind() -> None:
     assert traffic.calls == 1
     slow = A100.inside.model_copy(update={"bandwidth": 1e6})
     timer = StepTimer(A100.model_copy(update={"inside": slow}))
-    found = timer.step(plan, [PassSeconds(100.0, 200.0)], [[profile]], 0.0)
+    found = timer.step(plan, [MicroBatchSeconds(100.0, 200.0)], [[profile]], 0.0)
     assert found.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
     assert found.compute == 300.0
 
@@ -171,7 +171,7 @@ def issuing(**seconds: float) -> Cluster:
 def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
     plan, base = plan_of("fsdp", "cpu"), sections().base
     profile = compose_profile(base, sections().sections)
-    paces = [PassSeconds(0.1, 0.2)]
+    paces = [MicroBatchSeconds(0.1, 0.2)]
     free, costly = (
         StepTimer(issuing(all_gather=gather, reduce_scatter=reduce)).step(
             plan, paces, [[profile]], 0.0
@@ -191,7 +191,7 @@ def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
 def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
     plan = plan_of("1f1b", "cpu")
     profile = compose_profile(sections().base, sections().sections)
-    paces = [PassSeconds(0.1, 0.2)] * plan.pp
+    paces = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
     free, costly = (
         StepTimer(issuing(send=issue)).step(plan, paces, [[profile]], 0.0) for issue in (0.0, 0.01)
     )
@@ -206,7 +206,7 @@ def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
     profile = compose_profile(sections().base, sections().sections)
     crowded = issuing(send=0.01).model_dump()
     crowded["node"]["cores"] = 2
-    paces = [PassSeconds(0.1, 0.2)] * plan.pp
+    paces = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
     timer = StepTimer(Cluster.model_validate(crowded))
     found = timer.step(plan, paces, [[profile]], 0.0)
     micro_batches = plan.batch.accumulation_steps

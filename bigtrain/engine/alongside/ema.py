@@ -47,7 +47,7 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
     traits, name = engine.plan.replicate, engine.plan.strategy.name
     if engine.kept:
         raise ConfigError("ema: this engine has an average already. Use the one that there is.")
-    if traits.servers or traits.own_numbers:
+    if traits.num_servers or traits.inexact_reason:
         raise ConfigError(
             f"ema: under strategy {name} the ranks do not have one model after each step, of which "
             "there could be an average. Use --strategy ddp, or one that shards."

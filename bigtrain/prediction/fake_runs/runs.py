@@ -72,7 +72,7 @@ class RunKind(NamedTuple):
     waiting: bool
     cut: bool
     """Whether tied parameters are several."""
-    as_sent: bool
+    contiguous_gradients: bool
     """Whether gradients come as other ranks send them; see `RecordedSections.copies_gradient`."""
     sliced: str = ""
     """By whom and over how many ranks; empty where layers are whole."""
@@ -153,7 +153,9 @@ class FakeRuns:
             slices = self._slices(plan, loss, cut=kind.cut)
             model, names = self._model_run(cut=kind.cut)
             given = (self._workload(loss, model), names, batches, _with_policy(plan, "keep"))
-            found = record_split_backward(*given, self._device, slices, as_sent=kind.as_sent)
+            found = record_split_backward(
+                *given, self._device, slices, contiguous_gradients=kind.contiguous_gradients
+            )
             self._halved[kind, sizes] = found
         return self._halved[kind, sizes]
 
@@ -203,7 +205,9 @@ class FakeRuns:
         workload = self._workload(loss, model)
         given = (workload, names, batches, _with_policy(plan, kind.choice), self._device)
         try:
-            recorded = record_sections(*given, slices, as_sent=kind.as_sent)
+            recorded = record_sections(
+                *given, slices, contiguous_gradients=kind.contiguous_gradients
+            )
         except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
@@ -268,7 +272,7 @@ class FakeRuns:
         policy = _with_policy(plan, kind.choice)
         given = (self._workload(loss, short), remaining, batches, policy, self._device)
         try:
-            found = record_sections(*given, within, as_sent=kind.as_sent)
+            found = record_sections(*given, within, contiguous_gradients=kind.contiguous_gradients)
         except UntraceableError:
             return ()
         if any([s.name for s in run.sections] != ["", *remaining, ""] for run in found):
@@ -304,7 +308,9 @@ class FakeRuns:
         given = (self._workload(loss, short), names[:1], batches, plain, self._device)
         within = None if slices is None else slices_within(slices, short)
         try:
-            found = record_sections(*given, within, as_sent=kind.as_sent, unit=unit)
+            found = record_sections(
+                *given, within, contiguous_gradients=kind.contiguous_gradients, unit=unit
+            )
         except UntraceableError:
             return ()
         return found if all(run.profile is None for run in found) else ()

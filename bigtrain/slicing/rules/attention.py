@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigtrain.slicing.columns import forget_input
+from bigtrain.slicing.column_parallel import forget_input
 from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, part_of, to_all
 from bigtrain.slicing.rules.norms import own_random
 from bigtrain.slicing.rules.products import linear, scaled

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigtrain.slicing.columns import column_linear, forget_input
+from bigtrain.slicing.column_parallel import column_linear, forget_input
 from bigtrain.slicing.exchange import (
     SliceGroup,
     summed,
 )
-from bigtrain.slicing.sequence import total
+from bigtrain.slicing.sequence_parallel import total
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,

@@ -42,9 +42,9 @@ from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
+from bigtrain.strategies.zero.on_torch.fsdp_boundaries import take_apart_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
-from bigtrain.strategies.zero.on_torch.slice_borders import take_apart_at_borders
 from bigtrain.tracing.routes import Routes
 from bigtrain.versions.torch_versions import reduce_scatter_single
 
@@ -340,7 +340,7 @@ def _finish(unit: nn.Module, name: str, assembly: Assembly) -> None:
         unit.register_forward_pre_hook(lambda _module, _inputs: units.note(number))
         stand_in_for_missing(unit, assembly.use)
     if assembly.slices is not None:
-        take_apart_at_borders(unit)
+        take_apart_at_boundaries(unit)
     _tell_owner(unit, assembly)
 
 

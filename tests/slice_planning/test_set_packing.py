@@ -7,8 +7,8 @@ from itertools import chain, combinations
 
 import pytest
 
-from bigtrain.slice_planning import disjoint
-from bigtrain.slice_planning.disjoint import Option, frontier
+from bigtrain.slice_planning import set_packing
+from bigtrain.slice_planning.set_packing import Option, frontier
 
 
 def drawn(seed: int, count: int, claims: int) -> list[Option]:
@@ -78,9 +78,11 @@ def blocks_along_a_skip(count: int) -> list[Option]:
 
 def test_blocks_that_are_alike_are_solved_once(monkeypatch):
     branched = []
-    branch = disjoint._Search._branch
+    branch = set_packing._Search._branch
     monkeypatch.setattr(
-        disjoint._Search, "_branch", lambda self, part: branched.append(part) or branch(self, part)
+        set_packing._Search,
+        "_branch",
+        lambda self, part: branched.append(part) or branch(self, part),
     )
     found = frontier(blocks_along_a_skip(200), first_of=lambda p: (p.nbytes, p.cost))
     assert len(found[0].taken) == 201
@@ -98,7 +100,7 @@ def test_a_long_chain_is_solved():
 
 
 def test_too_many_points_are_thinned_and_stay_sets_that_can_be(monkeypatch):
-    monkeypatch.setattr(disjoint, "MOST_POINTS", 8)
+    monkeypatch.setattr(set_packing, "MOST_POINTS", 8)
     options = [Option(n, frozenset({str(n)}), float(2**n), -float(3**n)) for n in range(6)]
     points = frontier(options)
     assert len(points) == 8

@@ -29,7 +29,7 @@ class _Apart(NamedTuple):
     layout: _Layout
 
 
-def take_apart_at_borders(unit: nn.Module) -> None:
+def take_apart_at_boundaries(unit: nn.Module) -> None:
     """Let the hooks that a module has by now see plain tensors where sliced ones go in or out."""
     unit.register_forward_pre_hook(
         lambda _, args, kwargs: (_apart(args), _apart(kwargs)), prepend=True, with_kwargs=True

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.exchange import SliceGroup, all_gather
-from bigtrain.slicing.sequence import stretches
+from bigtrain.slicing.sequence_parallel import stretches
 from bigtrain.slicing.slices import Slices
 
 MIN_DEALT_BYTES = 1024

@@ -23,7 +23,7 @@ _TAG = 2
 
 
 @dataclass(frozen=True)
-class Star:
+class RootExchange:
     """Rank 0 in the middle.
 
     Args:
@@ -95,5 +95,5 @@ def going_on_without(rank: int, recorder: FlightRecorder) -> Iterator[None]:
     try:
         yield
     except RuntimeError:
-        if not recorder.losses.confirm(rank):
+        if not recorder.lost_ranks.confirm(rank):
             raise

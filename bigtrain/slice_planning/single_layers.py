@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bigtrain.machine.cluster import CommOp
-from bigtrain.slice_planning.axes import Dim, dim_length
+from bigtrain.slice_planning.axis_classes import SliceExchange, entry
 from bigtrain.slice_planning.axis_trace import AxisTrace
-from bigtrain.slice_planning.classes import SliceExchange, entry
+from bigtrain.slice_planning.dim_axes import Dim, dim_length
 from bigtrain.slice_planning.operations import HeldTensor, OpRecord
 from bigtrain.slicing.slices import Slices
 

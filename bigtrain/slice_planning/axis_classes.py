@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from bigtrain.machine.cluster import CommOp
-from bigtrain.slice_planning.axes import Dim, DimAxis, dim_length, expanded, leaves
 from bigtrain.slice_planning.axis_trace import AxisTrace
+from bigtrain.slice_planning.dim_axes import Dim, DimAxis, dim_length, expanded, leaves
 from bigtrain.slice_planning.operations import HeldTensor, OpRecord
 from bigtrain.slicing.slices import Slices, SliceSection
 

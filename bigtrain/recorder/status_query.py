@@ -20,7 +20,7 @@ RECORDS_S = 2.0
 
 
 @dataclass
-class Inquiry:
+class StatusQuery:
     """Ranks that were asked for their records, and what is done with the answers."""
 
     awaited: set[socket.socket]
@@ -30,10 +30,10 @@ class Inquiry:
 
 
 @dataclass
-class Inquiries:
+class StatusQueries:
     """Those that are open."""
 
-    open: list[Inquiry] = field(default_factory=list)
+    open: list[StatusQuery] = field(default_factory=list)
 
     def begin(
         self,
@@ -42,7 +42,7 @@ class Inquiries:
         finish: Callable[[dict[int, Record]], None],
     ) -> None:
         """Wait for the records of these ranks, and call `finish` with them and the known ones."""
-        self.open.append(Inquiry(set(asked), known, finish, time.monotonic() + RECORDS_S))
+        self.open.append(StatusQuery(set(asked), known, finish, time.monotonic() + RECORDS_S))
 
     def answer(self, connection: socket.socket, rank: int, record: Record) -> None:
         """Take a record."""
@@ -69,7 +69,7 @@ class Inquiries:
                 inquiry.finish(inquiry.records)
 
 
-class RollCall:
+class StatusGather:
     """Which ranks still answer at all, whatever they do: a thread of each does.
 
     Silence is counted in rounds, not in seconds: Ctrl-Z stops those who ask, too.

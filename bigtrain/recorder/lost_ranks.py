@@ -16,13 +16,13 @@ _NEWS_S = 5.0
 """An exchange that broke is heard of before the hub's word of the rank that died."""
 
 
-class Losses:
+class LostRanks:
     """Of one run, as one rank knows it.
 
     Attributes:
         names: of all ranks, such as "worker 1"; empty where they have none.
         spare: the ranks that may be lost; none until `allow`.
-        group: the process group of the exchanges that go on without them (see `Star`).
+        group: the process group of the exchanges that go on without them (see `RootExchange`).
         beside: the same for another thread.
         patient: whether these exchanges may take hours now.
         tell: says a message to the hub; None where there is no connection.
@@ -38,7 +38,7 @@ class Losses:
         self._lost: list[int] = []
         self._news = threading.Condition()
 
-    def __deepcopy__(self, _memo: Any) -> Losses:
+    def __deepcopy__(self, _memo: Any) -> LostRanks:
         return self
 
     @property
