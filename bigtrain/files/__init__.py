@@ -1,6 +1,6 @@
-"""How files, folders and variables that others have written come in: bounded, checked, or refused.
+"""Reading files, folders and environment variables that others wrote: bounded and checked.
 
-Decides: what counts as a file; how large, how deep and how often repeated what is read may be; the
-form of safetensors' headers; how a cache is read, replaced and thrown away; the one error of all
-of them, `errors.UnreadableError`.
+Decides what counts as a file, how large and how deeply nested its content may be, the form of
+safetensors headers, and how a cache is read, replaced and discarded. Every reader raises the same
+error, `errors.UnreadableError`.
 """

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all, and caches that are made anew where they are damaged.
+"""Atomic replacement of files, and caches that are rebuilt when they are damaged.
 
-What is written first is a draft beside its place. The process that writes it holds a lock on it,
-which goes when the process does, whatever ends it: so the next one that writes there finds the
-drafts that nobody will finish, and removes them.
+A file is written as a draft in the target's folder and then renamed. The writing process locks its
+draft. The system releases the lock when the process ends, for whatever reason, so the next writer
+in the folder recognizes abandoned drafts and removes them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _OWN = re.compile(r"\..+\.draft-[a-z0-9_]{8}")
 _UNLOCKED = re.compile(
     r"\.text-[0-9a-f]{24}\.bin\.[a-z0-9_]{8}|(rates|blocks|residuals)-[a-z0-9_]{8}"
 )
-"""Drafts of versions up to 1.0, which held no lock; old ones are left behind."""
+"""Drafts of versions up to 1.0, which held no lock: they count as abandoned after a day."""
 _OLD_S = 86400
 _OTHER_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SAID: set[str] = set()
-"""The damaged caches that were spoken of in this process."""
+"""Paths of damaged caches that this process has already reported."""
 
 
 @contextlib.contextmanager
 def replacing_file(target: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `target` when the block ends without an error.
+    """Open a draft for writing that replaces `target` when the block ends without an error.
 
-    Drafts in the same folder whose processes have ended are removed before.
+    Abandoned drafts in the same folder are removed first.
 
     Raises:
-        OSError: it cannot be written; then nothing of it is left.
+        OSError: the file cannot be written; the draft is removed and `target` is unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_left_drafts(target.parent)
@@ -49,7 +49,7 @@ def replacing_file(target: Path) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-            file.flush()  # a full disk is told here, before the old file is replaced
+            file.flush()  # a full disk raises here, before the old file is replaced
             os.replace(draft, target)  # while the lock is held
     except BaseException:
         Path(draft).unlink(missing_ok=True)
@@ -63,7 +63,8 @@ def _locked_draft(target: Path) -> tuple[int, str]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_same(descriptor, draft):
             return descriptor, draft
-        os.close(descriptor)  # another process took it for one that was left, in between
+        # Between creation and lock another process took the draft for an abandoned one.
+        os.close(descriptor)
 
 
 def remove_left_drafts(folder: Path) -> None:
@@ -82,7 +83,7 @@ def _remove_left(entry: os.DirEntry[str]) -> None:
         return
     descriptor = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: somebody writes it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: it is being written
         if _is_same(descriptor, entry.path):
             os.unlink(entry.path)
     finally:
@@ -97,13 +98,13 @@ def _is_same(descriptor: int, path: str) -> bool:
 
 
 def read_cache(path: Path) -> dict[str, Any]:
-    """What a cache has kept; nothing where there is none.
+    """Return the entries of a cache file; an empty dict if the file is missing or damaged.
 
-    One that is damaged has nothing, either: that is said once, and the next writer replaces it.
+    Damage is reported once per process, and the next writer replaces the file.
 
     Raises:
-        UnreadableError: there is a file and the system does not let it be read, so that it must
-            not be replaced.
+        UnreadableError: the file exists but the system refuses to read it, so it must not be
+            replaced.
     """
     try:
         return read_json_object(path)
@@ -117,20 +118,20 @@ def read_cache(path: Path) -> dict[str, Any]:
 
 
 def say_damaged(path: Path, reason: str) -> None:
-    """Say, once and in one rank, that a cache is damaged and will be made anew."""
+    """Report a damaged cache on stderr, once per process and on one rank only."""
     others = any(os.environ.get(name, "0") != "0" for name in _OTHER_RANKS)
     if not others and str(path) not in _SAID:
         _SAID.add(str(path))
         sys.stderr.write(
-            f"bigtrain: {path} is damaged ({reason}): what it kept is left out and made anew\n"
+            f"bigtrain: {path} is damaged ({reason}): its entries are ignored and made anew\n"
         )
 
 
 def write_cache(path: Path, values: Mapping[str, Any], indent: int | None = None) -> None:
-    """Replace what a cache keeps.
+    """Replace the entries of a cache file.
 
     Raises:
-        OSError: it cannot be written; then it is what it was.
+        OSError: the file cannot be written; it keeps its old entries.
     """
     text = json.dumps(values, indent=indent)
     with replacing_file(path) as file:

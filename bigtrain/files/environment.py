@@ -1,4 +1,4 @@
-"""Variables of the environment that hold more than a word: numbers and JSON."""
+"""Environment variables that hold numbers or JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from bigtrain.errors import UnreadableError, plain_text
 from bigtrain.files.parse import as_object, parse_json
 
 MOST_COUNT = 10_000_000
-"""Beyond the ranks, nodes or processes of any machine."""
+"""More than the ranks, nodes or processes of any machine."""
 
 
 def count_in(text: str, most: int = MOST_COUNT) -> int | None:
-    """The whole number from 0 on that a text is, at most `most`; None where it is none."""
+    """Return a text as an integer from 0 to `most`; None if it is not one."""
     text = text.strip()
     if not (text.isascii() and text.isdecimal()) or len(text) > 20:
         return None
@@ -21,10 +21,10 @@ def count_in(text: str, most: int = MOST_COUNT) -> int | None:
 
 
 def json_in(environ: Mapping[str, str], name: str) -> dict[str, Any] | None:
-    """The JSON object in a variable; None where it is not set.
+    """Return the JSON object in a variable; None if the variable is not set.
 
     Raises:
-        UnreadableError: it is something else.
+        UnreadableError: the variable does not hold a JSON object.
     """
     text = environ.get(name)
     if text is None:
@@ -35,7 +35,7 @@ def json_in(environ: Mapping[str, str], name: str) -> dict[str, Any] | None:
 
 
 def odd_value(environ: Mapping[str, str], name: str, needed: str) -> UnreadableError:
-    """What is said of a variable that holds something else than is needed."""
+    """Return the error for a variable that does not hold what is `needed`."""
     shown = plain_text(ascii(environ.get(name, "")), 80)
     return UnreadableError(
         name, needed, said=f"{name}={shown} is not {needed}. Run: unset {name}, or set it anew."

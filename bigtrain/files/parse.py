@@ -1,7 +1,7 @@
-"""JSON and YAML that others have written: bounded in depth and repetition, no key twice.
+"""JSON and YAML that others wrote, with bounded nesting and repetition and without double keys.
 
-Both languages let a few hundred bytes stand for what no memory holds or no recursion gets through:
-brackets in brackets, and in YAML names for values that are repeated inside each other.
+In both languages a few hundred bytes can describe a value that exhausts memory or the recursion
+limit: brackets within brackets, and in YAML aliases that repeat values within each other.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from bigtrain.errors import UnreadableError, plain_text
 from bigtrain.files.regular import MOST_TEXT, read_bytes
 
 MOST_DEPTH = 64
-"""Collections inside each other."""
+"""Levels of nested collections."""
 MOST_REPEATED = 10_000
-"""Values that the aliases of a YAML file stand for, beside those that are written."""
+"""Values that the aliases of a YAML file may expand to, in addition to those that are written."""
 MOST_YAML = 8 << 20
 
 
 def parse_json(data: bytes | str, place: object, fix: str = "") -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        data: UTF-8 where it is bytes.
-        place: where it stands, for the message.
-        fix: what helps, as a sentence.
+        data: the text, or its UTF-8 bytes.
+        place: the file or variable it comes from, for the message.
+        fix: advice for the message, as a sentence.
 
     Raises:
-        UnreadableError: it is no JSON, has a key twice, is nested more than `MOST_DEPTH` deep, or
-            has half of a character.
+        UnreadableError: the text is not JSON, has a key twice, is nested more than `MOST_DEPTH`
+            deep, or has half of a surrogate pair.
     """
     try:
         found = json.loads(data, object_pairs_hook=_without_doubles)
@@ -53,7 +53,7 @@ def parse_json(data: bytes | str, place: object, fix: str = "") -> Any:
 
 
 def read_json(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT) -> Any:
-    """The value in a JSON file.
+    """Return the value in a JSON file.
 
     Raises:
         UnreadableError: see `read_bytes` and `parse_json`.
@@ -64,19 +64,20 @@ def read_json(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT
 def read_json_object(
     path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT
 ) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        UnreadableError: it is another value; see `read_bytes` and `parse_json`, too.
+        UnreadableError: the file holds another kind of value; see also `read_bytes` and
+            `parse_json`.
     """
     return as_object(read_json(path, fix, most), path, fix)
 
 
 def as_object(found: Any, place: object, fix: str = "") -> dict[str, Any]:
-    """A JSON value that has to be an object.
+    """Return a JSON value that must be an object.
 
     Raises:
-        UnreadableError: it is another one.
+        UnreadableError: the value is not an object.
     """
     if not isinstance(found, dict):
         raise UnreadableError(
@@ -94,7 +95,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_fault(found: Any) -> str | None:
-    """What is wrong with a value although it is JSON; without recursion."""
+    """Return the reason to refuse a JSON value, or None. Without recursion, as it may be deep."""
     level: list[Any] = [[found]]
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
@@ -122,7 +123,7 @@ def _deep(what: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that bounds depth, and says of each value that cannot be made where it stands."""
+    """SafeLoader with bounded depth, whose errors name the line of the value at fault."""
 
     depth = 0
 
@@ -140,7 +141,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # noqa: BLE001 - what a wrong value raises depends on its kind
+        except Exception:  # noqa: BLE001 - the exception depends on the kind of the wrong value
             kind = node.tag.rpartition(":")[2]
             shown = plain_text(ascii(node.value), 40) if isinstance(node.value, str) else "this"
             raise yaml.MarkedYAMLError(
@@ -149,11 +150,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
-    """The nodes of a YAML text, with their lines, and its value.
+    """Return the nodes of a YAML text, which know their lines, and its value.
 
     Raises:
-        yaml.YAMLError: it is no YAML, is nested too deep, its aliases stand for too much, a value
-            is none of its kind, or has a character that no name has.
+        yaml.YAMLError: the text is not YAML, is nested too deeply, its aliases expand to too many
+            values, a value does not fit its tag, or a text has a character that no name has.
     """
     loader = _Loader(text)
     try:
@@ -169,7 +170,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Refuse aliases that stand for too much or for what they are in, and odd characters."""
+    """Refuse aliases that expand to too much or contain themselves, and odd characters."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
     own = 0

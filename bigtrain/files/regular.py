@@ -1,7 +1,7 @@
-"""Files and folders, opened so that nothing but a regular file is waited for.
+"""Opening files without ever waiting for something that is not a regular file.
 
-A pipe without a writer would be waited for without end, and so would some devices. So each file is
-opened without waiting and looked at before the first byte of it is read.
+Reading a pipe without a writer, or some devices, would block forever. So each file is opened
+without blocking, and its kind is checked before its first byte is read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 MOST_TEXT = 64 << 20
-"""Bytes of a file that is read as a whole, where nothing else is said."""
+"""Default limit in bytes for a file that is read as a whole."""
 MOST_LINES = 1 << 36
-"""Bytes of one that grows with every step of a run, or with the model."""
+"""Limit in bytes for a file that grows with every step of a run, or with the model."""
 
 
 def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:
@@ -32,13 +32,13 @@ def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:
 
     Args:
         path: of a regular file, or of a link to one.
-        fix: what helps, as a sentence, for the message.
+        fix: advice for the message, as a sentence.
 
     Raises:
-        UnreadableError: it is not there, is something else, or may not be read.
+        UnreadableError: the file is missing, is not a regular file, or may not be read.
     """
     try:
-        # Neither a pipe without a writer nor a terminal is waited for, or taken over.
+        # Do not wait for a pipe without a writer, and do not take over a terminal.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:
         raise unreadable(path, error, fix) from None
@@ -54,19 +54,19 @@ def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:
 
 
 def read_bytes(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file.
 
     Args:
         path: of the file.
-        fix: what helps, as a sentence.
-        most: a file with more bytes is refused.
+        fix: advice for the message, as a sentence.
+        most: limit in bytes; a larger file is refused.
 
     Raises:
-        UnreadableError: it is longer, or see `open_regular`.
+        UnreadableError: the file is larger than `most`; see also `open_regular`.
     """
     with open_regular(path, fix) as file:
         parts: list[bytes] = []
-        left = most + 1  # by what is read: a file in /proc says that it has no bytes
+        left = most + 1  # count the bytes read: a file in /proc reports a size of zero
         while left:
             try:
                 part = file.read(min(left, 1 << 20))
@@ -82,16 +82,16 @@ def read_bytes(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEX
 def read_text(
     path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEXT, errors: str = "strict"
 ) -> str:
-    """All of a file as UTF-8.
+    """Return the whole content of a file as text.
 
     Args:
         path: of the file.
-        fix: what helps, as a sentence.
-        most: bytes; a file with more is refused.
-        errors: what is done with other bytes than UTF-8's; see `bytes.decode`.
+        fix: advice for the message, as a sentence.
+        most: limit in bytes; a larger file is refused.
+        errors: the treatment of bytes that are not UTF-8; see `bytes.decode`.
 
     Raises:
-        UnreadableError: it is not UTF-8, or see `read_bytes`.
+        UnreadableError: the file is not UTF-8; see also `read_bytes`.
     """
     try:
         return read_bytes(path, fix, most).decode("utf-8", errors)
@@ -100,7 +100,7 @@ def read_text(
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is anything of this name, also where it may not be looked at."""
+    """Whether anything of this name exists, including files that may not be inspected."""
     try:
         os.stat(path)
     except ValueError:
@@ -111,7 +111,7 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file of this name that can be looked at."""
+    """Whether a regular file of this name exists and can be inspected."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -119,10 +119,10 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 
 
 def names_in(folder: str | os.PathLike[str], fix: str = "") -> list[str]:
-    """The names in a folder, in their order; none where there is no folder.
+    """Return the sorted names in a folder; an empty list if there is no folder.
 
     Raises:
-        UnreadableError: it is something else, or may not be read.
+        UnreadableError: the path is not a folder, or may not be read.
     """
     try:
         return sorted(os.listdir(folder))
@@ -133,7 +133,7 @@ def names_in(folder: str | os.PathLike[str], fix: str = "") -> list[str]:
 
 
 def read_pointer(path: str | os.PathLike[str]) -> str:
-    """The first line of a small file that names another; empty where it cannot be read."""
+    """Return the first line of a small file that names another; empty if it cannot be read."""
     try:
         text = read_text(path, most=4096, errors="replace")
     except UnreadableError:
@@ -146,10 +146,10 @@ def check_name(text: str, asked: str) -> None:
 
     Args:
         text: the path.
-        asked: the key or option that it is given by.
+        asked: the job key or command option that gives it, for the message.
 
     Raises:
-        UnreadableError: with the key and what is wrong with it.
+        UnreadableError: the path is impossible; the message names the key and the reason.
     """
     fault = None
     if "\0" in text:
@@ -174,7 +174,7 @@ def check_name(text: str, asked: str) -> None:
 def unreadable(
     path: str | os.PathLike[str], error: OSError | ValueError, fix: str = ""
 ) -> UnreadableError:
-    """What the system says of a path, as the one error."""
+    """Turn an error of the operating system into an `UnreadableError`."""
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         missing = error.errno in _ABSENT

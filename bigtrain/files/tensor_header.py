@@ -1,8 +1,8 @@
-"""The header of a safetensors file, held to the format before any byte of a tensor is read.
+"""The header of a safetensors file, checked before any byte of a tensor is read.
 
-Eight bytes say how long the header is, the header is a JSON object, and after it come the tensors'
-bytes: each byte of them belongs to one tensor, without a gap, to the end of the file. A header that
-says otherwise could make weights of whatever bytes it likes.
+The first eight bytes give the header's length. The header is a JSON object. The tensors' bytes
+follow it, without gaps or overlaps, to the end of the file. A header that breaks these rules could
+present arbitrary bytes as weights, so it is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_HEADER = 100_000_000
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _MOST_DIMS, _MOST_COUNT = 64, 1 << 63
-"""What torch has of a shape: more would only take the time of a long product."""
+"""torch's limits for a shape: beyond them the product of sizes only takes time."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class HeaderEntry:
     """One tensor, as a header describes it."""
 
     code: str
-    """Of its type."""
+    """The format's name of the element type, such as `BF16`."""
     shape: tuple[int, ...]
     begin: int
-    """Of its first byte, from the beginning of the file."""
+    """Offset of its first byte from the beginning of the file."""
 
 
 def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, HeaderEntry]:
-    """The tensors of a safetensors file by name.
+    """Return the tensors that a safetensors file describes, by name.
 
     Args:
         path: of the file.
-        itemsizes: the bytes of an element, by the code of each type that is known.
+        itemsizes: bytes per element, by the code of each known element type.
 
     Raises:
-        UnreadableError: it is no safetensors file, or its header breaks the format.
+        UnreadableError: the file is not safetensors, or its header breaks the format.
     """
     with open_regular(path) as file:
         try:
@@ -88,10 +88,10 @@ def _read_exactly(descriptor: int, length: int) -> bytes:
 def _entries(
     header: Mapping[str, Any], itemsizes: Mapping[str, int], start: int, size: int
 ) -> dict[str, HeaderEntry]:
-    """Check every entry by itself, then that they lie side by side.
+    """Check every entry, then that the tensors fill the file without gaps.
 
     Raises:
-        ValueError: with the tensor's name.
+        ValueError: an entry is wrong; the message names the tensor.
     """
     about = header.get(_METADATA, {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
@@ -113,7 +113,7 @@ def _entries(
         if not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
             raise ValueError(f"{shown} has a shape or offsets that are none")
         begin, end = offsets
-        # Python's whole numbers have no end: a product of sizes wraps around nowhere.
+        # Python's integers do not overflow, so the product of sizes cannot wrap around.
         if math.prod(shape) * itemsizes[code] != end - begin:
             raise ValueError(f"{shown} has other bytes than its type and shape need")
         spans.append((begin, end, shown))

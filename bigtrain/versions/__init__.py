@@ -1,4 +1,4 @@
 """Versions of torch, where they differ.
 
-Decides: which version has what; what stands in for what one lacks.
+Decides which version has which feature, and what replaces a feature that one lacks.
 """

@@ -1,26 +1,26 @@
-"""What is not the same in all versions of torch that bigtrain takes: asked for here alone.
+"""Differences between the supported versions of torch. No other module asks for the version.
 
 Before 2.15
 
-* the schedules of `torch.distributed.pipelining` keep what they have sent until a step is over and
-  make room for all that they receive beforehand: `pipeline.schedule_loop` runs them instead;
-* they wait for what they have sent at the end only, and place a few receives otherwise:
-  `schedules.events` does that;
-* the backward pass for inputs does not begin at edges, so they are dressed up as outputs;
-* the arithmetic of attention on a CPU is not counted.
+* the schedules of `torch.distributed.pipelining` keep sent tensors until the end of a step and
+  allocate all receive buffers at its start: `pipeline.schedule_loop` runs the schedules instead;
+* they wait for sends only at the end, and order a few receives differently:
+  `schedules.events` follows that order;
+* the backward pass for inputs cannot start at gradient edges, so edges imitate outputs;
+* the FLOPs of attention on a CPU are not counted.
 
 2.14 alone warns of `all_gather_into_tensor` and `reduce_scatter_tensor`. Before it
 
-* process groups have no hooks: a run does not count what it exchanges, and says so; where a rank
-  waits for a message, the backend ends the run;
-* there is no public name to set how long a collective may take;
-* checkpoints of torch have no say in the hooks around them.
+* process groups have no hooks: a run cannot count its traffic, and says so; a rank that waits too
+  long for a message is ended by the backend;
+* the timeout of a collective has no public setter;
+* torch's activation checkpoints ignore the saved-tensor hooks around them.
 
 Before 2.13
 
-* the backward pass for weights counts some gradients twice, so it is not taken apart;
-* DDP's option `forward_sync_buffers` is called `broadcast_buffers`, and collectives of one tensor
-  have other names.
+* the backward pass for weights counts some gradients twice, so the backward pass is not split;
+* DDP's option `forward_sync_buffers` is called `broadcast_buffers`, and the single-tensor
+  collectives have other names.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from torch.utils.flop_counter import flop_registry
 
 _NUMBERS = re.match(r"(\d+)\.(\d+)", torch.__version__)
 TORCH = (int(_NUMBERS[1]), int(_NUMBERS[2])) if _NUMBERS else (0, 0)
-"""The installed version, as far as it matters."""
+"""Major and minor number of the installed torch."""
 SCHEDULES_LET_GO = TORCH >= (2, 15)
-"""Whether torch's pipeline schedules let go of what has been sent, and place events as here."""
+"""Whether torch's pipeline schedules release sent tensors, and order events as ours do."""
 COUNTS_EXCHANGES = hasattr(dist.ProcessGroup, "register_pre_hook")
-"""Whether process groups say what they exchange."""
+"""Whether process groups have hooks that report each collective."""
 SPLITS_BACKWARD = TORCH >= (2, 13)
-"""Whether the backward pass in two parts gives the gradients of the whole one."""
+"""Whether a backward pass split into inputs and weights gives the gradients of a whole one."""
 
 
 def _has_option(function: Any, name: str) -> bool:
@@ -59,21 +59,21 @@ FORWARD_SYNC_BUFFERS = (
     if _has_option(DistributedDataParallel, "forward_sync_buffers")
     else "broadcast_buffers"
 )
-"""DDP's option whether buffers follow the first replica's."""
+"""The name of DDP's option that broadcasts the first replica's buffers."""
 CHECKPOINT_OPTIONS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True}
     if _has_option(checkpoint, "respect_saved_tensors_hooks")
     else {}
 )
-"""Options of torch's checkpoint, by which hooks around a block see what `selective` keeps."""
+"""Options of torch's activation checkpoint that let outer hooks see what `selective` saves."""
 all_gather_single: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""One tensor from all ranks: (output, input, group, async_op)."""
+"""All-gather into one tensor: (output, input, group, async_op)."""
 reduce_scatter_single: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""A share of a sum to each rank: (output, input, op, group, async_op)."""
+"""Reduce-scatter of one tensor: (output, input, op, group, async_op)."""
 _COUNTED_AS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
         torch.ops.aten._scaled_dot_product_flash_attention
@@ -85,12 +85,12 @@ _COUNTED_AS = {
 
 
 def flop_formula(operation: Any) -> Callable[..., Any] | None:
-    """Torch's formula for the arithmetic of an operation, for all overloads; None of most."""
+    """Return torch's FLOP formula of an operation, for all overloads; None if it has none."""
     return flop_registry.get(operation) or flop_registry.get(_COUNTED_AS.get(operation))
 
 
 def set_timeouts(groups: Sequence[dist.ProcessGroup | None], timeout: float) -> None:
-    """Set how long a collective of these groups may take, in seconds."""
+    """Set the timeout in seconds of the collectives of these groups."""
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
         change(timedelta(seconds=timeout), group)
@@ -102,16 +102,16 @@ def backward_for_inputs(
     inputs: Sequence[Tensor],
     parameters: Iterator[nn.Parameter],
 ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-    """Torch's backward pass of a stage for its inputs alone, as its schedules split it.
+    """Run the part of a stage's backward pass that computes the gradients of its inputs.
 
     Args:
-        roots: outputs, which are detached, or their edges.
-        gradients: one for each; None for a loss.
-        inputs: their gradients go to `grad`.
+        roots: the stage's outputs, which are detached, or their gradient edges.
+        gradients: one per root; None if the root is a loss.
+        inputs: of the stage; their gradients are written to `grad`.
         parameters: of the stage.
 
     Returns:
-        The gradients of the inputs, and what `backward_for_weights` wants.
+        The gradients of the inputs, and the groups that `backward_for_weights` continues from.
     """
     from torch.distributed.pipelining import _backward
 
@@ -126,7 +126,7 @@ def backward_for_inputs(
 def backward_for_weights(
     parameters: Iterator[nn.Parameter], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """What `backward_for_inputs` has left."""
+    """Compute the gradients of the weights, from the groups of `backward_for_inputs`."""
     from torch.distributed.pipelining import _backward
 
     split: Any = _backward.stage_backward_weight
@@ -134,7 +134,7 @@ def backward_for_weights(
 
 
 class _EdgeRoot(GradientEdge):
-    """An edge that torch before 2.15 takes for an output."""
+    """A gradient edge that torch before 2.15 accepts as an output."""
 
     __slots__ = ()
     requires_grad = True
@@ -144,4 +144,4 @@ class _EdgeRoot(GradientEdge):
         return self.node
 
     def detach_(self) -> None:
-        """An output is detached when it is through; here is none any more."""
+        """Do nothing: torch detaches an output here, and an edge has none."""
