@@ -1,6 +1,7 @@
-"""One format for the state of every strategy: whole tensors under plain names, hashed by pieces.
+"""One checkpoint format for every strategy: whole tensors under plain names, hashed in pieces.
 
-Names and headers of the files; which rank writes which tensor, and what goes between the ranks;
-the manifest, and what counts as damage; reading by slices; which checkpoints stay; random states;
-what is taken over from other libraries, and what of a pickle is read.
+Decides the names and headers of the files; which rank writes which tensor, and the bytes that ranks
+send each other for it; the manifest and the checks for damage; reading of slices; which checkpoints
+are kept; random states; conversion from other libraries' checkpoints, and the parts of a pickle
+that are read.
 """

@@ -1,4 +1,4 @@
-"""`bigtrain checkpoint`: look at a checkpoint, check it, make one, take one apart, compare two."""
+"""`bigtrain checkpoint`: inspect, verify, convert, export and compare checkpoints."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ _LARGE_BYTES = 1 << 20
 
 
 class _Console(Console):
-    """Says that nobody reads on, where rich's would end the process with status 1."""
+    """A console that raises if its output is closed; rich's ends the process with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def main(arguments: list[str]) -> int:
-    """Do what is asked for; returns the exit status.
+    """Run one action of the command and return the exit status.
 
     Raises:
-        ConfigError: there is no checkpoint, or a file is in the way.
-        CheckpointError: a checkpoint is damaged, or of a kind that is not read.
+        ConfigError: there is no checkpoint, or the output file exists already.
+        CheckpointError: a checkpoint is damaged, or its kind is not supported.
     """
     options = checkpoint_parser().parse_args(arguments)
-    return_large_blocks(_LARGE_BYTES)  # or the heap grows by all that is read, piece by piece
+    return_large_blocks(_LARGE_BYTES)  # otherwise the heap grows by every piece that is read
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "inspect": _inspect,
         "verify": _verify,
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     try:
         status = actions[options.action](options)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read what it wanted
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
@@ -93,7 +93,7 @@ def _find(path: str, action: str) -> Path:
 
 
 def _write_json(values: Any) -> None:
-    # JSON has no infinity: it is written as text.
+    # JSON has no infinity, so it is written as text.
     sys.stdout.write(json.dumps(_finite(values), indent=2) + "\n")
 
 
@@ -152,7 +152,7 @@ def _print_parts(console: Console, found: dict[str, Any]) -> None:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is in a checkpoint, as JSON values; bytes are integers."""
+    """Return the content of a checkpoint as JSON values; bytes are integers."""
     meta, manifest = checkpoint.meta, checkpoint.manifest
     job = meta.get("job") or {}
     parts: dict[str, Any] = {}
@@ -191,12 +191,12 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _of_loop(meta: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """What a loop of the user's own was given, whose job says nothing of it."""
+    """Return a part of the job that the user's own loop was given; None if it is not recorded."""
     return {"name": meta[key]} if isinstance(meta.get(key), str) else None
 
 
 def _mesh_of(job: Mapping[str, Any], world_size: int) -> dict[str, int] | None:
-    """The axes of a run that did not write them down; None where they are not known."""
+    """Return the mesh axes of a run that did not record them; None if they are unknown."""
     if not job or not world_size:
         return None
     asked, cuts = job.get("mesh") or {}, bool((job.get("strategy") or {}).get("cut"))
@@ -215,7 +215,7 @@ def _verify(options: argparse.Namespace) -> int:
         manifest = Manifest.open(path)
         found = [(name, manifest.damage(name)) for name in manifest.files]
         size = sum(int(record["bytes"]) for record in manifest.files.values())
-    except DamagedCheckpointError as error:  # then nothing says what the others were
+    except DamagedCheckpointError as error:  # without a manifest no other file can be checked
         found, size = [(MANIFEST, error.damage)], 0
     damaged = [(name, text) for name, text in found if text is not None]
     if options.as_json:
@@ -239,14 +239,17 @@ def _convert(options: argparse.Namespace) -> int:
         opened = with_tied(opened, options.tie)
     except DamagedCheckpointError:
         raise
-    except CheckpointError as error:  # what was named is at fault, and nothing is begun
+    except CheckpointError as error:  # the source is at fault, and nothing has been written
         raise ForeignFileError(str(error)) from None
     made = convert(opened, Path(options.target), options.step, options.samples)
     source, notes = made.source, list(made.source.notes)
     if not source.optimizer:
-        notes.append("No optimizer state was taken over: a run from here begins it anew.")
+        notes.append("No optimizer state was converted: a run from here starts with a new one.")
     if source.samples_seen is None and options.samples is None:
-        notes.append("How many samples it has seen is not said: data begin anew (--samples N).")
+        notes.append(
+            "The number of samples it has seen is unknown: data start from the beginning. "
+            "Use --samples N to set it."
+        )
     if options.as_json:
         about: dict[str, Any] = {"path": str(made.path), "source": source.kind}
         about |= {"step": made.step, "samples_seen": made.samples_seen, "notes": notes}
@@ -300,16 +303,16 @@ def _report_file(options: argparse.Namespace, output: Path, state: dict[str, Sta
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A name to write to; it becomes `path` when all is written.
+    """Yield a temporary name that is renamed to `path` when the block ends without an error.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the file could not be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
         draft.replace(path)
-    except (OSError, RuntimeError) as error:  # torch.save's are RuntimeErrors
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
         raise CheckpointError(f"{path} could not be written: {error}") from None
     finally:
         draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the newest, which may go."""
+"""The folder of a run's checkpoints: listing, finding the newest, publishing and removing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from bigtrain.errors import CheckpointError, ConfigError, UnreadableError
 from bigtrain.files.regular import check_name, is_regular, is_there, names_in, read_pointer
 
 LATEST, BEST = "latest", "best"
-"""Files with the name of a checkpoint beside them."""
+"""Small files next to the checkpoints, each with the name of one."""
 _LOCK = ".lock"
 _DRAFT, _ASIDE = ".step-", ".replaced-"
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints of a folder that were written to the end, the newest first.
+    """Return the completely written checkpoints of a folder, the newest first.
 
-    That is the one that `latest` points at, then those of the highest steps. One that was about to
-    be replaced by another of its step when the process ended counts, too. Whether they are whole
-    shows when they are read.
+    The newest is the one that `latest` points at; the others follow by descending step. A
+    checkpoint that was being replaced by another of the same step when the process ended counts
+    too. Damage is not looked for here, but when a checkpoint is read.
 
     Raises:
-        CheckpointError: there is a folder, and it may not be looked into.
+        CheckpointError: the folder exists, but may not be read.
     """
     numbered = {number: path for number, path in _numbered(folder, "step-") if is_complete(path)}
     for number, path in _numbered(folder, _ASIDE):
@@ -43,15 +43,15 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Keep other processes from saving into a folder, as long as this one lives at the most.
+    """Lock a folder so that no other process saves into it. The lock ends with the process.
 
     Raises:
-        ConfigError: another one does.
+        ConfigError: another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # whoever saves there will say it
+    except OSError:  # the save itself will report it
         yield
         return
     try:
@@ -74,7 +74,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def has_own_lock(folder: Path) -> bool:
-    """Whether the lock of `sole_writer` is there and this process's: a folder may be removed."""
+    """Whether this process holds the lock of `sole_writer`: the folder may have been removed."""
     return read_pointer(folder / _LOCK) == _own_words()
 
 
@@ -83,27 +83,27 @@ def _own_words() -> str:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint has been written to its end; it may have been damaged since.
+    """Whether a checkpoint was written completely; it may have been damaged since.
 
-    One that may not be looked into counts: that is said when it is read, and not passed over.
+    A checkpoint that may not be read counts as complete, so that reading it reports the error.
     """
     return is_there(path / MANIFEST) or is_there(path / STATE)
 
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
-    """The checkpoint that `latest` points at, or the highest number where that is missing.
+    """Return the checkpoint that `latest` points at, else the one of the highest step, else None.
 
     Raises:
-        ConfigError: `folder` is no path.
+        ConfigError: `folder` is not a path.
     """
     return next(iter(checkpoints_of(as_folder(folder, "newest_checkpoint"))), None)
 
 
 def as_folder(given: Any, where: str) -> Path:
-    """A path, given as such or as text.
+    """Return a folder that was given as a path or as text.
 
     Raises:
-        ConfigError: it is something else, or no file can have such a name.
+        ConfigError: the value is neither, or no folder can have that name.
     """
     if not isinstance(given, (str, os.PathLike)) or not str(given):
         shown = "an empty name" if given == "" else f"a {type(given).__name__}"
@@ -115,20 +115,21 @@ def as_folder(given: Any, where: str) -> Path:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `best` points at; None where there is none."""
+    """Return the checkpoint that `best` points at; None if there is none."""
     name = read_pointer(folder / BEST)
     path = folder / name
     return path if name and path.parent == folder and is_complete(path) else None
 
 
 def find_checkpoint(path: str) -> Path:
-    """A checkpoint from what a person would type: its folder, its run's, or the `checkpoints/`.
+    """Find a checkpoint by its own folder, its run's folder, or the `checkpoints/` folder.
 
-    Of the latter two the newest; `checkpoints/best` and `checkpoints/latest` are what they name.
+    The last two give the newest checkpoint; `checkpoints/best` and `checkpoints/latest` give the
+    one that they name.
 
     Raises:
-        ConfigError: there is none, or no file can have such a name.
-        CheckpointError: there is a folder, and it may not be looked into.
+        ConfigError: there is no checkpoint, or no file can have that name.
+        CheckpointError: the folder exists, but may not be read.
     """
     check_name(path, "checkpoint.resume")
     candidate = Path(path)
@@ -153,10 +154,10 @@ def find_checkpoint(path: str) -> Path:
 
 
 def draft_folder(folder: Path, step: int) -> Path:
-    """A new folder in which the checkpoint of a step is written.
+    """Make a new folder in which the checkpoint of a step is written.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f"{_DRAFT}{step}.{os.getpid()}-{os.urandom(4).hex()}"
@@ -170,10 +171,11 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     Args:
         draft: a whole checkpoint.
         step: optimizer steps done.
-        keep: how many of those written last stay, this one among them: after a resume from an
-            older step that need not be those of the highest numbers. The best stays in any case.
-            What is not whole does not count, and stays as long as an older one that is.
-        best: whether `best` is to point at it, too.
+        keep: the number of most recently written checkpoints to keep, this one included. After a
+            resume from an older step these are not always the ones with the highest numbers. The
+            best is always kept. An incomplete checkpoint does not count, and is kept as long as
+            an older complete one.
+        best: whether `best` should point at it, too.
 
     Returns:
         The checkpoint's folder.
@@ -181,7 +183,8 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     folder = draft.parent
     final = folder / f"step-{step}"
     sync_folder(draft)
-    if final.exists():  # the same step again, after a resume; gone only when the new one is there
+    # After a resume the same step is saved again: the old one goes only when the new one exists.
+    if final.exists():
         final.rename(folder / f"{_ASIDE}{step}.{os.getpid()}")
     draft.rename(final)
     sync_folder(folder)
@@ -193,14 +196,14 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     written = sorted(there, key=lambda path: (path == final, path.stat().st_mtime_ns))
     for old in written[: _first_kept(written, keep)]:
         _remove(old)
-    for prefix in (_DRAFT, _ASIDE):  # those of a process that was killed, too
+    for prefix in (_DRAFT, _ASIDE):  # including those of processes that were killed
         for left in folder.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
     return final
 
 
 def _first_kept(written: Sequence[Path], keep: int) -> int:
-    """The place of the first that stays: from there on so many look whole, the last among them."""
+    """Return the index of the first to keep, so that `keep` of those from it on look complete."""
     missing, place = keep - 1, len(written) - 1
     while missing and place:
         place -= 1
@@ -216,7 +219,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; one that is half removed does not look like one."""
+    """Remove a checkpoint in an order in which a partial removal is not taken for a checkpoint."""
     with contextlib.suppress(OSError):
         for name in (MANIFEST, STATE):
             (path / name).unlink(missing_ok=True)
@@ -224,7 +227,7 @@ def _remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's contents: whoever reads it finds the old ones or the new ones, whole."""
+    """Replace a file's content atomically: a reader gets either all old or all new bytes."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -234,7 +237,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush a folder's directory entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,14 +246,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def _numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Raises CheckpointError: there is a folder, and it may not be looked into."""
+    """Raises CheckpointError: the folder exists, but may not be read."""
     try:
         names = names_in(folder)
     except UnreadableError as error:
         if error.missing:  # below a file
             return
         raise CheckpointError(
-            f"{folder} cannot be looked into for checkpoints: {error.reason}. Make it readable, or "
+            f"{folder} cannot be searched for checkpoints: {error.reason}. Make it readable, or "
             "use another log.name."
         ) from None
     for name in names:

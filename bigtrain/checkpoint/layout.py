@@ -1,8 +1,8 @@
-"""Which rank writes which tensor, who sends it what, and where each byte stands in a file.
+"""The rank that writes each tensor, the parts that others send to it, and each byte's offset.
 
-Every rank works the same out of what all of them hold, so that nothing has to be arranged. The
-files are safetensors: a JSON header and raw bytes, so that reading runs no code, and whoever reads
-the Hub's models reads these.
+Every rank derives the same layout from the list of all ranks' tensors, so nothing is negotiated.
+The files are safetensors: a JSON header and raw bytes. Reading them runs no code, and any program
+that reads models of the Hugging Face Hub reads them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import Extent, StateTensor
 
 PIECE_BYTES = 16 << 20
-"""A file is written, sent and hashed in pieces of so many bytes."""
+"""Files are written, sent and hashed in pieces of this many bytes."""
 STATE_PARTS = ("model", "optimizer", "replicas")
-"""The first word of a tensor's name says in which of the files it stands; in `replicas` is what
-replicas that step by themselves have of their own, which only they read again."""
+"""Parts of the state, each with its own files: the first word of a tensor's name. `replicas` holds
+the state that differs between independently stepping replicas; only they read it again."""
 NEARLY = 0.75
-"""Share of the largest part of a tensor that a rank has to have to be the one that writes it: where
-parts differ by a row or a head, not always the rank with the largest ones."""
+"""A rank may write a tensor if its part is at least this share of the largest part. Without it, one
+rank would write everything whenever parts differ by a row or a head."""
 DTYPE_CODES = {
     torch.complex64: "C64",
     torch.float64: "F64",
@@ -41,12 +41,12 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors calls them."""
+"""The names of element types in safetensors."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank says of a tensor; see `StateTensor`."""
+    """The description of a tensor that one rank holds, without values; see `StateTensor`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,41 +55,41 @@ class Held:
 
     @classmethod
     def of(cls, tensor: StateTensor) -> Held:
-        """Without the values."""
+        """Describe a tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.extents, tensor.replicas_differ)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor: who writes it, and who has which of its bytes."""
+    """A whole tensor: the rank that writes it, and the ranks that hold its bytes."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     owner: int
     sources: tuple[tuple[int, tuple[Extent, ...]], ...]
-    """(rank, bytes) that together are all of it, each byte once."""
+    """(rank, bytes) pairs that cover the tensor, each byte once."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def plan_entries(
     held_by_rank: Sequence[Mapping[str, Held]], owners: Collection[int]
 ) -> list[TensorEntry]:
-    """Give each tensor to a rank that has much of it, so that all write about as many bytes.
+    """Assign each tensor to a rank that holds much of it, so that all write similar amounts.
 
     Args:
         held_by_rank: by rank, then by name.
         owners: the ranks that may write.
 
     Returns:
-        Every name once, in the order in which the ranks have them.
+        One entry per tensor, in the order in which the ranks hold them.
 
     Raises:
-        CheckpointError: the ranks' parts of a tensor do not make up a whole.
+        CheckpointError: the ranks' parts of a tensor do not add up to the whole.
     """
     holders: dict[str, dict[int, Held]] = {}
     for rank, held in enumerate(held_by_rank):
@@ -99,7 +99,7 @@ def plan_entries(
     written, sent = dict.fromkeys(owners, 0), dict.fromkeys(range(len(held_by_rank)), 0)
     entries = {}
     sizes = {name: _nbytes(next(iter(held.values()))) for name, held in holders.items()}
-    for name in sorted(holders, key=lambda n: -sizes[n]):  # the largest first: shares come out even
+    for name in sorted(holders, key=lambda n: -sizes[n]):  # largest first: the most even shares
         first = next(iter(holders[name].values()))
         found = classes[name]
         most = max((sum(e.size for e in extents) for extents, _ in found), default=0)
@@ -128,7 +128,7 @@ def _nbytes(held: Held) -> int:
 def _classes(
     name: str, held: Mapping[int, Held]
 ) -> list[tuple[tuple[Extent, ...], tuple[int, ...]]]:
-    """The parts that make up a tensor, and the ranks that have each."""
+    """Return the parts that make up a tensor, and the ranks that hold each."""
     first = next(iter(held.values()))
     ranks_of: dict[tuple[Extent, ...], list[int]] = {}
     for rank, one in held.items():
@@ -153,18 +153,18 @@ def _classes(
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of an entry that a rank has, inside a piece."""
+    """Bytes of an entry that a rank holds, within one piece of a file."""
 
     entry: TensorEntry
     position: int
-    """Where they begin among the bytes that the rank has of the entry."""
+    """Offset of the first byte within the rank's bytes of the entry."""
     extent: Extent
-    """Where they go, from the beginning of the piece."""
+    """Offset of the first byte within the piece."""
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file of some entries, one after the other."""
+    """The layout of a safetensors file with consecutive entries."""
 
     name: str
     owner: int
@@ -173,7 +173,7 @@ class TensorFile:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each entry begins in the file, and where the file ends."""
+        """Offsets at which each entry begins, and the end of the file."""
         offsets = [len(self.header)]
         for entry in self.entries:
             offsets.append(offsets[-1] + entry.nbytes)
@@ -181,16 +181,16 @@ class TensorFile:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return self.offsets[-1]
 
     @property
     def num_pieces(self) -> int:
-        """Pieces of `PIECE_BYTES`; the last may be shorter."""
+        """Number of pieces of `PIECE_BYTES`; the last one may be shorter."""
         return -(-self.nbytes // PIECE_BYTES)
 
     def parts(self, piece: int) -> dict[int, list[Part]]:
-        """Who has what of a piece, by rank; the header is in none of them."""
+        """Return the parts of a piece by the rank that holds them. The header is not a part."""
         begin, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, self.nbytes)
         parts: dict[int, list[Part]] = {}
         number = max(0, bisect_right(self.offsets, begin) - 1)
@@ -212,18 +212,18 @@ class TensorFile:
 def tensor_file(
     name: str, owner: int, entries: Iterable[TensorEntry], prefix: str = ""
 ) -> TensorFile:
-    """Lay entries out in a file.
+    """Compute the layout of a file.
 
     Args:
         name: of the file.
         owner: the rank that writes it.
         entries: its tensors.
-        prefix: what their names begin with that they lack in the file.
+        prefix: removed from the beginning of the entries' names in the file.
 
     Raises:
-        CheckpointError: a tensor's type is none of safetensors'.
+        CheckpointError: safetensors has no code for a tensor's type.
     """
-    # The widest types first: then every tensor begins at a multiple of its elements' size.
+    # Widest types first, so that every tensor begins at a multiple of its element size.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -242,7 +242,7 @@ def tensor_file(
 
 
 def checkpoint_files(entries: Sequence[TensorEntry]) -> list[TensorFile]:
-    """The files of a checkpoint: for each part of the state one by each rank that writes of it."""
+    """Return the files of a checkpoint: one per part of the state and rank that writes to it."""
     files = []
     for part in STATE_PARTS:
         of_part = [entry for entry in entries if entry.name.startswith(f"{part}.")]
@@ -255,7 +255,7 @@ def checkpoint_files(entries: Sequence[TensorEntry]) -> list[TensorFile]:
 
 
 def index_texts(files: Iterable[TensorFile]) -> dict[str, str]:
-    """By name, the files that say in which file a tensor stands, as the Hub's libraries read it."""
+    """Return the index files by name, in the form that the Hub's libraries read."""
     texts = {}
     for part in STATE_PARTS:
         of_part = [file for file in files if file.name.startswith(f"{part}-")]

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: its files and the hash of each piece; how they are checked."""
+"""The manifest of a checkpoint: its files with the hash of each piece, and how they are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import is_there, open_regular, unreadable
 
 FORMAT = 2
-"""1 had one file for each part, and no manifest: `state.json` had their hashes."""
+"""Format 1 had one file per part and no manifest: `state.json` held the hashes."""
 _HASHES: dict[str, Callable[[bytes | memoryview], Any]] = {
     "xxh3_128": xxhash.xxh3_128,
     "sha256": hashlib.sha256,  # of format 1
@@ -28,26 +28,26 @@ MANIFEST, STATE = "manifest.json", "state.json"
 
 
 def hash_piece(data: bytes | memoryview) -> str:
-    """The hash of a piece, by which damage is noticed; it is no signature.
+    """Return the hash of a piece, which detects damage; it is not a signature.
 
-    XXH3 with 128 bits: it takes a tenth of the time of SHA-256 or less.
+    XXH3 with 128 bits, as it takes at most a tenth of the time of SHA-256.
     """
     return str(xxhash.xxh3_128(data).hexdigest())
 
 
 def record_of(nbytes: int, hashes: Sequence[str]) -> dict[str, Any]:
-    """What a manifest says of a file: its size, and what `hash_piece` gives of each piece."""
+    """Return a file's record in the manifest: its bytes, and the hash of each piece."""
     return {"bytes": nbytes, "xxh3_128": list(hashes)}
 
 
 def file_record(data: bytes) -> dict[str, Any]:
-    """Of a file with these contents."""
+    """Return the record of a file with this content."""
     starts = range(0, max(1, len(data)), PIECE_BYTES)
     return record_of(len(data), [hash_piece(data[s : s + PIECE_BYTES]) for s in starts])
 
 
 def manifest_text(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The manifest of these files, with its own hash."""
+    """Return the manifest of these files, with the manifest's own hash."""
     content = {"format": FORMAT, "piece_bytes": PIECE_BYTES, "files": dict(sorted(files.items()))}
     return json.dumps({**content, "sha256": _own_hash(content)}, indent=1)
 
@@ -58,7 +58,7 @@ def _own_hash(content: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one checkpoint, as they were written."""
+    """The records of one checkpoint's files, as they were written."""
 
     path: Path
     """The checkpoint's folder."""
@@ -71,13 +71,13 @@ class Manifest:
         """Read a checkpoint's manifest, and check it by its own hash.
 
         Raises:
-            CheckpointError: it is missing or damaged, or its format is a newer one.
+            CheckpointError: the manifest is missing or damaged, or has a newer format.
         """
         if not is_there(path / MANIFEST) and is_there(path / STATE):
             return cls._of_format_1(path)
         found = _read_object(path / MANIFEST)
         own_hash, version = found.pop("sha256", None), found.get("format")
-        # A newer format may be hashed in another way.
+        # A newer format may use another hash, so the format is checked first.
         _refuse_newer(path, version)
         if version != FORMAT or own_hash != _own_hash(found):
             raise DamagedCheckpointError(
@@ -86,11 +86,11 @@ class Manifest:
         opened = cls(path, FORMAT, found.get("piece_bytes", 0), found.get("files", {}))
         fits = _is_count(opened.piece_bytes, 1) and opened._has_records()
         if not fits or STATE not in opened.files:
-            raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: it is no list of files.")
+            raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: it lists no files.")
         return opened
 
     def _has_records(self) -> bool:
-        """Whether every file has a plain name, a size, and a hash for each of its pieces."""
+        """Whether every record has a plain file name, a size, and a hash for each piece."""
         return isinstance(self.files, dict) and all(
             _is_plain(name) and _is_record(record, self.piece_bytes)
             for name, record in self.files.items()
@@ -101,7 +101,7 @@ class Manifest:
         state = _read_object(path / STATE)
         version = state.get("format")
         _refuse_newer(path, version)
-        if version != 1:  # a later one, whose manifest is gone
+        if version != 1:  # a later format, whose manifest is missing
             raise DamagedCheckpointError(f"{path / MANIFEST} is missing.")
         files, sizes = state.get("files", {}), [1]
         whole: dict[str, dict[str, Any]] = {}
@@ -109,23 +109,23 @@ class Manifest:
             record = one if isinstance(one, dict) else {}
             whole[name] = {"bytes": record.get("bytes"), "sha256": [record.get("sha256")]}
             sizes += [record["bytes"]] if _is_count(record.get("bytes")) else []
-        opened = cls(path, 1, max(sizes), whole)  # a file is one piece
+        opened = cls(path, 1, max(sizes), whole)  # each file is one piece
         if not isinstance(files, dict) or not opened._has_records():
             raise DamagedCheckpointError(f"{path / STATE} is damaged: it has no list of files.")
         return opened
 
     @property
     def tensor_files(self) -> list[str]:
-        """The names of those with tensors."""
+        """Names of the files that hold tensors."""
         ends = ".safetensors"
         return [n for n in self.files if n.endswith(ends) and n.startswith(STATE_PARTS)]
 
     def damage(self, name: str, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with a file, as a sentence; None where nothing is.
+        """Describe the damage of a file as a sentence; None if there is none.
 
         Args:
             name: of the file.
-            share: (i, n): only every n-th piece is looked at, from the i-th on.
+            share: (i, n): check only every n-th piece, starting with the i-th.
         """
         path = self.path / name
         try:
@@ -138,11 +138,11 @@ class Manifest:
             return f"{path} is not readable: {unreadable(path, error).reason}."
 
     def _damage(self, path: Path, record: Mapping[str, Any], share: tuple[int, int]) -> str | None:
-        """See `damage`.
+        """Describe the damage of a file; see `damage`.
 
         Raises:
             UnreadableError: the file cannot be opened.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -158,7 +158,7 @@ class Manifest:
 
     @property
     def looks_whole(self) -> bool:
-        """Whether every file is there with its size; none is read."""
+        """Whether every file exists with its recorded size; no file is read."""
         try:
             return all(
                 os.stat(self.path / name).st_size == record["bytes"]
@@ -168,7 +168,7 @@ class Manifest:
             return False
 
     def _hash_of(self, kind: str, descriptor: int, piece: int) -> str:
-        """In blocks: the memory that it takes is not that of a piece."""
+        """Hash a piece in blocks, so that it is never in memory as a whole."""
         digest = _HASHES[kind](b"")
         position, end = piece * self.piece_bytes, (piece + 1) * self.piece_bytes
         while position < end:
@@ -180,7 +180,7 @@ class Manifest:
         return str(digest.hexdigest())
 
     def find_damage(self, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with the first file that is damaged; see `damage`."""
+        """Describe the damage of the first damaged file; None if all are whole. See `damage`."""
         for name in self.files:
             found = self.damage(name, share)
             if found is not None:
@@ -189,10 +189,10 @@ class Manifest:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint.
+    """Return the object in a JSON file of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: there is none.
+        DamagedCheckpointError: the file holds no JSON object, or cannot be read.
     """
     try:
         return read_json_object(path)
@@ -202,7 +202,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _refuse_newer(path: Path, version: object) -> None:
     if not _is_count(version, 1):
-        raise DamagedCheckpointError(f"{path} is damaged: its files say no format.")
+        raise DamagedCheckpointError(f"{path} is damaged: its files name no format.")
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, this bigtrain reads up to {FORMAT}. "
@@ -215,12 +215,12 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is that of a file in the checkpoint's own folder."""
+    """Whether a name is that of a file directly in the checkpoint's folder."""
     return name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
 
 
 def _is_record(record: object, piece_bytes: int) -> bool:
-    """Whether this is what `record_of` makes."""
+    """Whether a value has the form that `record_of` returns."""
     if not isinstance(record, dict) or not _is_count(record.get("bytes")):
         return False
     hashes = next((record[kind] for kind in _HASHES if kind in record), None)

@@ -1,7 +1,7 @@
-"""States of users' objects as JSON, and back as they were: a scheduler's, an own counter's.
+"""State of users' objects, such as schedulers and counters, as JSON and back without loss.
 
-JSON alone has no tuples, no infinities and no keys but strings. Nothing is pickled, so a checkpoint
-of somebody else can be read without running his code.
+JSON has no tuples, no infinities and only string keys, so these are encoded. Nothing is pickled:
+somebody else's checkpoint can be read without running their code.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from bigtrain.errors import CheckpointError, ConfigError
 
 _MOST_NUMBERS = 10_000
-"""Of a tensor in such a state; more belong in the model."""
+"""Most elements of a tensor in such a state; larger tensors belong in the model."""
 
 
 def to_plain(value: Any, place: str) -> Any:
-    """A value as JSON keeps it.
+    """Encode a value as JSON values.
 
     Args:
-        value: None, bools, numbers, strings, small tensors, and lists, tuples and dicts of such.
-        place: what it is called, for the message.
+        value: None, bool, number, string, small tensor, or a list, tuple or dict of these.
+        place: the value's name, for the message.
 
     Raises:
-        ConfigError: it is, or holds, something else.
+        ConfigError: the value is, or holds, something else.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -45,10 +45,10 @@ def to_plain(value: Any, place: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [to_plain(item, f"{place}[{number}]") for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
         return to_plain(value.item(), place)
     raise ConfigError(
-        f"save: {place} is a {type(value).__name__}, which a checkpoint does not keep beside the "
+        f"save: {place} is a {type(value).__name__}, which a checkpoint does not keep besides the "
         "model. Let its state_dict return None, bools, numbers, strings, small tensors, and lists, "
         "tuples and dicts of these."
     )
@@ -57,7 +57,7 @@ def to_plain(value: Any, place: str) -> Any:
 def _tensor(value: Tensor, place: str) -> dict[str, Any]:
     if value.numel() > _MOST_NUMBERS:
         raise ConfigError(
-            f"save: {place} is a tensor of {value.numel():,} numbers, and a state beside the model "
+            f"save: {place} is a tensor of {value.numel():,} numbers, and state besides the model "
             f"keeps at most {_MOST_NUMBERS:,}. Make it a buffer of the model, which is saved with "
             "it."
         )
@@ -71,10 +71,10 @@ def _tensor(value: Tensor, place: str) -> dict[str, Any]:
 
 
 def from_plain(kept: Any) -> Any:
-    """What `to_plain` was given.
+    """Decode a value that `to_plain` encoded.
 
     Raises:
-        CheckpointError: it has not made this.
+        CheckpointError: `to_plain` did not make this value.
     """
     try:
         return _value(kept)

@@ -1,4 +1,4 @@
-"""The random states of a process, as JSON values."""
+"""Random states of a process as JSON values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bigtrain import devices
 
 
 def random_state() -> dict[str, Any]:
-    """The process's random states as JSON values: Python's, numpy's where in use, torch's."""
+    """Return the random states of Python, of numpy if it is imported, and of torch."""
     import numpy as np
 
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -30,7 +30,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` took."""
+    """Restore the random states that `random_state` returned."""
     import numpy as np
 
     version, internal, gauss = state["python"]
@@ -39,10 +39,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     if (kind := devices.accelerator()) and kind in state:
-        # Fewer devices than then: the stages lie elsewhere, and draw anew.
+        # There are fewer devices than at the save: stages moved to others, and draw anew.
         own = (
             [state[kind]] if isinstance(state[kind], str) else state[kind]
-        )  # of one device alone: older
+        )  # a state of one device, from an older version
         for number, one in enumerate(own[: devices.device_count()]):
             devices.set_generator_state(_bytes_tensor(one), torch.device(kind, number))
 

@@ -1,4 +1,4 @@
-"""One checkpoint, opened for reading: each rank reads the bytes that it wants, and no others."""
+"""Reading one checkpoint: each rank reads only the bytes that it needs."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class FileTensor:
 
     path: Path
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """See `SavedTensor.read`.
+        """Read some bytes; see `SavedTensor.read`.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: the file is too short, or cannot be read.
         """
         wanted = [extent.scaled(self.dtype.itemsize) for extent in extents]
         result = torch.empty(sum(extent.size for extent in wanted), dtype=torch.uint8)
@@ -69,7 +69,7 @@ class FileTensor:
         if extent.count == 1:
             self._fill(descriptor, extent.start, target)
             return
-        # Short runs side by side: what lies between them is read, too, and left out.
+        # Nearby short runs are read as one block, and the bytes between them are dropped.
         end = extent.start + (extent.count - 1) * extent.pitch + extent.length
         block = torch.empty(read_beside_bytes([extent]), dtype=torch.uint8)
         for begin in range(extent.start, end, PIECE_BYTES):
@@ -90,7 +90,7 @@ class FileTensor:
 
 
 def read_beside_bytes(extents: Iterable[Extent]) -> int:
-    """What reading of these bytes of a tensor takes beside them: a block with what lies between."""
+    """Return the extra bytes needed to read these extents: a block with the gaps between runs."""
     spans = ((e.count - 1) * e.pitch + e.length for e in extents if e.count > 1)
     return min(PIECE_BYTES, max(spans, default=0))
 
@@ -100,11 +100,11 @@ class Checkpoint:
 
     Args:
         path: the folder `step-N`.
-        verify: compare every piece of every file with its hash. Where several ranks open one,
-            each looks for damage in a share of it instead: `find_damage`.
+        verify: compare every piece of every file with its hash. If several ranks open the same
+            checkpoint, each checks a share of it instead, with `find_damage`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the format is a newer one.
+        CheckpointError: a file is missing or damaged, or the format is newer than this version.
     """
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
@@ -123,16 +123,16 @@ class Checkpoint:
         self._tensors: dict[str, FileTensor] | None = None
 
     def _small_damage(self) -> str | None:
-        """What is wrong with what every rank reads as a whole."""
+        """Describe the damage of the small files that every rank reads as a whole."""
         return self.manifest.damage(STATE) if STATE in self.manifest.files else None
 
     def find_damage(self, share: tuple[int, int]) -> str | None:
-        """What is wrong with one's share of the pieces; see `Manifest.damage`."""
+        """Describe the damage of a share of the pieces; see `Manifest.damage`."""
         return self.manifest.find_damage(share)
 
     @property
     def tensors(self) -> Mapping[str, FileTensor]:
-        """By name: `model.NAME` and `optimizer.NAME.KEY`."""
+        """The tensors by name: `model.NAME` and `optimizer.NAME.KEY`."""
         if self._tensors is None:
             self._tensors = {}
             for name in self.manifest.tensor_files:
@@ -148,24 +148,24 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The tensors: `model.NAME` and `optimizer.NAME.KEY`."""
+        """Names of the tensors: `model.NAME` and `optimizer.NAME.KEY`."""
         return list(self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU."""
+        """Read one whole tensor to the CPU."""
         return read_whole(self.tensors[name])
 
     def model_state(self) -> dict[str, Tensor]:
-        """The model's parameters and buffers under its own names, on the CPU: a state dict."""
+        """Read the model's parameters and buffers to the CPU, as a state dict."""
         own = (name for name in self.names if name.startswith("model."))
         return {name.removeprefix("model."): self.read(name) for name in own}
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says beside its tensors.
+    """Read the checkpoint's `state.json`.
 
     Raises:
-        DamagedCheckpointError: it is not what a run writes.
+        DamagedCheckpointError: it does not have the form that a run writes.
     """
     try:
         found = read_json_object(path)
@@ -178,10 +178,10 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def tensors_of_file(path: Path) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name.
 
     Raises:
-        ForeignFileError: it is none; see `read_tensor_header`.
+        ForeignFileError: the file is not safetensors; see `read_tensor_header`.
     """
     try:
         header = read_tensor_header(path, _ITEMSIZES)

@@ -1,15 +1,15 @@
-"""Saving one checkpoint: whole, or not there at all.
+"""Saving one checkpoint atomically: it is complete, or it does not exist.
 
     checkpoints/step-100/
         model-00001-of-00004.safetensors      tensors under the model's own names
-        model.safetensors.index.json          in which file each stands
+        model.safetensors.index.json          the file of each tensor
         optimizer-00001-of-00004.safetensors  `NAME.KEY` for each slot of each parameter
         optimizer.safetensors.index.json
         state.json                            step, position, random states, job, versions
-        manifest.json                         the hashes of all pieces; written last
-    checkpoints/latest                        the name of the newest
+        manifest.json                         hashes of all pieces; written last
+    checkpoints/latest                        name of the newest checkpoint
 
-Everything is written under a temporary name and renamed when it is on disk.
+A checkpoint is written under a temporary name, and renamed once it is on the disk.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ def save_checkpoint(
     keep: int = 1,
     texts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a checkpoint from beginning to end. Collective; see `CheckpointWriting`."""
+    """Write a whole checkpoint. Collective; see `CheckpointWriting`."""
     writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
     return writing.finish(context)
 
 
 class CheckpointWriting:
-    """One checkpoint that all ranks write: begun, and ended now or by another thread.
+    """One checkpoint that all ranks write: begun here, and finished now or by another thread.
 
-    Every rank writes that sees the folder that rank 0 has made; where each node has a disk of its
-    own, that are the ranks of the first. Making one is collective.
+    The ranks that see the folder made by rank 0 write: all of them on a shared disk, those of the
+    first node if each node has its own disk. Creating the object is collective.
 
     Args:
         folder: the run's `checkpoints/`.
         step: optimizer steps done.
         state: `model.NAME` and `optimizer.NAME.KEY`, as this rank holds them.
-        meta: what else belongs to the state, as JSON values; rank 0's counts.
+        meta: the rest of the state, as JSON values; rank 0's are written.
         context: of all ranks.
         keep, best: see `publish`.
-        texts: other files by name; rank 0's count.
+        texts: contents of further files by name; rank 0's are written.
 
     Raises:
-        CheckpointError: it cannot be begun; the same on all ranks.
+        CheckpointError: the checkpoint cannot be begun; raised on all ranks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CheckpointWriting:
         self._writing = FileWriting(draft, self._files, state, context.rank)
 
     def take(self, context: RunContext, most_bytes: int | None, room: HostBuffer) -> int:
-        """Copy what is not written yet; see `FileWriting.take`. Collective."""
+        """Copy the bytes that are not written yet; see `FileWriting.take`. Collective."""
         return self._writing.take(context, most_bytes, room)
 
     def finish(self, context: RunContext) -> Path:
@@ -104,10 +104,11 @@ class CheckpointWriting:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: it could not be written; the same on all ranks. What was there stays.
+            CheckpointError: the checkpoint could not be written; raised on all ranks. Earlier
+                checkpoints are unchanged.
         """
         try:
-            with context.patiently():  # to sync the files of another rank takes long, too
+            with context.patiently():  # another rank's file sync may exceed the usual timeout
                 return self._finish(context)
         except CheckpointError:
             self._discard(context)
@@ -125,7 +126,7 @@ class CheckpointWriting:
         written = {name for one in gathered if one for name in one[2]}
         lost = any(one and one[1] for one in gathered)
         if lost or (None in gathered and not written.issuperset(f.name for f in self._files)):
-            raise LostRankError(_no_checkpoint(self._draft.parent, "a rank was lost meanwhile"))
+            raise LostRankError(_no_checkpoint(self._draft.parent, "a rank was lost during it"))
         failed = [one[0] for one in gathered if one and one[0] is not None]
         if failed:
             raise _failure(self._draft.parent, failed[0])
@@ -149,10 +150,10 @@ class CheckpointWriting:
 
 
 def _agreed(context: RunContext, make: Any, folder: Path) -> Path:
-    """What rank 0 has made, on every rank.
+    """Return on every rank the path that `make` returns on rank 0.
 
     Raises:
-        CheckpointError: it could not; the same on all ranks.
+        CheckpointError: `make` failed on rank 0; raised on all ranks.
     """
     found: tuple[Path | None, str | None] = (None, None)
     if context.is_main:

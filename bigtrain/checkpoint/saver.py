@@ -1,4 +1,4 @@
-"""Saving beside training: a copy of the state is taken, and a thread writes it."""
+"""Saving in the background: the state is copied, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 _END_S = 5.0
-"""How long a write may go on when the run has failed: the other ranks may be gone."""
+"""Seconds that a write may continue after the run has failed: other ranks may have ended."""
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other.
+    """Writes the checkpoints of a run, one at a time.
 
-    Asynchronous, a save returns when each rank has copied what it gives of the files: all ranks
-    together copy the state once. A thread exchanges, hashes and writes it, through a group of its
-    own; hashing and writing hold no lock of the interpreter. The next save waits for it. The room
-    for the copy stays.
+    An asynchronous save returns once each rank has copied its share of the files; together the
+    ranks copy the state once. A thread exchanges the copies through a process group of its own,
+    hashes and writes them. Hashing and writing release Python's GIL. The next save waits for the
+    thread. The memory of the copies is kept and reused, as touching new memory is slow.
 
     Args:
         context: of the run.
-        config: whether training goes on while files are written, and what is kept.
+        config: whether to save asynchronously, and how many checkpoints to keep.
     """
 
     def __init__(self, context: RunContext, config: CheckpointConfig) -> None:
@@ -45,16 +45,17 @@ class Saver:
         self._reserved: set[Path] = set()
         self._locks = ExitStack()
         self.copied_bytes = 0
-        """What this rank copied for the last save, on the host."""
+        """Bytes that this rank copied to the host for the last save."""
 
     def reserve(self, folder: Path) -> None:
-        """Keep other runs from saving into a folder until this one is closed. Collective.
+        """Lock a folder against saves of other runs until this saver is closed. Collective.
 
         Raises:
-            ConfigError: another one saves there; the same on all ranks.
+            ConfigError: another run saves there; raised on all ranks.
         """
         if folder in self._reserved:
-            if self._context.is_main and not has_own_lock(folder):  # it was removed meanwhile
+            # The lock is missing if somebody removed the folder during the run.
+            if self._context.is_main and not has_own_lock(folder):
                 self._locks.enter_context(sole_writer(folder))
             return
         problem = ""
@@ -81,13 +82,13 @@ class Saver:
     ) -> Path:
         """Write a checkpoint, or begin to. Collective; see `CheckpointWriting`.
 
-        `added` counts what the thread holds.
+        `added` counts the bytes that the thread holds.
 
         Returns:
-            The checkpoint's folder: it is there when this returns or, asynchronous, after `wait`.
+            The checkpoint's folder. It exists when this returns or, if asynchronous, after `wait`.
 
         Raises:
-            CheckpointError: it could not be written, or not be begun; the same on all ranks.
+            CheckpointError: the checkpoint could not be begun or written; raised on all ranks.
         """
         self._context.recorder.enter("save")
         self._join()
@@ -105,17 +106,17 @@ class Saver:
         return writing.path
 
     def failure(self) -> CheckpointError | None:
-        """Why a save failed that ended since the last call; None where none did."""
+        """Return the error of a save that failed since the last call; None if none failed."""
         if self._writing is not None and not self._writing.is_alive():
             self._join()
         error, self._error = self._error, None
         return error
 
     def wait(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the running save.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -146,7 +147,7 @@ class Saver:
 
 
 class _BackgroundWriting(threading.Thread):
-    """Ends a checkpoint that was begun."""
+    """A thread that finishes a checkpoint."""
 
     def __init__(
         self, writing: CheckpointWriting, context: RunContext, added: AddedBytes | None
@@ -157,12 +158,12 @@ class _BackgroundWriting(threading.Thread):
         self.error: CheckpointError | None = None
 
     def run(self) -> None:
-        """See `Thread.run`."""
+        """Finish the checkpoint, and keep its error for the main thread."""
         try:
             with self._added.counting():
                 self._checkpoint.finish(self._context)
         except CheckpointError as error:
             self.error = error
-        except (RuntimeError, MemoryError) as error:  # another rank is gone
+        except (RuntimeError, MemoryError) as error:  # another rank has ended
             words = f"no checkpoint was written to {self._checkpoint.path}: {error}"
             self.error = CheckpointError(words)

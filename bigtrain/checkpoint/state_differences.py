@@ -1,4 +1,4 @@
-"""How far two checkpoints are apart, tensor by tensor."""
+"""Differences between two checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from bigtrain.tensors.shards import Extent
 
 @dataclass(frozen=True)
 class StateDifference:
-    """Of one tensor that is in both."""
+    """The difference of one tensor that both checkpoints have."""
 
     name: str
     """`model.NAME` or `optimizer.NAME.KEY`."""
     absolute: float
-    """The largest; infinite where a value is a number in one of them alone."""
+    """Largest absolute difference; infinite if a value is NaN in only one of them."""
     relative: float
-    """That, over the largest magnitude that the tensor has in either."""
+    """`absolute`, divided by the largest magnitude of the tensor in either checkpoint."""
     elements: int
-    """How many differ."""
+    """Number of elements that differ."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    """Where they are not equal, nothing is compared and the differences are infinite."""
+    """Shapes in both. If they differ, values are not compared and differences are infinite."""
     dtypes: tuple[torch.dtype, torch.dtype]
 
     @property
     def equal(self) -> bool:
-        """Whether it has the same values in the same type."""
+        """Whether both have the same values in the same type."""
         return not self.elements and self.dtypes[0] == self.dtypes[1]
 
 
 def compare_states(first: Checkpoint, second: Checkpoint) -> Iterator[StateDifference]:
-    """The differences of all tensors that both have, in the order of the first; in pieces."""
+    """Yield the differences of the tensors that both have, in the first's order.
+
+    Tensors are read in pieces, so that memory is bounded.
+    """
     for name, tensor in first.tensors.items():
         if name in second.tensors:
             yield _difference(name, tensor, second.tensors[name])
@@ -55,7 +58,7 @@ def _difference(name: str, first: FileTensor, second: FileTensor) -> StateDiffer
         apart = (a != b) & ~(a.isnan() & b.isnan())
         differing += int(apart.sum())
         if bool(apart.any()):
-            # Infinities that are equal are no difference; a NaN beside a number is one.
+            # Equal infinities are no difference; NaN in only one of the two is one.
             gap = torch.where(apart, (a - b).abs().nan_to_num(math.inf, math.inf), 0.0)
             largest = max(largest, float(gap.max()))
         sizes = torch.stack([a.abs(), b.abs()]).nan_to_num(0.0, 0.0)

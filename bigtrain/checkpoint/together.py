@@ -1,4 +1,4 @@
-"""What all ranks do together with a checkpoint before they continue from it."""
+"""Collective operations on a checkpoint that a run continues from."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bigtrain.ranks.context import RunContext
 
 
 def open_together(path: Path, context: RunContext) -> Checkpoint:
-    """Open a checkpoint on all ranks, when those of each node have looked for damage. Collective.
+    """Check a checkpoint for damage and open it on all ranks. Collective.
 
-    Every piece is hashed once on each node, by one of its ranks.
+    Every piece is hashed once per node, by one of the node's ranks.
 
     Raises:
-        CheckpointError: it is damaged, or a newer bigtrain's; the same on all ranks.
+        CheckpointError: it is damaged, or has a newer format; raised on all ranks.
     """
     context.recorder.enter("load")
     checkpoint: Checkpoint | None = None
@@ -32,10 +32,10 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
         damage = checkpoint.find_damage((context.local_rank, context.local_world_size))
         problem = None if damage is None else DamagedCheckpointError(damage)
         if problem is None:
-            len(checkpoint.tensors)  # the headers are read here, so that all ranks hear of a fault
+            len(checkpoint.tensors)  # read the headers now, so that all ranks learn of a fault
     except CheckpointError as error:
         problem = error
-    context.barrier()  # has patience: to hash a large one takes longer than exchanges may
+    context.barrier()  # without the usual timeout: hashing a large checkpoint takes longer
     words = None if problem is None else (str(problem), getattr(problem, "damage", None))
     found = next((one for one in context.all_gather_objects(words) if one is not None), None)
     if found is not None or checkpoint is None:
@@ -45,10 +45,10 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
 
 
 def newest_of_all(folder: Path, context: RunContext) -> Path | None:
-    """The newest checkpoint below a folder, as rank 0 sees it. Collective.
+    """Return on all ranks the newest checkpoint that rank 0 sees in a folder. Collective.
 
     Raises:
-        CheckpointError: the folder may not be looked into; on all ranks.
+        CheckpointError: the folder may not be read; raised on all ranks.
     """
     found: tuple[Path | None, str] = None, ""
     if context.is_main:
@@ -64,10 +64,10 @@ def newest_of_all(folder: Path, context: RunContext) -> Path | None:
 
 
 def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a checkpoint of another kind of optimizer; one without any state fits them all.
+    """Refuse a checkpoint of another kind of optimizer; one without state fits every kind.
 
     Raises:
-        CheckpointError: it keeps other state.
+        CheckpointError: the optimizer that wrote it keeps other state.
     """
     saved_keys = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.")}
     keys_by_optimizer = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
@@ -81,7 +81,7 @@ def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer
 
 
 def config_texts(model: nn.Module) -> dict[str, str]:
-    """`config.json` of a model of transformers, with which `from_pretrained` opens the folder."""
+    """Return `config.json` for a transformers model, so that `from_pretrained` opens the folder."""
     config = getattr(model, "config", None)
     write = getattr(config, "to_json_string", None)
     if not callable(write) or not hasattr(config, "architectures"):
@@ -95,12 +95,12 @@ def config_texts(model: nn.Module) -> dict[str, str]:
 
 
 def random_streams(context: RunContext) -> dict[str, Any]:
-    """What a checkpoint keeps of the random numbers of all ranks; on rank 0. Collective."""
+    """Return the random states of all ranks for a checkpoint, on rank 0. Collective."""
     states = context.gather_objects(random_state())
     head = {"world_size": context.world_size, "seed": context.seed}
     return {**head, "random": states, "streams": streams_of(context)}
 
 
 def streams_of(context: RunContext) -> list[int]:
-    """For each rank the first that draws from the same stream: those of one tp group do."""
+    """Return for each rank the first rank with the same random stream: that of its tp group."""
     return [rank - rank % context.tp_size for rank in range(context.world_size)]

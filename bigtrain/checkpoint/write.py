@@ -1,8 +1,8 @@
-"""Writing tensor files, by all ranks at once, in buffers of bounded size.
+"""Writing tensor files by all ranks at once, in buffers of bounded size.
 
-In each round every writer gets one piece of its file together: what it has itself, and what the
-other ranks send. While the next piece is on its way, threads hash and write the ones before; they
-hold no lock of the interpreter meanwhile.
+In each round every writer assembles one piece of its file from its own bytes and those that other
+ranks send. While the next piece arrives, threads hash and write the earlier ones without holding
+Python's GIL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bigtrain.recorder.root_exchange import going_on_without
 from bigtrain.tensors.shards import Extent, StateTensor
 
 BUFFERS = 3
-"""Pieces that a rank holds at most: one on its way to it, two that are hashed and written."""
+"""Most pieces that a rank holds: one that arrives, and two that are hashed and written."""
 
 FileRecord = dict[str, Any]
 """See `record_of`."""
@@ -45,19 +45,19 @@ FileRecord = dict[str, Any]
 def gather_entries(
     state: Mapping[str, StateTensor], context: RunContext, owners: Iterable[int]
 ) -> list[TensorEntry]:
-    """What all ranks hold together, and who is to write it. Collective."""
+    """Return the entries of all ranks' tensors, each with the rank that writes it. Collective."""
     held = {name: Held.of(tensor) for name, tensor in state.items()}
     everyone = context.all_gather_objects(held)
-    there = [rank for rank in owners if everyone[rank] is not None]  # others are lost
+    there = [rank for rank in owners if everyone[rank] is not None]  # the others are lost
     return plan_entries([one or {} for one in everyone], there)
 
 
 Round = Mapping[int, tuple[TensorFile, int]]
-"""By rank, the piece of one of its files that it gets together."""
+"""By rank, the piece of one of its files that it assembles."""
 
 
 def rounds_of(files: Iterable[TensorFile]) -> list[Round]:
-    """In which order files are written: in each round a piece of each rank's."""
+    """Return the order of writing: in each round one piece of each rank's files."""
     pieces_of: dict[int, list[tuple[TensorFile, int]]] = {}
     for file in files:
         pieces_of.setdefault(file.owner, []).extend((file, n) for n in range(file.num_pieces))
@@ -69,16 +69,16 @@ def rounds_of(files: Iterable[TensorFile]) -> list[Round]:
 
 
 def buffer_bytes(files: Iterable[TensorFile], rank: int) -> int:
-    """Bytes of each of the buffers in which a rank gets pieces of its files together."""
+    """Return the bytes of each buffer in which a rank assembles pieces of its files."""
     return min(PIECE_BYTES, max((file.nbytes for file in files if file.owner == rank), default=0))
 
 
 def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
-    """The first round that a copy of the state has; those before are written at once.
+    """Return the first round whose bytes are copied; earlier rounds are written at once.
 
     Args:
         rounds: of all files.
-        most_bytes: of the copies of any rank.
+        most_bytes: limit of the copies, in bytes per rank.
     """
     last = len(rounds)
     sums: dict[int, int] = {}
@@ -93,7 +93,7 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
 
 
 def given_bytes(one: Round, rank: int) -> tuple[int, int]:
-    """Bytes that a rank gives in a round: to others, and to itself."""
+    """Return the bytes that a rank contributes to a round: to other ranks, and to itself."""
     sent = own = 0
     for owner, (file, piece) in one.items():
         size = sum(part.extent.size for part in file.parts(piece).get(rank, ()))
@@ -102,29 +102,26 @@ def given_bytes(one: Round, rank: int) -> tuple[int, int]:
 
 
 class HostBuffer:
-    """Memory of the host that is filled again and again.
-
-    To touch new memory takes several times as long as to copy.
-    """
+    """Host memory that is reused, as touching new memory takes several times as long as a copy."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
 
     def clear(self, nbytes: int) -> None:
-        """Make room for so many bytes; what was there before is no longer wanted."""
+        """Discard the content and make room for `nbytes` bytes."""
         self._filled = 0
         if len(self._bytes) < nbytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # never both
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old before the new
             self._bytes = torch.empty(nbytes, dtype=torch.uint8)
 
     def next(self, nbytes: int) -> Tensor:
-        """The next so many bytes of it, with any values."""
+        """Return the next `nbytes` bytes, uninitialized."""
         self._filled += nbytes
         return self._bytes[self._filled - nbytes : self._filled]
 
     def copy(self, values: Sequence[Tensor]) -> Tensor:
-        """Copies of bytes from any device, one after the other."""
+        """Copy bytes from any device into one contiguous range, and return it."""
         copies = self.next(sum(map(len, values)))
         begin = 0
         for one in values:
@@ -135,24 +132,24 @@ class HostBuffer:
 
 @dataclass
 class _Given:
-    """What a rank gives in one round."""
+    """The bytes that a rank contributes to one round."""
 
     messages: dict[int, Tensor]
     """Bytes by the rank that they are sent to, on the CPU."""
     own: list[tuple[Part, Tensor]]
-    """What stays, for a piece of its own."""
+    """Bytes that stay on this rank, for its own piece."""
 
 
 class FileWriting:
-    """Files that all ranks write together, each by its owner, in rounds of a piece of each.
+    """Files that all ranks write together: each file by its owner, in rounds of one piece per rank.
 
-    A rank holds `BUFFERS` pieces, and what it sends of a piece of each of the others.
+    A rank holds `BUFFERS` pieces, and the bytes that it sends to each of the other ranks' pieces.
 
     Args:
-        folder: where they are made; it is there.
+        folder: an existing folder for the files.
         files: the same on every rank.
-        state: what this rank holds.
-        rank: of the owners.
+        state: the tensors of this rank.
+        rank: this rank.
     """
 
     def __init__(
@@ -173,16 +170,16 @@ class FileWriting:
         self._writer = _Writer(folder, own, buffer_bytes(files, rank))
 
     def take(self, context: RunContext, most_bytes: int | None, room: HostBuffer) -> int:
-        """Copy to the host what is not written yet: the state may change afterwards. Collective.
+        """Copy unwritten bytes to the host, so that the state may change. Collective.
 
         Args:
             context: of all ranks.
-            most_bytes: of the copies of any rank; what is more is written before. None: all is
-                copied.
-            room: where the copies lie until `finish` has returned.
+            most_bytes: limit of the copies, in bytes per rank; rounds beyond it are written now.
+                None copies everything.
+            room: memory for the copies, in use until `finish` returns.
 
         Returns:
-            The bytes that this rank has copied.
+            The bytes that this rank copied.
         """
         first = 0 if most_bytes is None else first_taken(self._rounds, most_bytes)
         copied = sum(sum(given_bytes(one, self._rank)) for one in self._rounds[first:])
@@ -194,14 +191,14 @@ class FileWriting:
         return copied
 
     def finish(self, context: RunContext) -> dict[str, FileRecord]:
-        """Write what is left, and wait until all is on the disk. Collective.
+        """Write the remaining rounds, and wait until everything is on the disk. Collective.
 
         Returns:
-            What is to be known of the files that this rank has written.
+            The manifest's records of the files that this rank wrote, by name.
 
         Raises:
-            OSError: this rank could not write; the exchange went on to its end all the same.
-            LostRankError: a rank that it needed was lost; the same.
+            OSError: this rank could not write; it still completed the exchange with the others.
+            LostRankError: a rank whose bytes were needed is lost; the exchange was completed too.
         """
         try:
             self._exchange(context, len(self._rounds))
@@ -212,14 +209,14 @@ class FileWriting:
             self._writer.close()
 
     def _exchange(self, context: RunContext, last: int) -> None:
-        with context.patiently():  # a disk may be slower than exchanges may be
+        with context.patiently():  # a disk may be slower than the usual timeout of an exchange
             for number in range(self._next, last):
                 self._exchange_round(number, context)
         self._next = max(self._next, last)
         self._leaving, self._arriving = HostBuffer(), HostBuffer()
 
     def _exchange_round(self, number: int, context: RunContext) -> None:
-        """One round; what is sent in it has left at its end."""
+        """Run one round; all sends have completed when it returns."""
         given = self._taken.pop(number, None)
         if given is None:
             self._leaving.clear(given_bytes(self._rounds[number], self._rank)[0])
@@ -238,7 +235,7 @@ class FileWriting:
 
     @contextmanager
     def _needing(self, rank: int, context: RunContext) -> Iterator[None]:
-        """Note where an exchange breaks because the other rank is lost; the others' go on."""
+        """Record a rank that is lost during an exchange, and continue with the others."""
         done = False
         with going_on_without(rank, context.recorder):
             yield
@@ -247,7 +244,7 @@ class FileWriting:
             self._lost.add(rank)
 
     def _give(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Given:
-        """What a round wants of this rank; `keeps`: what it has itself is copied, too."""
+        """Return the bytes of a round from this rank; `keeps` also copies its own share."""
         given = _Given({}, [])
         for owner, (file, piece) in self._rounds[number].items():
             mine = file.parts(piece).get(self._rank, [])
@@ -269,7 +266,7 @@ class FileWriting:
         own: list[tuple[Part, Tensor]],
         context: RunContext,
     ) -> None:
-        """Put a piece together, and hand it to the threads."""
+        """Assemble a piece, and pass it to the writer's threads."""
         arriving = []
         others = sorted((s, parts) for s, parts in file.parts(piece).items() if s != self._rank)
         sizes = [sum(part.extent.size for part in theirs) for _, theirs in others]
@@ -298,13 +295,13 @@ class FileWriting:
 
 
 def write_tensors(path: Path, state: Mapping[str, StateTensor], context: RunContext) -> None:
-    """Write one file of tensors, by rank 0. Collective."""
+    """Write one file of tensors on rank 0. Collective."""
     files = [tensor_file(path.name, 0, gather_entries(state, context, [0]))]
     FileWriting(path.parent, files, state, context.rank).finish(context)
 
 
 def _place(buffer: Tensor, extent: Extent, values: Tensor) -> None:
-    """Copy the bytes of an extent to where they belong."""
+    """Copy the bytes of an extent to its place in a buffer."""
     if extent.count == 1:
         buffer[extent.start : extent.start + extent.length] = values
     else:
@@ -313,7 +310,7 @@ def _place(buffer: Tensor, extent: Extent, values: Tensor) -> None:
 
 
 class _Values:
-    """The bytes of this rank's tensors; those that are looked at in a round stay for the next."""
+    """The bytes of this rank's tensors; tensors used in one round stay cached for the next."""
 
     def __init__(self, state: Mapping[str, StateTensor]) -> None:
         self._state = state
@@ -321,7 +318,7 @@ class _Values:
         self._wanted: set[str] = set()
 
     def part(self, part: Part) -> Tensor:
-        """A part's bytes, where the tensor is."""
+        """Return a part's bytes, on the tensor's device."""
         name = part.entry.name
         self._wanted.add(name)
         if name not in self._bytes:
@@ -329,7 +326,7 @@ class _Values:
         return self._bytes[name][part.position : part.position + part.extent.size]
 
     def next_round(self) -> None:
-        """Let go of what was not looked at since the last call."""
+        """Release the tensors that were not used since the last call."""
         self._bytes = {name: self._bytes[name] for name in self._wanted}
         self._wanted = set()
 
@@ -356,12 +353,12 @@ class _Writer:
                 self._error = error
 
     def buffer(self) -> Tensor:
-        """A piece's room; it waits until one is free."""
+        """Return a buffer for a piece; waits until one is free."""
         buffer = self._free.get()
         return torch.empty(self._piece_bytes, dtype=torch.uint8) if buffer is None else buffer
 
     def write(self, file: TensorFile, piece: int, buffer: Tensor) -> None:
-        """Hash and write a piece of a file, beside what the caller does."""
+        """Hash and write a piece of a file in the background."""
         self._writes.append(self._threads.submit(self._write, file, piece, buffer))
 
     def _write(self, file: TensorFile, piece: int, buffer: Tensor) -> None:
@@ -369,7 +366,7 @@ class _Writer:
             begin = piece * PIECE_BYTES
             data = memoryview(buffer.numpy())[: min(PIECE_BYTES, file.nbytes - begin)]  # type: ignore[arg-type]
             self._hashes[file.name][piece] = hash_piece(data)
-            if self._error is None:  # after the first there is nothing to be gained
+            if self._error is None:  # after an error the checkpoint is discarded anyway
                 self._write_all(self._descriptor(file.name), data, begin)
         except OSError as error:
             self._error = self._error or error
@@ -389,10 +386,10 @@ class _Writer:
             data, offset = data[written:], offset + written
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until all is on the disk.
+        """Wait until everything is on the disk, and return the records by file name.
 
         Raises:
-            OSError: it is not.
+            OSError: a piece could not be written.
         """
         for write in self._writes:
             write.result()
@@ -403,7 +400,7 @@ class _Writer:
         return {name: record_of(self._sizes[name], hashes) for name, hashes in self._hashes.items()}
 
     def close(self) -> None:
-        """Let go of threads, buffers and files."""
+        """Release threads, buffers and files."""
         self._threads.shutdown(wait=True)
         self._free = queue.SimpleQueue()
         for descriptor in self._descriptors.values():

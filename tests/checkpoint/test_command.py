@@ -242,8 +242,8 @@ def test_convert_says_what_it_made_and_what_it_left_out(tmp_path, capsys):
     assert status == 0
     assert f"{path}: 1 tensors of the model, 0 of the optimizer, from state dict in w.pt" in text
     assert "Left out: epoch." in text
-    assert "No optimizer state was taken over: a run from here begins it anew." in text
-    assert "data begin anew (--samples N)" in text
+    assert "No optimizer state was converted: a run from here starts with a new one." in text
+    assert "data start from the beginning. Use --samples N to set it." in text
     assert f"Go on from it with: bigtrain train --resume {path}" in text
     words = ("convert", tmp_path / "w.pt", tmp_path / "again", "--samples", "9", "--tie", "b=a")
     status, found = run_json(capsys, *words)

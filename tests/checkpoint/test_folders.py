@@ -97,7 +97,7 @@ def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(
         return real(path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    words = rf"checkpoints cannot be looked into for checkpoints: {os.strerror(code)}\. Make it"
+    words = rf"checkpoints cannot be searched for checkpoints: {os.strerror(code)}\. Make it"
     with pytest.raises(CheckpointError, match=words):
         checkpoints_of(checkpoints)
     with pytest.raises(CheckpointError, match=words):

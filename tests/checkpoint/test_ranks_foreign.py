@@ -101,8 +101,8 @@ def test_a_trainer_s_file_is_gone_on_from(wrap, tmp_path):
     made = convert(open_source(tmp_path / "last.ckpt"), tmp_path / "run", samples_seen=24)
     assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
     notes = " ".join(made.source.notes)
-    assert "they were taken for the order of the model's tensors" in notes
-    assert ("Taken away from all names: model. (--strip '' leaves" in notes) == (
+    assert "they were matched to the model's tensors in order" in notes
+    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (
         wrap is of_lightning
     )
     goes_on(made.path, [("ddp", 2)], losses)

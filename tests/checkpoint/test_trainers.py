@@ -71,17 +71,17 @@ def test_what_is_no_checkpoint_is_refused_whatever_its_name(tmp_path):
         with pytest.raises((ConfigError, CheckpointError), match=f"{name}"):
             open_source(tmp_path / name)
     torch.save(net().state_dict(), tmp_path / "old", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"as it is written since torch 1.6. Older ones"):
+    with pytest.raises(CheckpointError, match=r"in the format of torch.save since torch 1.6"):
         open_source(tmp_path / "old")
     torch.save(net().state_dict(), tmp_path / "whole.pth")
     (tmp_path / "cut.pth").write_bytes((tmp_path / "whole.pth").read_bytes()[:-99])
-    with pytest.raises(CheckpointError, match=r"cut.pth begins as .*, and its end is missing"):
+    with pytest.raises(CheckpointError, match=r"cut.pth begins like .*, but its end is missing"):
         open_source(tmp_path / "cut.pth")
     (tmp_path / "words.pth").write_bytes(b"words")
-    with pytest.raises(CheckpointError, match=r"words.pth is no file of torch.save, by its"):
+    with pytest.raises(CheckpointError, match=r"words.pth is not a file of torch.save, by its"):
         open_source(tmp_path / "words.pth")
     save_file(net().state_dict(), tmp_path / "w.tar")
-    with pytest.raises(ConfigError, match=r"--key ema: .*w.tar is a file of safetensors, which"):
+    with pytest.raises(ConfigError, match=r"--key ema: .*w.tar is a safetensors file, which"):
         open_source(tmp_path / "w.tar", key="ema")
 
 
@@ -158,7 +158,7 @@ def test_where_no_model_is_the_keys_are_listed(tmp_path):
     with pytest.raises(CheckpointError) as error:
         open_source(tmp_path / "w.pt")
     assert (
-        "has no tensors of a model under names. It has 'epoch' (int), 'args' (dict), 'log' ("
+        "has no named tensors of a model. It has 'epoch' (int), 'args' (dict), 'log' ("
         in (str(error.value))
     )
 
@@ -237,7 +237,7 @@ def test_moments_come_over_where_their_parameters_are_known(named, groups, tmp_p
     found = open_source(tmp_path / "w.pt")
     assert_same(values(found, "optimizer"), wanted(model, optimizer))
     assert found.step == 2
-    assert any("they were taken for the order" in note for note in found.notes) is not named
+    assert any("they were matched to" in note for note in found.notes) is not named
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Any]:
@@ -276,7 +276,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
         return " ".join(found.notes)
 
     _, optimizer = trained(False, 2)
-    assert "was left out: its 2 groups have numbers in place of names." in note(
+    assert "was left out: its 2 groups have numbers instead of names." in note(
         optimizer.state_dict()
     )
     model, optimizer = trained(False)
@@ -329,5 +329,5 @@ def test_numbers_of_numpy_beside_the_model_are_left_out(tmp_path):
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path):
     os.mkfifo(tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match="is nothing that is read here"):
+    with pytest.raises(ConfigError, match="is not a supported checkpoint"):
         open_source(tmp_path / "w.pt")

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, read tensor by tensor and without running any code of theirs."""
+"""Checkpoints of other libraries, read tensor by tensor and without running their code."""

@@ -1,6 +1,6 @@
-"""A checkpoint of bigtrain's, made of another library's or of an older one; tensor by tensor.
+"""Conversion of another library's checkpoint, or of an older format, tensor by tensor.
 
-The tensor that is read and three pieces of the file that is written are in memory, not more.
+Memory holds the tensor that is being read and three pieces of the file that is being written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCE_KINDS = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was made."""
+    """The result of a conversion."""
 
     path: Path
     """The new checkpoint's folder."""
@@ -42,16 +42,17 @@ class Conversion:
 
 
 def open_source(path: Path, *, key: str | None = None, strip: str | None = None) -> ForeignState:
-    """Describe whatever checkpoint is at a path.
+    """Open a checkpoint of any supported kind, without reading its tensors.
 
     Args:
         path: a file or folder.
-        key: of the model in a trainer's file, where there are several.
-        strip: a prefix of names; what begins otherwise is left out. None to look for Lightning's.
+        key: the model's key in a trainer's file with several models.
+        strip: a prefix to remove from names; tensors without it are left out. None to detect
+            Lightning's prefix.
 
     Raises:
-        ConfigError: none is; or nothing is under the key, or begins with the prefix.
-        CheckpointError: it is damaged, holds code, or is of a kind that is not read.
+        ConfigError: there is no checkpoint, nothing under the key, or no name with the prefix.
+        CheckpointError: the checkpoint is damaged, holds code, or its kind is not supported.
     """
     found = _open_source(path, key, strip)
     return with_prefix_stripped(found, strip) if strip else found
@@ -74,7 +75,7 @@ def _open_source(path: Path, key: str | None, strip: str | None) -> ForeignState
             return open_dcp_folder(_without_key(path, key))
     if is_state_dict(path):
         return open_state_dict(path, key=key, strip=strip)
-    raise ConfigError(f"convert: {path} is nothing that is read here. Give {SOURCE_KINDS}.")
+    raise ConfigError(f"convert: {path} is not a supported checkpoint. Give {SOURCE_KINDS}.")
 
 
 def _without_key(path: Path, key: str | None) -> Path:
@@ -87,14 +88,14 @@ def _without_key(path: Path, key: str | None) -> Path:
 
 
 def with_prefix_stripped(source: ForeignState, prefix: str) -> ForeignState:
-    """A source of the tensors alone whose names begin with a prefix, without it.
+    """Keep the tensors whose names begin with a prefix, and remove the prefix.
 
     Args:
         source: as it was opened.
-        prefix: as `model.`; those of DDP and torch.compile are gone from names already.
+        prefix: such as `model.`; the prefixes of DDP and torch.compile are already removed.
 
     Raises:
-        ConfigError: no name begins with it.
+        ConfigError: no name begins with the prefix.
     """
     for wrapper in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
         prefix = prefix.removeprefix(wrapper)
@@ -135,20 +136,20 @@ def _open_own(path: Path) -> ForeignState:
 
 
 def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
-    """A source that has its tensors under more names: the Hub's files leave out tied ones.
+    """Add further names for tensors, as files of the Hub leave out tied tensors.
 
     Args:
         source: as it was opened.
-        ties: `NAME=OTHER`: the tensor NAME has the values of OTHER.
+        ties: `NAME=OTHER` gives the tensor NAME the values of OTHER.
 
     Raises:
-        ConfigError: there is no OTHER, or a NAME already.
+        ConfigError: there is no OTHER, or NAME exists already.
     """
     model = dict(source.model)
     for tie in ties:
         name, _, other = tie.partition("=")
         if not name or other not in model or name in model:
-            wrong = f"there is no {other!r}" if other not in model else f"{name!r} is there already"
+            wrong = f"there is no {other!r}" if other not in model else f"{name!r} exists already"
             raise ConfigError(
                 f"convert: --tie {tie}: {wrong}{did_you_mean(other, model)} Write --tie NAME=OTHER "
                 "for a tensor NAME that has the values of OTHER."
@@ -160,17 +161,17 @@ def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
 def convert(
     source: ForeignState, target: Path, step: int | None = None, samples_seen: int | None = None
 ) -> Conversion:
-    """Write a checkpoint, and point `latest` beside it at it.
+    """Write a checkpoint, and point the `latest` next to it at it.
 
     Args:
-        source: is read while it is written.
-        target: `step-N` itself, a run's folder, or the folder that is to have `step-N`.
-        step: N, where the source does not say it or is wrong.
-        samples_seen: where the data go on; the same.
+        source: read while the checkpoint is written.
+        target: the folder `step-N` itself, a run's folder, or the folder that will hold `step-N`.
+        step: N, to replace the source's number or if it has none.
+        samples_seen: the position in the data, likewise.
 
     Raises:
-        ConfigError: there is one of that step already, or another process writes there.
-        CheckpointError: it could not be written; what was there stays.
+        ConfigError: a checkpoint of that step exists already, or another process writes there.
+        CheckpointError: the checkpoint could not be written; the folder is unchanged.
     """
     named = re.fullmatch(r"step-(\d+)", target.name)
     if named:

@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint: `.metadata` and `*.distcp`.
 
-`.metadata` is a pickle. It is read by an unpickler that knows the few classes which torch writes
-there, and has a stand-in without behaviour for each; whatever else it names is refused before it
-is looked up. A `.distcp` is files of `torch.save` one after the other, one for each piece.
+`.metadata` is a pickle. The unpickler here replaces each of the few classes that torch writes there
+by a class without behaviour. It refuses any other name before looking it up. A `.distcp` file is a
+sequence of `torch.save` files, one per piece.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bigtrain.tensors.shards import Extent, StateTensor, box_extents
 
 _METADATA = ".metadata"
 _TRIED = "1.0.0"
-"""The version of its metadata whose folders the tests read; torch 2.15 wrote them."""
+"""Metadata version of the folders that the tests read; torch 2.15 wrote them."""
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
@@ -40,7 +40,7 @@ _Path = tuple[str | int, ...]
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Makes nothing but stand-ins, sizes and types of tensors, and collections."""
+    """Creates only stand-ins without behaviour, tensor sizes, tensor types and collections."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
@@ -56,17 +56,17 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def is_dcp_folder(path: Path) -> bool:
-    """Whether torch.distributed.checkpoint has written it."""
+    """Whether torch.distributed.checkpoint wrote this folder."""
     return (path / _METADATA).is_file()
 
 
 def open_dcp_folder(folder: Path) -> ForeignState:
     """Describe a checkpoint of torch.distributed.checkpoint.
 
-    A tensor below `state` is a slot of the optimizer (PARAMETER, KEY), any other one of the model.
+    A tensor below `state` is optimizer state (PARAMETER, KEY); any other belongs to the model.
 
     Raises:
-        CheckpointError: it is not readable, or holds more than data.
+        CheckpointError: the folder is not readable, or holds more than data.
     """
     metadata = _read_metadata(folder / _METADATA)
     paths: Mapping[str, _Path] = metadata.get("planner_data") or {}
@@ -95,8 +95,8 @@ def open_dcp_folder(folder: Path) -> ForeignState:
     notes = [f"Left out: {', '.join(left_out)}."] if left_out else []
     if numbered:
         notes.append(
-            f"{len(numbered)} tensors of the optimizer's state were left out: they have numbers in "
-            "place of names, where torch.distributed.checkpoint.state_dict.get_state_dict gives "
+            f"{len(numbered)} tensors of the optimizer's state were left out: they have numbers "
+            "instead of names, where torch.distributed.checkpoint.state_dict.get_state_dict gives "
             "names."
         )
     return ForeignState(
@@ -112,7 +112,7 @@ def open_dcp_folder(folder: Path) -> ForeignState:
 def _of_model(
     folder: Path, found: Mapping[_Path, StateTensor]
 ) -> tuple[dict[str, StateTensor], list[str]]:
-    """The model's tensors by name, and what lies beside the model."""
+    """Return the model's tensors by name, and the names of the other entries."""
     marked = {path for path in found if {*path[:-1]} & {*MODEL_KEYS}} or {*found}
     named: dict[str, StateTensor] = {}
     for path, tensor in found.items():
@@ -137,10 +137,10 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
             raise ValueError("it has no list of tensors")
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} names {error}, which is none of what torch writes there. It could run code "
-            "when it is read, so it was not."
+            f"{path} names {error}, which torch does not write there. Reading it could run code, "
+            "so it was not read."
         ) from None
-    except Exception as error:  # what a damaged pickle raises is anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(f"{path} is not readable: {error}") from None
     return state
 
@@ -148,13 +148,13 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 def _number(
     folder: Path, name: str, path: _Path, storage: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, int]:
-    """A count of steps or samples beside the tensors."""
+    """Return a count of steps or samples that is stored with the tensors; None if there is none."""
     if path[-1] not in ("step", "global_step", "samples_seen") or len(path) > 2:
         return {}
     place = storage[name, ()]
     try:
         found = read_torch_file(_file(folder, place), place["offset"], place["length"])
-    except CheckpointError:  # a class of somebody's: then it is not known
+    except CheckpointError:  # an instance of a foreign class: the count is unknown
         return {}
     return {str(path[-1]): int(found)} if isinstance(found, int | float) else {}
 
@@ -165,7 +165,7 @@ def _chunked(
     entry: Mapping[str, Any],
     storage: Mapping[Any, Mapping[str, Any]],
 ) -> StateTensor:
-    """A tensor in pieces, each a box of it."""
+    """Return a tensor that is stored as several boxes."""
     shape, dtype = tuple(entry["size"]), entry["properties"].state[0]
     extents: list[Extent] = []
     reads: list[Callable[[], Tensor]] = []
@@ -173,7 +173,7 @@ def _chunked(
         offset, local = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
         place = storage.get((name, offset)) or storage.get((name, ()))
         if place is None:
-            raise CheckpointError(f"{folder}: nothing says where {name} at {offset} is")
+            raise CheckpointError(f"{folder}: no file is named for {name} at {offset}")
         if math.prod(local):
             extents += box_extents(shape, offset, local)
             reads.append(_piece_reader(folder, name, place, local))
@@ -190,14 +190,14 @@ def _piece_reader(
     def read() -> Tensor:
         found = read_torch_file(file, place["offset"], place["length"])
         if not isinstance(found, TorchTensor) or found.shape != tuple(shape):
-            raise CheckpointError(f"{file} has something else than {name} of {tuple(shape)}")
+            raise CheckpointError(f"{file} does not hold {name} of shape {tuple(shape)}")
         return found.values()
 
     return read
 
 
 def _file(folder: Path, place: Mapping[str, Any]) -> Path:
-    """Of the folder itself: a name that leads out of it is not followed."""
+    """Return a file of the folder. Names that lead out of the folder are refused."""
     relative = Path(str(place["relative_path"]))
     if relative.is_absolute() or ".." in relative.parts:
         raise CheckpointError(f"{folder / _METADATA} names the file {relative}, outside of it")

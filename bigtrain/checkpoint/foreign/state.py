@@ -1,4 +1,4 @@
-"""What is taken over from a checkpoint of another library."""
+"""The state that is converted from another library's checkpoint."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import StateTensor, whole_extents
 
 MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module", "weights")
-"""Under which of a trainer's keys the model is."""
+"""Keys under which trainers keep the model."""
 
 
 @dataclass(frozen=True)
 class ForeignState:
-    """The state of a training run, of whichever library; tensors are read when they are asked for.
+    """The state of a training run of any library. Tensors are read on demand.
 
-    `model` is by the model's plain names, `optimizer` by `NAME.KEY`.
+    `model` has the model's plain names, `optimizer` has names `NAME.KEY`.
     """
 
     kind: str
-    """What it was, in words."""
+    """Description of the source, for messages."""
     model: Mapping[str, StateTensor]
     optimizer: Mapping[str, StateTensor] = field(default_factory=dict)
     step: int | None = None
-    """Optimizer steps done; None where it is not said."""
+    """Optimizer steps done; None if the source does not record them."""
     samples_seen: int | None = None
     notes: tuple[str, ...] = ()
-    """What was left out, as sentences."""
+    """Sentences about the parts that were left out."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """What else of it goes to the new checkpoint's `state.json`."""
+    """Further entries for the new checkpoint's `state.json`."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Other files by name, such as `config.json`."""
+    """Contents of further files by name, such as `config.json`."""
 
 
 def untried(library: str, version: object, tried: str) -> tuple[str, ...]:
-    """A note where a version wrote a checkpoint whose files were never read here.
+    """Return a note if the library's version differs from the one that the tests read.
 
     Args:
-        library: its name.
-        version: as the files say; None where they do not.
-        tried: the one whose files the tests read.
+        library: name of the library that wrote the checkpoint.
+        version: as the files record it; None if they do not.
+        tried: the version whose files the tests read.
     """
     if version == tried:
         return ()
     wrote = f"{library} {version} wrote it" if version else f"No version of {library} is named"
-    return (f"{wrote}, and files of {tried} alone were tried: compare some values.",)
+    return (f"{wrote}, and only files of {tried} are tested: compare some values.",)
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of a model's tensors without those of what was wrapped around it.
+    """Map a model's tensor names to those without the prefixes of wrappers.
 
     Raises:
-        CheckpointError: two become one.
+        CheckpointError: two names become the same.
     """
     found = {name: name for name in names}
     for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
@@ -79,19 +79,19 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
 def joined_tensor(
     shape: Sequence[int], parts: Sequence[tuple[TorchTensor, int, int]]
 ) -> StateTensor:
-    """A tensor whose row-major elements are stretches of others, one after the other.
+    """Return a tensor whose row-major elements are concatenated slices of flat tensors.
 
     Args:
         shape: of the whole.
-        parts: (flat tensor, start, stop) of each stretch, all of one type.
+        parts: (flat tensor, start, stop) of each slice, all of one type.
 
     Raises:
-        CheckpointError: they are too few or too many.
+        CheckpointError: the slices have too few or too many elements.
     """
     there = sum(stop - start for _, start, stop in parts)
     if there != math.prod(shape):
         raise CheckpointError(
-            f"a tensor of shape {tuple(shape)} needs {math.prod(shape)} elements, {there} are there"
+            f"a tensor of shape {tuple(shape)} needs {math.prod(shape)} elements, and has {there}"
         )
     dtype = parts[0][0].dtype if parts else torch.float32
 
@@ -102,5 +102,5 @@ def joined_tensor(
 
 
 def number_tensor(number: float) -> StateTensor:
-    """A step count, as torch's optimizers keep it."""
+    """Return a step count in the form of torch's optimizers."""
     return StateTensor(torch.float32, (), whole_extents(()), lambda: torch.tensor([float(number)]))

@@ -1,4 +1,4 @@
-"""State dicts of torch (.pt, .pth, .bin), files of safetensors, and folders as the Hub has them."""
+"""State dicts of torch (.pt, .pth, .bin), safetensors files, and folders in the Hub's layout."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bigtrain.files.regular import is_regular, open_regular, read_text
 from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".checkpoint", ".safetensors")
-"""Of files that are taken for what they say, however damaged; of others the content decides."""
+"""Suffixes that decide the kind even of a damaged file; other files are judged by content."""
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80\x02"
 _LARGEST_HEADER = 100_000_000
 _FOLDER_FILES = (
     *("model.safetensors.index.json", "model.safetensors"),
     *("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
-"""What the Hub's folders have, the first that is there."""
+"""Files of the Hub's folders; the first that exists is read."""
 
 
 def is_state_dict(path: Path) -> bool:
-    """Whether it is a file or folder that `open_state_dict` reads: by its content or its name."""
+    """Whether `open_state_dict` reads this file or folder, judged by its content or its name."""
     if path.is_dir():
         return any((path / name).is_file() for name in _FOLDER_FILES)
     if not path.is_file():
@@ -43,7 +43,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def _is_torch(path: Path) -> bool:
-    """Whether `torch.save` may have written it, since torch 1.6 or before."""
+    """Whether `torch.save` may have written the file, in its format since torch 1.6 or before."""
     return _beginning(path).startswith((_ZIP, _PICKLE))
 
 
@@ -59,9 +59,9 @@ def open_state_dict(
     """Describe the weights in a file, or in a folder of files with an index.
 
     Args:
-        path: of it.
-        key: of the model in a trainer's file, where there are several.
-        strip: a prefix that is taken away later; None to look for Lightning's.
+        path: of the file or folder.
+        key: the model's key in a trainer's file with several models.
+        strip: a prefix that the caller will remove; None to detect Lightning's.
 
     Raises:
         CheckpointError: a file is missing, not readable, or holds more than data.
@@ -79,7 +79,7 @@ def open_state_dict(
             found.left_out += one.left_out
         kind = f"folder with {first}"
     if not found.model:
-        raise CheckpointError(f"{path} has no tensors of a model under names")
+        raise CheckpointError(f"{path} has no named tensors of a model")
     config = path / "config.json"
     texts = {"config.json": read_text(config)} if is_regular(config) else {}
     notes = list(found.notes)
@@ -92,14 +92,14 @@ def open_state_dict(
 
 
 def _files_of(path: Path) -> list[str]:
-    """The files that an index names, or the one that there is."""
+    """Return the files that an index names, or the single file itself."""
     if not path.name.endswith(".index.json"):
         return [path.name]
     try:
         places: Mapping[str, str] = read_json_object(path)["weight_map"]
         names = sorted(set(places.values()))
         if not all(isinstance(name, str) for name in names):
-            raise ValueError("its weight_map has something else than names of files")
+            raise ValueError("its weight_map has values that are not file names")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         reason = getattr(error, "reason", error)
         raise CheckpointError(f"{path} is not readable: {reason}") from None
@@ -112,11 +112,11 @@ def _files_of(path: Path) -> list[str]:
 
 
 def _tensors(path: Path, key: str | None, strip: str | None) -> TrainerState:
-    """Of one file, by plain names."""
+    """Read the description of one file's tensors, by plain names."""
     if _is_safetensors(path) or (path.suffix == ".safetensors" and not _is_torch(path)):
         if key is not None:
             raise ConfigError(
-                f"convert: --key {key}: {path} is a file of safetensors, which has tensors alone. "
+                f"convert: --key {key}: {path} is a safetensors file, which has only tensors. "
                 "Leave --key out; --strip PREFIX takes those whose names begin with it."
             )
         tensors = {name: saved_state(tensor) for name, tensor in tensors_of_file(path).items()}
@@ -126,11 +126,11 @@ def _tensors(path: Path, key: str | None, strip: str | None) -> TrainerState:
 
 
 def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTensor:
-    """A tensor in a safetensors file, as what is to be saved.
+    """Return a tensor of a safetensors file in the form that a save takes.
 
     Args:
         tensor: in the file.
-        dtype: what floating-point numbers are saved in; left out, their own.
+        dtype: type to save floating-point numbers in; None keeps the tensor's type.
     """
     kept = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
 

@@ -1,7 +1,7 @@
-"""Files of `torch.save`, of which only the description is unpickled, and never any code.
+"""Files of `torch.save`: only their description is unpickled, and no code is run.
 
-`weights_only` lets tensors, numbers, text and collections through and nothing else; on the meta
-device it says where in the file a tensor's values stand. These are read later, in parts.
+`weights_only` accepts only tensors, numbers, text and collections. Loading to the meta device gives
+the offset of each tensor's values in the file. The values are read later, in parts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _HOLDERS = (
     *("deepspeed.", "argparse.Namespace", "pathlib."),
     *("numpy.core.multiarray.", "numpy._core.multiarray.", "numpy.ndarray", "numpy.dtype"),
 )
-"""Where classes come from that a trainer keeps beside tensors; see `Inert`."""
+"""Packages whose classes trainers store next to tensors; see `Inert`."""
 
 
 class Inert:
-    """Stands in for a class of another library: keeps what it is given, and does nothing."""
+    """Replaces a class of another library: stores its arguments, and runs no code."""
 
     state: Any = None
 
@@ -50,13 +50,13 @@ class TorchTensor:
     """A tensor in a file of `torch.save`."""
 
     stored: FileTensor
-    """One dimension: its elements in the order of the file, and those between them."""
+    """One-dimensional view of the file: the tensor's elements, and any between them."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it was saved."""
+        """The type in which it was saved."""
         return self.stored.dtype
 
     @property
@@ -65,14 +65,14 @@ class TorchTensor:
         return math.prod(self.shape)
 
     def values(self) -> Tensor:
-        """All elements in row-major order: one dimension, on the CPU."""
+        """Return all elements in row-major order, as a one-dimensional tensor on the CPU."""
         if self._is_in_order():
             return self.part(0, self.numel)
         found = self.stored.read(whole_extents(self.stored.shape))
         return found.as_strided(self.shape, self.stride).reshape(-1)
 
     def part(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop) of `values`."""
+        """Return the elements [start, stop) of `values`."""
         if not self._is_in_order():
             return self.values()[start:stop]
         return self.stored.read((Extent(start, stop - start),) if stop > start else ())
@@ -81,35 +81,36 @@ class TorchTensor:
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def as_state(self) -> StateTensor:
-        """As what is to be saved."""
+        """Return the tensor in the form that a save takes."""
         return StateTensor(self.dtype, self.shape, whole_extents(self.shape), self.values)
 
 
 def _other_kind(path: Path, begins: bytes) -> str:
-    """What a file is that is no whole ZIP, by its first bytes, and what helps."""
+    """Describe a file that is not a complete ZIP, by its first bytes, with advice."""
     if begins == b"PK":
         return (
-            f"{path} begins as torch.save writes, and its end is missing or damaged. Copy it again"
+            f"{path} begins like a file of torch.save, but its end is missing or damaged. Copy it "
+            "again"
         )
     if begins[:1] == b"\x80":
         return (
-            f"{path} is no file of torch.save as it is written since torch 1.6. Older ones "
-            "have to be saved again: python -c \"import torch; torch.save(torch.load('"
+            f"{path} is not in the format of torch.save since torch 1.6. Save an older file "
+            "again: python -c \"import torch; torch.save(torch.load('"
             f"{path}', weights_only=True), 'NEW.pt')\""
         )
-    return f"{path} is no file of torch.save, by its content. Give another, or copy it again"
+    return f"{path} is not a file of torch.save, by its content. Give another, or copy it again"
 
 
 def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> Any:
-    """What `torch.save` wrote, with a `TorchTensor` in place of each tensor.
+    """Return the object that `torch.save` wrote, with a `TorchTensor` for each tensor.
 
     Args:
         path: of the file.
-        begin: where it begins, in a file of several.
-        length: how many bytes it has; None for the rest.
+        begin: offset of the first byte, if the file holds several saved objects.
+        length: number of bytes; None for the rest of the file.
 
     Raises:
-        CheckpointError: it is none, or more than data would have to be unpickled.
+        CheckpointError: `torch.save` did not write the file, or it holds more than data.
     """
     try:
         with open_regular(path) as file:
@@ -129,7 +130,7 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
                 found = torch.load(window, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         told = str(error)
-        if "Unsupported operand" in told:  # torch's reader of data alone knows no newer ones
+        if "Unsupported operand" in told:  # `weights_only` supports only protocol 2
             told = "it was written with pickle's protocol 3 to 5, torch.save's own is 2"
         raise _code(path, told.splitlines()[-1]) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
@@ -141,8 +142,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
 
 def _code(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} may hold more than tensors, numbers and text: {what}. It could run code when it "
-        "is read, so it was not. Save the state dict alone where it comes from: "
+        f"{path} may hold more than tensors, numbers and text: {what}. Reading it could run code, "
+        "so it was not read. Save only the state dict where the file comes from: "
         "torch.save(model.state_dict(), 'NEW.pt')"
     )
 
@@ -161,7 +162,7 @@ def _tensor(found: Tensor, path: Path, begin: int) -> TorchTensor:
     offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
     if type(found) not in (Tensor, torch.nn.Parameter) or offset is None or found.is_sparse:
         raise CheckpointError(
-            f"{path} has a {type(found).__name__} ({found.layout}), which is no plain tensor. "
+            f"{path} has a {type(found).__name__} ({found.layout}), which is not a plain tensor. "
             "Save full tensors: torch.distributed.checkpoint.state_dict.get_model_state_dict with "
             "full_state_dict=True"
         )
@@ -173,7 +174,7 @@ def _tensor(found: Tensor, path: Path, begin: int) -> TorchTensor:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A range of a file's bytes, as a file object."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._position = file, begin, length, 0

@@ -1,4 +1,4 @@
-"""What a trainer's file holds beside other things: the model, its optimizer's state, the step."""
+"""Finding the model, the optimizer's state and the step in a trainer's file."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ _OPTIMIZERS = (
 )
 _LIGHTNING = "pytorch-lightning_version"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_MOST_KEYS = 12  # that a message lists
+_MOST_KEYS = 12  # most keys that a message lists
 
 _Tree = Mapping[Any, Any]
 
 
 @dataclass
 class TrainerState:
-    """What is taken over of a file."""
+    """The state that is converted from a file."""
 
     model: dict[str, StateTensor]
-    """By plain names."""
+    """The model's tensors by plain names."""
     optimizer: dict[str, StateTensor] = field(default_factory=dict)
-    """By `NAME.KEY`."""
+    """The optimizer's tensors by `NAME.KEY`."""
     step: int | None = None
     samples_seen: int | None = None
     own: list[str] = field(default_factory=list)
-    """Names of the model in the file's order, of tied ones the first."""
+    """Names of the model's tensors in the file's order; of tied ones only the first."""
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> TrainerState:
-    """Find the model in what `torch.save` wrote, and what belongs to it.
+    """Find the model in an object that `torch.save` wrote, with its optimizer state and step.
 
     Args:
-        found: as `read_torch_file` gives it.
+        found: the object that `read_torch_file` returned.
         path: for messages.
-        key: of the model, where there are several; a path through nested dicts with dots.
-        strip: a prefix that is taken away later; None to look for Lightning's.
+        key: the model's key if there are several models; dots separate the keys of nested dicts.
+        strip: a prefix that the caller will remove; None to detect Lightning's.
 
     Raises:
-        CheckpointError: there is no model in it, or it is unclear which.
+        CheckpointError: the object has no model, or several.
         ConfigError: there is no such key.
     """
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"{path} has a {type(found).__name__} in place of tensors by name. Save "
+            f"{path} has a {type(found).__name__} instead of named tensors. Save "
             "model.state_dict()"
         )
     tensors, left_out = _chosen(found, path, key) if key else _found(found, path)
     raw = {str(name): value.as_state() for name, value in tensors.items() if is_tensor(value)}
     if not raw:
         raise CheckpointError(
-            f"{path} has no tensors of a model under names{_keys_in_words(found, key)}"
+            f"{path} has no named tensors of a model{_keys_in_words(found, key)}"
         )
     left_out += [str(name) for name, value in tensors.items() if not is_tensor(value)]
     names = unwrapped_names(raw)
@@ -86,17 +86,17 @@ def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> 
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is one of a file."""
+    """Whether a value is a tensor of a file."""
     return isinstance(value, TorchTensor)
 
 
 def _found(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
-    """The model's dict below a key, and the names of what lies beside it."""
+    """Return the model's dict below a key, and the names of its sibling entries."""
     left_out: list[str] = []
     while True:
         inner = {k: v for k, v in tree.items() if _holds_model(v) and not _is_extra(k)}
         known = [key for key in MODEL_KEYS if key in inner]
-        # A few tensors beside dicts of many are counts and the like, and no model.
+        # A few tensors next to dicts of many are counts and similar, not a model.
         beside = sum(map(is_tensor, tree.values()))
         choice = known or [key for key in inner if _count(inner[key]) > beside]
         if not choice:
@@ -111,11 +111,11 @@ def _found(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
 
 
 def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
-    """The dict under a key, and the names of what lies beside it."""
+    """Return the dict under a key, and the names of its sibling entries."""
     left_out: list[str] = []
     rest = key
     while rest:
-        # A key may have dots itself: the longest that is there counts.
+        # A key may contain dots: the longest matching key counts.
         parts = rest.split(".")
         heads = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
         by_text = {str(name): name for name in tree}
@@ -123,7 +123,7 @@ def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
         value = None if head is None else tree[by_text[head]]
         if head is None or not isinstance(value, Mapping):
             inner = [name for name, one in by_text.items() if isinstance(tree[one], Mapping)]
-            what = f"{head!r} is no dict" if head else f"there is no {parts[0]!r}"
+            what = f"{head!r} is not a dict" if head else f"there is no {parts[0]!r}"
             listed = ", ".join(map(repr, inner[:_MOST_KEYS])) or "none"
             raise ConfigError(
                 f"convert: --key {key}: {what} in {path}{did_you_mean(parts[0], inner)} Dicts "
@@ -136,12 +136,12 @@ def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
 
 
 def _is_extra(name: Any) -> bool:
-    """Whether it is what a module's `get_extra_state` gave."""
+    """Whether a name is that of a module's `get_extra_state`."""
     return str(name).endswith("_extra_state")
 
 
 def _holds_model(value: Any) -> bool:
-    """Whether tensors are somewhere below, and it is no state of an optimizer."""
+    """Whether a value contains tensors and is not the state of an optimizer."""
     if not isinstance(value, Mapping) or _is_optimizer(value):
         return False
     return any(is_tensor(one) or _holds_model(one) for one in value.values())
@@ -184,21 +184,21 @@ def _number(tree: _Tree, keys: Sequence[str]) -> int | None:
 
 
 def _without_attribute(names: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Names without the attribute under which a module of Lightning has its only model."""
+    """Remove from names the attribute under which a Lightning module keeps its only model."""
     first = {plain.partition(".")[0] for plain in names.values()}
     if len(first) != 1 or not all("." in plain for plain in names.values()):
         return names, []
     prefix = f"{first.pop()}."
-    note = f"Taken away from all names: {prefix} (--strip '' leaves it there)."
+    note = f"Removed from all names: {prefix} (--strip '' keeps it)."
     return {name: plain.removeprefix(prefix) for name, plain in names.items()}, [note]
 
 
 def _take_optimizer(tree: _Tree, state: TrainerState, names: dict[str, str]) -> str:
-    """Take over an optimizer's state where its tensors can be told apart; returns its key."""
+    """Convert an optimizer's state if its tensors can be assigned to parameters; return its key."""
     for key in _OPTIMIZERS:
         found: Any = tree.get(key)
         if isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 1:
-            found = found[0]  # Lightning has a list of them
+            found = found[0]  # Lightning stores a list of optimizers
         if not isinstance(found, Mapping) or not _is_optimizer(found):
             continue
         slots = _slots(found)
@@ -219,12 +219,12 @@ def _take_optimizer(tree: _Tree, state: TrainerState, names: dict[str, str]) -> 
 
 
 def _slots(found: _Tree) -> dict[Any, dict[str, Any]]:
-    """The state of each parameter, by its number or name."""
+    """Return the state of each parameter, by the parameter's number or name."""
     inner = found.get("state")
     if isinstance(inner, Mapping):
         return {k: dict(v) for k, v in inner.items() if isinstance(v, Mapping) and v}
     slots: dict[Any, dict[str, Any]] = {}
-    for key, value in found.items():  # flat, as `get_optimizer_state_dict` may give it
+    for key, value in found.items():  # flat keys, as `get_optimizer_state_dict` can return them
         head, _, rest = str(key).partition(".")
         name, _, slot = rest.rpartition(".")
         if head == "state" and name:
@@ -243,7 +243,7 @@ def _slot_tensor(value: Any) -> StateTensor | None:
 def _names_of_slots(
     found: _Tree, slots: Mapping[Any, Any], state: TrainerState, names: dict[str, str]
 ) -> dict[Any, str] | str:
-    """The plain name of each parameter that has state, or why it is not known."""
+    """Return the plain name of each parameter that has state, or the reason why it is unknown."""
     if all(isinstance(number, str) for number in slots):  # FSDP's, and get_optimizer_state_dict's
         plain = unwrapped_names(slots)
         given = {number: names.get(number, plain[number]) for number in slots}
@@ -257,18 +257,18 @@ def _names_of_slots(
         of_number = {n: names.get(m, plain[m]) for n, m in zip(numbers, named, strict=True)}
         return _with_equal_shapes(of_number, slots, state)
     if len(groups) != 1:
-        return f"its {len(groups)} groups have numbers in place of names"
+        return f"its {len(groups)} groups have numbers instead of names"
     ordered = [name for name in state.own if name.rpartition(".")[2] not in _BUFFERS]
     if len(ordered) != len(numbers):
         return (
-            f"it has {len(numbers)} parameters by number, and the model {len(ordered)} tensors, so "
-            "which is which is not known"
+            f"it has {len(numbers)} parameters by number, and the model has {len(ordered)} "
+            "tensors, so they cannot be matched"
         )
     matched = _with_equal_shapes(dict(zip(numbers, ordered, strict=True)), slots, state)
     if not isinstance(matched, str):
         state.notes.append(
-            "The optimizer's state has numbers: they were taken for the order of the model's "
-            "tensors, as in optimizer(model.parameters())."
+            "The optimizer's state has numbers: they were matched to the model's tensors in order, "
+            "as in optimizer(model.parameters())."
         )
     return matched
 
@@ -276,22 +276,22 @@ def _names_of_slots(
 def _with_equal_shapes(
     of_number: dict[Any, str], slots: Mapping[Any, Mapping[str, Any]], state: TrainerState
 ) -> dict[Any, str] | str:
-    """The same, where every moment has the shape of its parameter."""
+    """Return the names if every moment has the shape of its parameter, else the reason."""
     for number, values in slots.items():
         name = of_number.get(number)
         if name is None or name not in state.model:
-            return f"it has {name or number!r}, and the model has not"
+            return f"it has {name or number!r}, which the model does not have"
         for slot, value in values.items():
             if is_tensor(value) and value.shape not in ((), (1,), tuple(state.model[name].shape)):
                 return (
                     f"its {slot} of parameter {number} has the shape {list(value.shape)}, and "
-                    f"{name} {list(state.model[name].shape)}"
+                    f"{name} has {list(state.model[name].shape)}"
                 )
     return of_number
 
 
 def _steps_of(slots: Mapping[Any, Mapping[str, Any]]) -> int | None:
-    """Steps done, as the optimizer counts them."""
+    """Return the number of steps done, as the optimizer counted them."""
     found = []
     for values in slots.values():
         value = values.get("step")

@@ -1,9 +1,9 @@
 """DeepSpeed's folders of ZeRO stages 1, 2 and 3: `*_model_states.pt`, `*_optim_states.pt`.
 
 Each rank's file has its partition of the fp32 parameters and of the optimizer's state as flat
-tensors. Up to stage 2 the ranks' partitions one after the other are all parameters of a group, one
-after the other. In stage 3 every parameter is cut into as many equal pieces as there are ranks
-(the last ones filled up), and a rank's flat tensors are its pieces.
+tensors. Up to stage 2, the concatenated partitions are the concatenated parameters of a group. In
+stage 3, every parameter is split into one equal piece per rank (the last ones padded), and a rank's
+flat tensors hold its pieces.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bigtrain.files.regular import read_pointer
 from bigtrain.tensors.shards import StateTensor
 
 _TRIED = "0.19.8"
-"""The version of DeepSpeed whose files the tests read."""
+"""DeepSpeed's version of the files that the tests read."""
 _OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"
 Stretch = tuple[TorchTensor, int, int]
 
 
 def find_zero_folder(path: Path) -> Path | None:
-    """The folder with DeepSpeed's files: this one, or the one that `latest` in it names."""
+    """Return the folder with DeepSpeed's files: this one, or the one that its `latest` names."""
     pointer = path / "latest"
     inner = read_pointer(pointer)
     for folder in (path, path / inner):
@@ -47,7 +47,7 @@ def open_zero_folder(folder: Path) -> ForeignState:
     """Describe a checkpoint of DeepSpeed's engine.
 
     Raises:
-        CheckpointError: it is of several stages or tensor parallel, incomplete, or not readable.
+        CheckpointError: a pipeline or tensor parallelism wrote it, or it is incomplete or damaged.
     """
     models = _in_order(folder, _MODEL)
     _check_layout(folder, models)
@@ -61,7 +61,7 @@ def open_zero_folder(folder: Path) -> ForeignState:
     wanted = max(counts) if isinstance(counts, list) else int(counts)
     if wanted != len(ranks):
         raise CheckpointError(
-            f"{folder} has the optimizer states of {len(ranks)} ranks, {wanted} have written it. "
+            f"{folder} has the optimizer states of {len(ranks)} ranks, and {wanted} wrote it. "
             "Copy the files of all ranks into one folder."
         )
     make = _stage_3 if stage == 3 else _stage_2
@@ -76,7 +76,7 @@ def open_zero_folder(folder: Path) -> ForeignState:
         first = _tied_to(name, module, described[0], {*shapes, *whole})
         found = masters.get(first) or whole.get(first)
         if found is None and stage == 3 and name not in described[0].get("buffer_names", ()):
-            raise CheckpointError(f"{folder} has no values of {name}, which is a parameter.")
+            raise CheckpointError(f"{folder} has no values of the parameter {name}.")
         model[names[name]] = found or module[name].as_state()
     slots: dict[str, StateTensor] = {}
     for group in groups:
@@ -92,7 +92,7 @@ def open_zero_folder(folder: Path) -> ForeignState:
 
 
 def _in_order(folder: Path, pattern: str) -> list[Path]:
-    """By the numbers in their names."""
+    """Return the files that match, ordered by the numbers in their names."""
     return sorted(folder.glob(pattern), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)])
 
 
@@ -101,21 +101,21 @@ def _check_layout(folder: Path, models: Sequence[Path]) -> None:
     others += [path.name for path in folder.glob("layer_*-model_states.pt")]
     if others:
         raise CheckpointError(
-            f"{folder} was written by a pipeline or under tensor parallelism ({others[0]}), which "
-            "is not read. Write it with data parallelism alone (ZeRO stages 1 to 3)."
+            f"{folder} was written by a pipeline or with tensor parallelism ({others[0]}), which "
+            "is not supported. Write it with data parallelism alone (ZeRO stages 1 to 3)."
         )
 
 
 def _number(value: Any) -> int:
-    """Of an enumeration of DeepSpeed's, too."""
+    """Return the integer of a number or of one of DeepSpeed's enumerations."""
     return int(value.arguments[0] if isinstance(value, Inert) else value)
 
 
 def _without_zero(folder: Path, described: Mapping[str, Any]) -> ForeignState:
-    """Stage 0: every rank has everything, and the optimizer's state goes by numbers."""
+    """Describe stage 0: every rank has the whole state, and the optimizer's has numbers."""
     module: Mapping[str, TorchTensor] = described["module"]
     if any(not t.numel and math.prod(t.shape) for t in module.values()):
-        raise CheckpointError(f"{folder} has no {_OPTIMIZER}: the parameters are in these.")
+        raise CheckpointError(f"{folder} has no {_OPTIMIZER}, which hold the parameters.")
     names = unwrapped_names(module)
     return ForeignState(
         "DeepSpeed without ZeRO",
@@ -123,7 +123,7 @@ def _without_zero(folder: Path, described: Mapping[str, Any]) -> ForeignState:
         step=int(described.get("global_steps", 0)),
         samples_seen=int(described.get("global_samples", 0)),
         notes=(
-            "The optimizer's state was left out: it has numbers in place of names.",
+            "The optimizer's state was left out: it has numbers instead of names.",
             *untried("DeepSpeed", described.get("ds_version"), _TRIED),
         ),
     )
@@ -132,19 +132,19 @@ def _without_zero(folder: Path, described: Mapping[str, Any]) -> ForeignState:
 def _tied_to(
     name: str, module: Mapping[str, TorchTensor], described: Mapping[str, Any], known: set[str]
 ) -> str:
-    """The name under which the values of a tensor are partitioned: another's, where it is tied."""
+    """Return the name under which a tensor's values are stored: another name if it is tied."""
     if name in known:
         return name
     told = described.get("shared_params") or {}
     if told.get(name) in known:
         return str(told[name])
-    # Stage 3 does not tell: but what is tied has one storage, empty as it is.
+    # Stage 3 does not record ties, but tied tensors share one storage, even though it is empty.
     same = (other for other in known if other in module and module[other] == module[name])
     return next(same, name)
 
 
 def _frozen(described: Sequence[Mapping[str, Any]], stage: int) -> dict[str, StateTensor]:
-    """Parameters that were not trained."""
+    """Return the frozen parameters."""
     shapes: Mapping[str, Sequence[int]] = described[0].get("frozen_param_shapes") or {}
     found = {}
     for name, shape in shapes.items():
@@ -155,7 +155,7 @@ def _frozen(described: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Sta
 
 
 class _Flat:
-    """Flat tensors as one, each after the other."""
+    """The concatenation of flat tensors."""
 
     def __init__(self, tensors: Sequence[TorchTensor]) -> None:
         self.tensors = tensors
@@ -174,7 +174,7 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _Group:
-    """What is found of parameters that are flattened together."""
+    """The tensors of parameters that were flattened together."""
 
     shapes: Mapping[str, Sequence[int]]
     parameters: Mapping[str, StateTensor]
@@ -182,11 +182,11 @@ class _Group:
 
 
 def _moments(state: Mapping[str, Any], number: int, key: str) -> Mapping[str, Any]:
-    """What a rank's optimizer keeps for the flat tensor of this number."""
+    """Return the optimizer state of a rank's flat tensor with this number."""
     base = state[key]
-    if isinstance(base, list):  # written to be read by other numbers of ranks
+    if isinstance(base, list):  # DeepSpeed's "elastic" form, for another number of ranks
         return {"step": state.get("base_optimizer_state_step"), **base[number]}
-    groups = base["param_groups"]  # some kernels of DeepSpeed's count steps there
+    groups = base["param_groups"]  # some of DeepSpeed's kernels count steps there
     step = groups[number].get("step") if number < len(groups) else None
     return {"step": step, **base["state"].get(number, {})}
 
@@ -248,9 +248,9 @@ def _stage_3(
     needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes.values())
     if by_rank[0][""].numel < needed:
         raise CheckpointError(
-            f"a rank's partition has {by_rank[0][''].numel} elements, {needed} are needed for "
-            f"{len(states)} ranks: the parameters are cut in another way (secondary partitions, "
-            "experts), which is not read."
+            f"a rank's partition has {by_rank[0][''].numel} elements, and {needed} are needed for "
+            f"{len(states)} ranks: the parameters are partitioned in another way (secondary "
+            "partitions, experts), which is not supported."
         )
     step, offset = _steps_of(moments[0][0]), 0
     parameters, slots = {}, {}
