@@ -1,8 +1,8 @@
 """Horovod's interface for PyTorch: a script for it runs after one changed import.
 
-Names, arguments and results of Horovod's functions; in which order exchanges are done, and what
-each rank must agree on before; what ranks that have joined take part in; where elastic commits are
-kept. With `import bigtrain.hvd as hvd` in the place of `import horovod.torch as hvd`.
+Replace `import horovod.torch as hvd` by `import bigtrain.hvd as hvd`. Decides the names, arguments
+and results of Horovod's functions; the order of exchanges, and the checks that ranks agree on them;
+the part that joined ranks take in exchanges; where elastic commits are stored.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""How exchanges are done: one after the other, by a thread, in the order in which they were asked.
+"""A thread that runs exchanges one at a time, in the order in which the script requested them.
 
-Every exchange begins with a row of numbers from each rank, which say what it is. So ranks that ask
-for different things are refused by name before any tensor moves, and a rank that has joined learns
-what it must take part in. The script goes on meanwhile, until it synchronizes.
+Every exchange begins with an all-gather of numbers that describe it. So ranks that request
+different exchanges are refused by name before any tensor moves, and a rank that has joined learns
+which exchange to take part in. The script continues until it synchronizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 RequestKind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
 _REDUCES: RequestKind = "allreduce"
 _WITH_JOINED: tuple[RequestKind, ...] = ("allreduce", "barrier")
-"""What goes on while a rank has joined."""
+"""Exchanges that remain possible while a rank has joined."""
 _KINDS: tuple[RequestKind, ...] = (
     *("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"),
 )
@@ -41,7 +41,7 @@ _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32),
     *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
-_ADDS = (0, 1)  # of `_OPS`: those in which a zero changes nothing
+_ADDS = (0, 1)  # indices in `_OPS` of the operations in which a zero changes nothing
 _OPS = ("average", "sum", "min", "max", "product")
 _ACTIVE, _JOINED = 0, 1
 _FAREWELL_S = 5.0
@@ -49,22 +49,22 @@ _FAREWELL_S = 5.0
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for; the same on every rank, but for `rows`."""
+    """Description of an exchange; the same on every rank, except for `rows`."""
 
     kind: RequestKind
     name: str | None
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """What must be equal on all ranks: without the first dim, where that may differ."""
+    """Shape that must be equal on all ranks; without the first dim if that may differ."""
     on_host: bool
     op: str = ""
     root: int = -1
     detail: str = ""
-    """What else must be equal."""
+    """Further text that must be equal on all ranks."""
     rows: int = 0
-    """The first dim, where it may differ."""
+    """Size of the first dim, if it may differ between ranks."""
     numel: int = 0
-    """Of the buffer, for ranks that have joined."""
+    """Elements of the buffer, for ranks that have joined."""
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -79,7 +79,7 @@ class Request:
         return ", ".join(words) + ("" if self.on_host else ", on an accelerator")
 
     def numbers(self) -> list[int]:
-        """The row that goes to the other ranks."""
+        """Encode the request as the numbers that are sent to the other ranks."""
         digest = hashlib.blake2b(str(self).encode(), digest_size=7).digest()
         number = _DTYPES.index(self.dtype) if self.dtype in _DTYPES else -1
         op = _OPS.index(self.op) if self.op else 0
@@ -89,11 +89,11 @@ class Request:
 
 
 class UnequalRequestsError(ConfigError, RuntimeError):
-    """Ranks ask for exchanges that do not fit together; Horovod's scripts catch a RuntimeError."""
+    """Ranks request different exchanges. A RuntimeError too, as Horovod's scripts catch that."""
 
 
 class RequestRow(NamedTuple):
-    """What one rank says of its exchange, as numbers."""
+    """One rank's request as numbers."""
 
     state: int
     digest: int
@@ -106,7 +106,7 @@ class RequestRow(NamedTuple):
 
 
 class Members:
-    """The groups of some ranks: gloo for what is on the host, the device's own for the rest."""
+    """The process groups of some ranks: gloo for host tensors, the device's backend for others."""
 
     def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
         self.members = tuple(members)
@@ -125,24 +125,24 @@ class Members:
             self.host = cast("dist.ProcessGroup", host)
             self.own = cast("dist.ProcessGroup | None", own)
             context.recorder.traffic.leave_out(self.host)
-            self.all_gather_rows([0])  # nobody leaves before all are connected
+            self.all_gather_rows([0])  # no rank may leave before all are connected
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self.members)
 
     @property
     def place(self) -> int:
-        """Of this rank among them."""
+        """Index of this rank among them."""
         return self.members.index(self.rank)
 
     def group(self, *, on_host: bool) -> dist.ProcessGroup | None:
-        """The group that takes such tensors."""
+        """Return the group for tensors on the host, or on the device."""
         return self.host if on_host or self.own is None else self.own
 
     def all_gather_rows(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Whole numbers of each rank, as many on every rank. Collective."""
+        """All-gather integers; every rank gives the same count. Collective."""
         if self.host is None:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -152,7 +152,7 @@ class Members:
 
 
 class ChannelWork(ABC):
-    """One exchange: `begin` is called by the thread, `finish` by the script's."""
+    """One exchange: the channel's thread calls `begin`, the script's thread calls `finish`."""
 
     def __init__(self, call: Request) -> None:
         self.call = call
@@ -160,20 +160,20 @@ class ChannelWork(ABC):
 
     @abstractmethod
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Start it, and note what is to be waited for in `works`.
+        """Start the exchange, and append the works to wait for to `works`.
 
         Args:
-            link: the ranks; of one rank it has no groups.
-            rows: what each of them said.
+            link: the ranks; it has no groups if there is only one.
+            rows: each rank's request.
         """
 
     def finish(self) -> Any:
-        """Put the result together, once `works` are done."""
+        """Assemble the result, after `works` are done."""
         return None
 
 
 class Handle(ABC):
-    """An exchange that is on its way, for `hvd.poll` and `hvd.synchronize`."""
+    """A running exchange, for `hvd.poll` and `hvd.synchronize`."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -181,7 +181,7 @@ class Handle(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """Wait for it, and return what came out."""
+        """Wait for the exchange, and return its result."""
 
     def __call__(self) -> Any:
         """The same as `result`."""
@@ -206,7 +206,7 @@ class Pending(Handle):
         return self.error is not None or all(work.is_completed() for work in self.exchange.works)
 
     def result(self) -> Any:
-        """Wait for it, and return what came out; raise what it failed by."""
+        """Wait for the exchange, and return its result or raise its error."""
         if not self._is_finished:
             self.begun.wait()
             if self.error is None:
@@ -228,11 +228,11 @@ class Pending(Handle):
 
 
 class Several(Handle):
-    """Exchanges that belong together.
+    """Several exchanges with one result.
 
     Args:
-        parts: of them.
-        joins: makes one result of theirs.
+        parts: their handles.
+        joins: combines their results.
     """
 
     def __init__(self, parts: Sequence[Handle], joins: Callable[[list[Any]], Any]) -> None:
@@ -240,11 +240,11 @@ class Several(Handle):
         self._results: list[Any] = []
 
     def done(self) -> bool:
-        """Whether all of them are."""
+        """Whether all parts are done."""
         return all(part.done() for part in self._parts)
 
     def result(self) -> Any:
-        """Wait for all of them."""
+        """Wait for all parts, and return the combined result."""
         if not self._results:
             found = [part.result() for part in self._parts]
             with torch.no_grad():
@@ -253,38 +253,38 @@ class Several(Handle):
 
 
 class _Join(ChannelWork):
-    """That a rank has no more data; its result is the number of the last one to say so."""
+    """A rank's message that it has no more data; the result is the last rank to send it."""
 
     last = -1
 
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:
-        """Nothing: the channel serves the others until all have joined."""
+        """Do nothing: the channel serves the other ranks until all have joined."""
 
     def finish(self) -> int:
         return self.last
 
 
 class Channel:
-    """The exchanges of some ranks, in one order.
+    """Runs the exchanges of some ranks in one order.
 
     Args:
-        context: who this process is.
-        members: their numbers, ascending; this rank is among them.
-        is_global: they are all.
+        context: of this process.
+        members: the ranks, ascending; this rank is among them.
+        is_global: whether they are all ranks.
     """
 
     timeline: Callable[[str, str, float, float], None] | None = None
-    """Is told of each exchange: its kind, its name, and two times of `time.time`."""
+    """Called for each exchange with its kind, its name, and two times of `time.time`."""
 
     def __init__(self, context: RunContext, members: Sequence[int], *, is_global: bool) -> None:
         self.link = Members(context, members, is_global=is_global)
         self._queue: SimpleQueue[tuple[Pending, torch.Stream | None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
-        self._joined: list[int] = []  # as of the last exchange, the same on all ranks
+        self._joined: list[int] = []  # after the last exchange; the same on all ranks
 
     def submit(self, exchange: ChannelWork) -> Pending:
-        """Begin an exchange when those before it have begun; does not wait. Collective."""
+        """Queue an exchange behind the earlier ones; does not wait. Collective."""
         pending = Pending(exchange)
         if self.link.host is None:
             exchange.begin(self.link, [RequestRow(*exchange.call.numbers())])
@@ -300,14 +300,14 @@ class Channel:
         return pending
 
     def join(self) -> int:
-        """Take part with zeros until all ranks have joined; the number of the last. Collective."""
+        """Contribute zeros until all ranks joined; return the last rank to join. Collective."""
         if self.link.host is None:
             return self.link.rank
         call = Request("barrier", "join", torch.int64, (), True)
         return int(self.submit(_Join(call)).result())
 
     def close(self) -> None:
-        """End the thread, where it has nothing to do."""
+        """End the thread if it is idle."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_FAREWELL_S)
@@ -324,7 +324,7 @@ class Channel:
             try:
                 with _on(stream):
                     self._do(pending)
-            except BigtrainError as error:  # every rank has it, and goes on
+            except BigtrainError as error:  # raised on every rank, which all continue
                 pending.fail(error)
             except BaseException as error:
                 self._broken = _in_words(error, pending.exchange.call)
@@ -352,7 +352,7 @@ class Channel:
         return rows
 
     def _agreed(self, call: Request) -> list[RequestRow]:
-        """What every rank says, where all ask for the same."""
+        """Return every rank's row if all request the same exchange."""
         rows = self._rows(call.numbers())
         active = [row for row in rows if row.state == _ACTIVE]
         if len({row.digest for row in active}) > 1:
@@ -362,7 +362,7 @@ class Channel:
         return rows
 
     def _differing(self, text: str, rows: Sequence[RequestRow]) -> UnequalRequestsError:
-        """The error of ranks that ask for different things. Collective."""
+        """Return the error of ranks that request different exchanges. Collective."""
         texts: list[Any] = [None] * self.link.size
         dist.all_gather_object(texts, text, group=self.link.host)
         first = next(n for n, row in enumerate(rows) if row.state == _ACTIVE)
@@ -374,7 +374,7 @@ class Channel:
         )
 
     def _serve_others(self) -> int:
-        """Take part with zeros until all have joined; returns who was last."""
+        """Contribute zeros until all ranks have joined; return the last rank to join."""
         while True:
             before = self._joined
             rows = self._rows([_JOINED, 0, 0, 0, 0, 0, 0, 0])
@@ -396,7 +396,7 @@ class Channel:
 
 
 def _in_words(error: BaseException, call: Request) -> BaseException:
-    """An exchange that broke because another rank is gone, with what it was."""
+    """Add the exchange to the error if it failed because another rank has ended."""
     if not is_peer_failure(error):
         return error
     first = str(error).splitlines()[0]
@@ -409,7 +409,7 @@ def _in_words(error: BaseException, call: Request) -> BaseException:
 
 
 def _check_joined(call: Request, joined: list[int]) -> None:
-    """Refuse what cannot be done without the ranks that have joined."""
+    """Refuse an exchange that needs the data of ranks that have joined."""
     adds = call.kind != _REDUCES or _OPS.index(call.op) in _ADDS
     if call.kind in _WITH_JOINED and adds:
         return
@@ -424,7 +424,7 @@ def _check_joined(call: Request, joined: list[int]) -> None:
 
 
 def _on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Order what follows behind what a stream has to do; nothing on a CPU."""
+    """Run the block on a stream, after the work that it has queued; no effect on a CPU."""
     if stream is None:
         return nullcontext()
     return _OnStream(stream)
@@ -443,12 +443,12 @@ class _OnStream:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as one row: they go between ranks whatever their type."""
+    """View a contiguous tensor as bytes, so that backends exchange any element type."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether it goes through gloo."""
+    """Whether gloo exchanges the tensor."""
     return not is_accelerator(tensor.device)
 
 
@@ -456,7 +456,7 @@ _open: list[Channel] = []
 
 
 def open_channel(members: Sequence[int]) -> Channel:
-    """Connect some ranks. Collective among all ranks, also those that are not among them."""
+    """Connect some ranks. Collective among all ranks of the run, not only among these."""
     context = session.opened()
     found = Channel(context, members, is_global=len(members) == context.world_size)
     _open.append(found)
@@ -464,12 +464,12 @@ def open_channel(members: Sequence[int]) -> Channel:
 
 
 def channels() -> list[Channel]:
-    """Those that are open."""
+    """Return the open channels."""
     return list(_open)
 
 
 def close_channels() -> None:
-    """End their threads."""
+    """End the threads of all open channels."""
     while _open:
         _open.pop().close()
 

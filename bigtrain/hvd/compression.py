@@ -1,4 +1,4 @@
-"""What tensors travel as."""
+"""Compression of tensors for an exchange."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from bigtrain.errors import ConfigError
 
 
 class Compressor(Protocol):
-    """Both ways; a script may bring its own."""
+    """Compresses and decompresses; a script may define its own."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` needs."""
+        """Return the tensor to exchange, and the context for `decompress`."""
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:
-        """What it was, from what has arrived."""
+        """Restore an exchanged tensor."""
 
 
 class NoneCompressor:
-    """As it is."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -35,7 +35,7 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Floating point numbers as float16: half the bytes, and other numbers."""
+    """Floating-point numbers as float16: half the bytes of fp32, with rounding."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -49,17 +49,17 @@ class FP16Compressor:
 
 
 class Compression:
-    """Those that there are: `hvd.Compression.fp16`."""
+    """The built-in compressors, such as `hvd.Compression.fp16`."""
 
     none: ClassVar[type[NoneCompressor]] = NoneCompressor
     fp16: ClassVar[type[FP16Compressor]] = FP16Compressor
 
 
 def compressor_of(compression: Any) -> Compressor:
-    """The argument `compression` of an exchange.
+    """Return the compressor that an exchange's argument `compression` names.
 
     Raises:
-        ConfigError: it has not got both ways.
+        ConfigError: it lacks `compress` or `decompress`.
     """
     if callable(getattr(compression, "compress", None)) and callable(
         getattr(compression, "decompress", None)

@@ -1,4 +1,4 @@
-"""Tensors and objects that go from ranks to ranks as they are."""
+"""Exchanges without arithmetic: allgather, broadcast and alltoall of tensors and objects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALL = global_process_set
 
 
 def _source(tensor: Any, where: str, *, rows: bool = True) -> Tensor:
-    """A contiguous tensor to send."""
+    """Check a tensor, and return it contiguous for sending."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
             f"hvd.{where}: {type(tensor).__name__} is no tensor. Give torch.tensor(...), or use "
@@ -62,7 +62,7 @@ class _AllGather(ChannelWork):
             return
         longest = max(self._counts)
         mine = self._source
-        if mine.shape[0] < longest:  # gloo sends as much from each
+        if mine.shape[0] < longest:  # gloo needs the same size from each rank, so pad
             padded = mine.new_zeros((longest, *mine.shape[1:]))
             padded[: mine.shape[0]] = mine
             mine = padded
@@ -78,14 +78,14 @@ class _AllGather(ChannelWork):
         return torch.cat(kept)
 
     def counts(self) -> list[int]:
-        """Rows of each rank."""
+        """Number of rows of each rank."""
         return self._counts
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Begin what `allgather` does; its gradient is not computed."""
+    """Start an `allgather`; its gradient is not computed."""
     exchange = _AllGather(_source(tensor, "allgather"), name)
     return set_of(process_set).channel().submit(exchange)
 
@@ -103,9 +103,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Its gradient is what Horovod's is: the *average* over the ranks of that of this rank's rows.
 
     Args:
-        tensor: at least one dim; ranks may have different first ones, 0 too, and no other.
+        tensor: with at least one dim. The first dim may differ between ranks, and may be 0.
         name: for messages.
-        process_set: among whom.
+        process_set: the ranks that take part.
 
     Raises:
         ConfigError: the tensor has no dims, or other dims differ between the ranks.
@@ -144,7 +144,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(ChannelWork):
-    """The sum of gradients; written over its buffer."""
+    """A sum of gradients over ranks, in place."""
 
     def __init__(self, buffer: Tensor, name: str | None) -> None:
         shape, on_host = tuple(buffer.shape), is_on_host(buffer)
@@ -166,7 +166,7 @@ class _Summed(ChannelWork):
 
 
 def average_over(channel: Any, gradient: Tensor, name: str | None) -> Tensor:
-    """The average of a gradient over the ranks of a channel. Collective."""
+    """Return the average of a gradient over the ranks of a channel. Collective."""
     summed: Tensor = channel.submit(_Summed(gradient.detach().clone(), name)).result()
     count: int = channel.link.size
     return summed / count
@@ -206,7 +206,7 @@ def _start_broadcast(
         )
     source = _source(tensor, "broadcast", rows=False)
     if in_place:
-        # A view of the same memory, where it is in one piece.
+        # A view of the same memory, if the tensor is contiguous.
         return channel.submit(_Broadcast(source, root_rank, name, tensor))
     return channel.submit(_Broadcast(source.clone(), root_rank, name))
 
@@ -214,21 +214,21 @@ def _start_broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Begin what `broadcast` does; its gradient is not computed."""
+    """Start a `broadcast`; its gradient is not computed."""
     return _start_broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """The same in place: the tensor is written when `synchronize` returns."""
+    """Start a `broadcast_`: the tensor is overwritten when `synchronize` returns."""
     return _start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Take over a rank's tensor, in place. Collective; returns its argument."""
+    """Overwrite a tensor with that of `root_rank`, and return it. Collective."""
     broadcast_async_(tensor, root_rank, name, process_set).result()
     return tensor
 
@@ -241,10 +241,10 @@ def broadcast(
     Its gradient is what Horovod's is: on that rank the average over the ranks, elsewhere zeros.
 
     Args:
-        tensor: of the same shape on every rank; left as it is.
-        root_rank: whose; its number among all ranks, whatever the process set.
+        tensor: of the same shape on every rank; not changed.
+        root_rank: the sender, numbered among all ranks of the run.
         name: for messages.
-        process_set: among whom.
+        process_set: the ranks that take part.
     """
     found: Tensor = _Broadcasted.apply(tensor, root_rank, name, process_set)
     return found
@@ -304,7 +304,7 @@ class _AllToAll(ChannelWork):
 
 
 def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
-    """How many rows go to each rank."""
+    """Return the number of rows for each rank."""
     rows = tensor.shape[0]
     if splits is None:
         if rows % count:
@@ -325,7 +325,7 @@ def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """Begin what `alltoall` does; the result is always rows and what was received from each."""
+    """Start an `alltoall`; the result is always the rows and the number from each rank."""
     channel = set_of(process_set).channel()
     source = _source(tensor, "alltoall")
     exchange = _AllToAll(source, _splits_of(source, splits, channel.link.size), name)
@@ -344,13 +344,13 @@ def alltoall(
     """Send rows to each rank, and return those that the ranks send here. Collective.
 
     Args:
-        tensor: at least one dim; ranks may have different first ones.
-        splits: how many rows go to each rank, in order; as many to each where left out.
+        tensor: with at least one dim; the first dim may differ between ranks.
+        splits: the number of rows for each rank; None gives every rank the same number.
         name: for messages.
-        process_set: among whom.
+        process_set: the ranks that take part.
 
     Returns:
-        The rows that have arrived, in the order of ranks; with `splits` also how many from each.
+        The received rows in rank order; with `splits` also the number from each rank.
 
     Raises:
         ConfigError: the splits do not add up to the rows.

@@ -1,7 +1,7 @@
 """An optimizer whose gradients are exchanged while they are computed.
 
-What Horovod negotiates between the ranks is fixed here: gradients go in buckets, those of the last
-parameters first, each as soon as it is full and those before it are on their way.
+Horovod negotiates the order of exchanges between ranks. Here the order is fixed: gradients go in
+buckets, the last parameters first, each bucket once it is full and the earlier ones were sent.
 
 Source: Sergeev and Del Balso 2018, Horovod (arXiv 1802.05799), section 3 (Ring-AllReduce), section
 5 (Tensor Fusion).
@@ -30,7 +30,7 @@ from bigtrain.hvd.reductions import (
 from bigtrain.units import MIB
 
 FUSION_BYTES = 64 * MIB
-"""Gradients that are exchanged in one message, about: Horovod's default."""
+"""Approximate bytes of gradients in one message: Horovod's default."""
 _ALL = global_process_set
 
 
@@ -46,11 +46,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     sparse_as_dense: bool = False,
     process_set: ProcessSet = _ALL,
 ) -> Any:
-    """Return the optimizer, whose gradients are from now on exchanged while they are computed.
+    """Return the optimizer, changed to exchange gradients while they are computed.
 
-    It is of a subclass of its own class, with `synchronize`, `skip_synchronize` and
-    `set_backward_passes_per_step` beside: call the first two to clip the averaged gradients before
-    `step`.
+    Its class becomes a subclass with the methods `synchronize`, `skip_synchronize` and
+    `set_backward_passes_per_step`. Call the first two to clip the averaged gradients before `step`.
 
     Args:
         optimizer: of the same parameters, in the same order, on every rank.
@@ -58,13 +57,14 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
         compression: `hvd.Compression.fp16` halves the bytes, and changes the numbers.
         backward_passes_per_step: backward passes whose gradients are added up before they are
             exchanged. Sums, not means, as in Horovod: divide the loss by it.
-        op: over the ranks; see `hvd.allreduce`.
-        gradient_predivide_factor: what gradients are divided by before the sum over the ranks, and
-            multiplied by afterwards.
+        op: the reduction over ranks; see `hvd.allreduce`.
+        gradient_predivide_factor: gradients are divided by it before the sum over the ranks, and
+            multiplied by it afterwards.
         num_groups: the older name of `groups`.
-        groups: how many messages, or which parameters go in one; of about 64 MiB where left out.
-        sparse_as_dense: sparse gradients travel as dense ones.
-        process_set: among whom; ranks that are not among them step with their own gradients.
+        groups: the number of messages, or lists of parameters that share one. By default messages
+            have about 64 MiB.
+        sparse_as_dense: exchange sparse gradients as dense ones.
+        process_set: the ranks that take part; the others step with their local gradients.
 
     Raises:
         ConfigError: `op` is Adasum, `backward_passes_per_step` is less than 1, names are missing
@@ -88,7 +88,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
         raise ConfigError(
             "hvd.DistributedOptimizer: the optimizer is one already. Wrap it once, on every rank."
         )
-    vars(optimizer).pop("step", None)  # a scheduler's, made before: it would call the old class's
+    # A scheduler made earlier has replaced `step` on the instance, bound to the old class.
+    vars(optimizer).pop("step", None)
     optimizer.__class__ = type(kind.__name__, (_Exchanging, kind), {})
     wrapped = cast("_Exchanging", optimizer)
     wrapped.exchange = _GradientExchange(
@@ -107,7 +108,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
 def _names(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> dict[Tensor, str]:
-    """The names of an optimizer's parameters."""
+    """Return the names of an optimizer's parameters."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named is None:
         return {p: f"parameter {n}" for n, p in enumerate(own)}
@@ -138,7 +139,7 @@ def _names(
 
 
 class _Exchanging(torch.optim.Optimizer):
-    """What `DistributedOptimizer` adds to an optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class."""
 
     exchange: _GradientExchange
 
@@ -148,7 +149,7 @@ class _Exchanging(torch.optim.Optimizer):
         return self.exchange.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on that many backward passes come before one."""
+        """Set the number of backward passes per step, from the next step on."""
         if passes < 1:
             raise ConfigError(
                 f"hvd: set_backward_passes_per_step({passes}), and 1 at least comes before a step."
@@ -161,7 +162,7 @@ class _Exchanging(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Step inside the `with` block without it: `synchronize` was called before."""
+        """Let `step` inside the `with` block skip `synchronize`, which was called before."""
         self.exchange.skipped = True
         try:
             yield
@@ -169,7 +170,7 @@ class _Exchanging(torch.optim.Optimizer):
             self.exchange.skipped = False
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """ChannelWork what is left, and step."""
+        """Exchange the remaining gradients, and step."""
         if closure is not None:
             raise ConfigError(
                 "hvd: step(closure) computes gradients that nobody has exchanged yet. Go backward "
@@ -180,10 +181,10 @@ class _Exchanging(torch.optim.Optimizer):
         return super().step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients.
+        """Clear the gradients.
 
         Raises:
-            ConfigError: they are on their way to the other ranks.
+            ConfigError: gradients are being exchanged.
         """
         if self.exchange.is_open():
             raise ConfigError(
@@ -193,17 +194,17 @@ class _Exchanging(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; what was accumulated and not yet exchanged is not counted any more."""
+        """Load a state; gradients that were accumulated but not exchanged are dropped."""
         self.exchange.forget()
         super().load_state_dict(state_dict)
 
 
 class _Buckets:
-    """Which gradients go in one message, all ranks in one order: the last parameters first.
+    """Assigns gradients to messages, in the same order on all ranks: the last parameters first.
 
     Args:
         parameters: in the optimizer's order.
-        names: of them.
+        names: of the parameters.
         groups: as in `DistributedOptimizer`.
     """
 
@@ -233,14 +234,14 @@ class _Buckets:
             filled += parameter.nbytes
 
     def name(self, number: int) -> str:
-        """What a message calls a bucket."""
+        """Return the name of a bucket, for messages."""
         first, *others = self.buckets[number]
         rest = f" and {len(others)} more" if others else ""
         return f"gradient of {self.names[first]}{rest}"
 
 
 def bucket_limit(groups: Any) -> float:
-    """Bytes of a bucket: those that a script has formed are taken as they are."""
+    """Return the bytes of a bucket; infinite for groups that the script has formed."""
     return FUSION_BYTES if groups is None else float("inf")
 
 
@@ -249,7 +250,7 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _grouped(parameters: list[Tensor], groups: Any) -> list[list[Tensor]]:
-    """Parameters by the groups of a script, in the order in which their first is there."""
+    """Return parameters by the script's groups, ordered by each group's first parameter."""
     if groups is None:
         return [parameters]
     if type(groups) is int and groups > 0:
@@ -286,14 +287,14 @@ class _GradientExchange:
     """Reduces gradients over the ranks in buckets, all ranks in one order.
 
     Args:
-        buckets: which go together.
-        passes: backward passes of a step.
-        compressor: what gradients are converted by on their way.
-        op: how.
-        factor: what they are divided by before the sum, and multiplied by afterwards.
-        dense: sparse gradients go as dense ones.
-        process_set: among whom.
-        groups: of the optimizer, as they are at each step.
+        buckets: the gradients of each message.
+        passes: backward passes per step.
+        compressor: converts gradients for the exchange.
+        op: the reduction.
+        factor: gradients are divided by it before the sum, and multiplied by it afterwards.
+        dense: whether sparse gradients are exchanged as dense ones.
+        process_set: the ranks that take part.
+        groups: the optimizer's parameter groups, looked up at each step.
     """
 
     skipped = False
@@ -322,14 +323,14 @@ class _GradientExchange:
             hook(self._arrived)
 
     def forget(self) -> None:
-        """Begin the next step."""
+        """Drop all gradients, and begin the next step."""
         self._seen = dict.fromkeys(self._buckets.number, 0)
         self._missing = [len(bucket) for bucket in self._buckets.buckets]
         self._open: list[tuple[list[Tensor], list[tuple[Handle, Any]]]] = []
         self._is_over = False
 
     def is_open(self) -> bool:
-        """Whether gradients of this step are there that are not exchanged yet."""
+        """Whether gradients of this step exist that are not exchanged yet."""
         return not self._is_over and any(self._seen.values())
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -383,7 +384,7 @@ class _GradientExchange:
         self._open.append(([*dense, *sparse], handles))
 
     def _dense_gradient(self, parameter: Tensor) -> Tensor:
-        if parameter.grad is None:  # not on this rank; another one may have some
+        if parameter.grad is None:  # another rank may have a gradient
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         return gradient.to_dense() if gradient.is_sparse else gradient
@@ -401,7 +402,7 @@ class _GradientExchange:
         return parameter.grad
 
     def finish(self) -> None:
-        """Send what no backward pass has completed, wait for all, and put them back. Collective."""
+        """Send incomplete buckets, wait for all, and store the reduced gradients. Collective."""
         if self._alone or self._is_over:
             return
         self._refuse_later_ones()
@@ -414,7 +415,7 @@ class _GradientExchange:
         self._is_over = True
 
     def _refuse_later_ones(self) -> None:
-        """Refuse gradients that would stay each rank's own."""
+        """Refuse gradients of parameters that were added later and would not be reduced."""
         for n, group in enumerate(self._groups):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._buckets.number:

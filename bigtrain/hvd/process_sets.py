@@ -1,4 +1,4 @@
-"""Some of the ranks, which exchange among themselves."""
+"""Process sets: subsets of the ranks that exchange tensors among themselves."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from bigtrain.hvd.session import rank, session, size
 
 
 class ProcessSet:
-    """Ranks by their numbers, in ascending order; to be given to `init` or `add_process_set`.
+    """A set of ranks, for `init` or `add_process_set`.
 
     Args:
-        ranks: their numbers among all.
+        ranks: numbers among all ranks of the run.
 
     Raises:
-        ConfigError: they are not numbers, as where an MPI communicator is given, or one is twice.
+        ConfigError: the argument is not a list of numbers, or has a number twice.
     """
 
     process_set_id: int | None = None
-    """None until it is connected; 0 is that of all ranks."""
+    """None until the set is connected; 0 is the set of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         if not isinstance(ranks, (list, tuple, range, set, frozenset)) or not all(
@@ -39,21 +39,21 @@ class ProcessSet:
         self._channel: Channel | None = None
 
     def size(self) -> int | None:
-        """How many ranks; None where it is not connected."""
+        """Number of ranks; None if the set is not connected."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Number of this process among them, from 0; None where it is not connected.
+        """Index of this process in the set, from 0; None if the set is not connected.
 
         Raises:
-            ConfigError: this process is not among them.
+            ConfigError: this process is not in the set.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
         return self._checked().index(rank())
 
     def included(self) -> bool | None:
-        """Whether this process is among them; None where nothing is connected."""
+        """Whether this process is in the set; None if nothing is connected."""
         return None if self.ranks is None else rank() in self.ranks
 
     def __str__(self) -> str:
@@ -69,22 +69,22 @@ class ProcessSet:
         return ranks
 
     def connect(self, number: int, ranks: Sequence[int]) -> None:
-        """Open its exchanges. Collective among all ranks."""
+        """Connect the set. Collective among all ranks of the run."""
         self.ranks, self.process_set_id = list(ranks), number
         self._channel = open_channel(ranks)
 
     def disconnect(self) -> None:
-        """Close them; the object may be added again."""
+        """Disconnect the set; it may be added again."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self.process_set_id = None
 
     def channel(self) -> Channel:
-        """Its exchanges.
+        """Return the channel for the set's exchanges.
 
         Raises:
-            ConfigError: it is not connected, or this process is not among its ranks.
-            LaunchError: nothing is.
+            ConfigError: the set is not connected, or this process is not in it.
+            LaunchError: the ranks are not connected at all.
         """
         session.opened()
         if self._channel is None:
@@ -97,7 +97,7 @@ class ProcessSet:
 
 
 class _AllRanks(ProcessSet):
-    """The set of all ranks, which is connected from the first exchange on."""
+    """The set of all ranks, connected at the first exchange."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -140,7 +140,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a set; whether it was open. The set of all ranks stays. Every rank calls it."""
+    """Disconnect a set, and return whether it was connected. Collective.
+
+    The set of all ranks is never disconnected.
+    """
     number = process_set.process_set_id
     if number is None or _sets.pop(number, None) is None:
         return False
@@ -149,14 +152,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of every set by its number; 0 is that of all."""
+    """Return the ranks of every set by its id; 0 is the set of all ranks."""
     session.opened()
     found = {0: list(range(size()))}
     return found | {number: list(one.ranks or []) for number, one in _sets.items()}
 
 
 def forget_process_sets() -> None:
-    """Take back what `init` and `add_process_set` have connected."""
+    """Disconnect every set of `init` and `add_process_set`."""
     for one in (global_process_set, *_sets.values()):
         one.disconnect()
     global_process_set.ranks = None
@@ -164,10 +167,10 @@ def forget_process_sets() -> None:
 
 
 def set_of(process_set: Any) -> ProcessSet:
-    """The argument of an exchange.
+    """Check the argument `process_set` of an exchange, and return it.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not a process set.
     """
     if isinstance(process_set, ProcessSet):
         return process_set

@@ -1,4 +1,4 @@
-"""Tensors that are added up, or otherwise made one, over the ranks."""
+"""Reductions of tensors over the ranks: sums, averages, minima, maxima and products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bigtrain.hvd.process_sets import ProcessSet, global_process_set, set_of
 Average: Literal["average"] = "average"
 Sum: Literal["sum"] = "sum"
 Adasum: Literal["adasum"] = "adasum"
-"""Refused: it is here for scripts that offer it as an option."""
+"""Refused; defined for scripts that offer it as an option."""
 Min: Literal["min"] = "min"
 Max: Literal["max"] = "max"
 Product: Literal["product"] = "product"
@@ -43,10 +43,10 @@ _ALL = global_process_set
 
 
 def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce") -> ReduceOp:
-    """The operation that two arguments say, of which `average` is the older.
+    """Return the operation that `op`, or its older form `average`, names.
 
     Raises:
-        ConfigError: both are given, or it is one that is not here.
+        ConfigError: both are given, or the operation is not supported.
     """
     if op is not None and average is not None:
         raise ConfigError(
@@ -66,7 +66,7 @@ def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce"
 
 
 def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -> None:
-    """Refuse what would be cut off, or has no order."""
+    """Refuse reductions that would truncate integers, or that need an order which is missing."""
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     if is_whole and (op == Average or factor != 1.0):
         what = "an average" if op == Average else "a factor"
@@ -81,15 +81,15 @@ def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -
 
 
 class Reduction(ChannelWork):
-    """An all-reduce of one buffer, which it overwrites.
+    """An in-place all-reduce of one buffer.
 
     Args:
         buffer: contiguous; of the same shape on every rank.
-        call: what it is.
-        op: how.
-        before: factor before.
-        after: factor afterwards.
-        divisor: what the sum is divided by.
+        call: the request.
+        op: the operation.
+        before: factor applied before the reduction.
+        after: factor applied after it.
+        divisor: the reduced values are divided by it.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class Reduction(ChannelWork):
             buffer.mul_(before)
 
     def begin(self, link: Members, rows: Sequence[RequestRow]) -> None:  # noqa: ARG002
-        """Send it."""
+        """Start the all-reduce."""
         group = link.group(on_host=self.call.on_host)
         if group is not None:
             reduces = _TORCH_OPS[self._op]
             self.works = [dist.all_reduce(self.buffer, reduces, group=group, async_op=True)]
 
     def finish(self) -> Tensor:
-        """What came out."""
+        """Apply the divisor and the factor, and return the buffer."""
         if self._divisor != 1:
             self.buffer /= self._divisor
         if self._after != 1.0:
@@ -133,17 +133,17 @@ def start_reduction(
     shape: tuple[int, ...] | None = None,
     detail: str = "",
 ) -> Handle:
-    """All-reduce a contiguous tensor of one's own in place.
+    """Start an in-place all-reduce of a contiguous buffer.
 
     Args:
-        buffer: overwritten; a type that gloo takes.
-        op: how.
-        process_set: among whom.
+        buffer: overwritten; of a type that gloo supports.
+        op: the operation.
+        process_set: the ranks that take part.
         name: of the exchange, the same on every rank.
-        before: a factor.
-        after: another.
-        shape: for messages; the buffer's where left out.
-        detail: what else must be equal on all ranks.
+        before: factor applied before the reduction.
+        after: factor applied after it.
+        shape: for messages; by default the buffer's.
+        detail: further text that must be equal on all ranks.
     """
     channel = process_set.channel()
     factors = "" if (before, after) == (1.0, 1.0) else f"factors {before:g} and {after:g}"
@@ -163,7 +163,7 @@ def start_reduction(
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a tensor is reduced: gloo has not all."""
+    """Return the type in which a tensor is reduced, as gloo does not support every type."""
     return {torch.int16: torch.int32, torch.bool: torch.uint8}.get(dtype, dtype)
 
 
@@ -178,20 +178,20 @@ def _reduce(
     after: float,
     where: str,
 ) -> Handle:
-    """All-reduce some tensors, those of one type and place in one message.
+    """Start an all-reduce of several tensors; those of one type and device share a message.
 
     Args:
-        tensors: left as they are.
-        into: where the results go; new ones where left out.
-        op: how.
-        process_set: among whom.
+        tensors: not changed.
+        into: tensors for the results; new ones if None.
+        op: the operation.
+        process_set: the ranks that take part.
         name: of the exchange.
-        before: factor before.
-        after: factor afterwards.
-        where: the name of the function, for messages.
+        before: factor applied before the reduction.
+        after: factor applied after it.
+        where: name of the public function, for messages.
 
     Returns:
-        Of a list of tensors.
+        A handle whose result is a list of tensors.
     """
     chosen = set_of(process_set)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -256,7 +256,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Begin what `allreduce` does; its gradient is not computed. For `poll` and `synchronize`."""
+    """Start an `allreduce` for `poll` and `synchronize`; its gradient is not computed."""
     chosen = checked_op(op, average)
     factors = {"before": prescale_factor, "after": postscale_factor}
     return _only(
@@ -273,7 +273,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """The same in place: the tensor is written when `synchronize` returns."""
+    """Start an `allreduce_`: the tensor is overwritten when `synchronize` returns."""
     chosen = checked_op(op, average)
     factors = {"before": prescale_factor, "after": postscale_factor}
     return _only(
@@ -290,7 +290,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Tensor:
-    """What `allreduce` does, in place and without a gradient; returns its argument. Collective."""
+    """Reduce a tensor in place, without a gradient, and return it. Collective."""
     factors = (prescale_factor, postscale_factor)
     found: Tensor = allreduce_async_(tensor, average, name, op, *factors, process_set).result()
     return found
@@ -306,23 +306,23 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Tensor:
-    """Return the average of a tensor over the ranks, or what `op` says. Collective.
+    """Return the average of a tensor over the ranks, or another reduction. Collective.
 
-    Its gradient is reduced in the same way; of `Min`, `Max` and `Product` there is none.
+    Its gradient is reduced in the same way; `Min`, `Max` and `Product` have no gradient.
 
     Args:
-        tensor: of the same shape on every rank; left as it is.
-        average: the older way to say `op`: False for the sum.
+        tensor: of the same shape on every rank; not changed.
+        average: the older form of `op`: False for the sum.
         name: for messages; the same on every rank.
-        compression: what it travels as.
+        compression: converts the tensor for the exchange.
         op: `hvd.Average`, `Sum`, `Min`, `Max` or `Product`.
-        prescale_factor: what it is multiplied by before.
-        postscale_factor: and afterwards.
-        process_set: among whom; all ranks where left out.
+        prescale_factor: factor applied before the reduction.
+        postscale_factor: factor applied after it.
+        process_set: the ranks that take part; by default all.
 
     Raises:
-        ConfigError: `op` is Adasum; an average of whole numbers is asked for; or the ranks call
-            different things.
+        ConfigError: `op` is Adasum, integers would be averaged, or the ranks call different
+            exchanges.
     """
     return grouped_allreduce(
         *([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set),
@@ -338,7 +338,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Begin `allreduce` of several tensors in one message; the result is a list."""
+    """Start an `allreduce` of several tensors in one message; the result is a list."""
     chosen = checked_op(op, average, where="grouped_allreduce")
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
     options |= {"name": name, "where": "grouped_allreduce"}
@@ -354,7 +354,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """The same in place."""
+    """Start a `grouped_allreduce_`: tensors are overwritten when `synchronize` returns."""
     chosen = checked_op(op, average, where="grouped_allreduce")
     options: dict[str, Any] = {"before": prescale_factor, "after": postscale_factor}
     options |= {"name": name, "where": "grouped_allreduce"}
@@ -427,19 +427,19 @@ def sparse_allreduce_async(
     op: ReduceOp = Average,
     process_set: ProcessSet = _ALL,
 ) -> Handle:
-    """Begin to average or add up sparse tensors: rows travel, not zeros. Collective.
+    """Start an average or sum of sparse tensors; only their stored rows are sent. Collective.
 
     Args:
-        tensor: sparse, of the coordinate layout; each rank its own rows.
+        tensor: in sparse coordinate layout; ranks may store different rows.
         name: for messages.
         op: `hvd.Average` or `hvd.Sum`.
-        process_set: among whom.
+        process_set: the ranks that take part.
 
     Returns:
-        Of a sparse tensor; a call of it waits, as `synchronize` does.
+        A handle of a sparse tensor. Calling it waits, as `synchronize` does.
 
     Raises:
-        ConfigError: the tensor is dense, or `op` is another.
+        ConfigError: the tensor is dense, or `op` is another operation.
     """
     chosen = checked_op(op, where="sparse_allreduce_async")
     if not tensor.is_sparse or chosen not in (Average, Sum):
@@ -475,7 +475,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin what `reducescatter` does; its gradient is not computed."""
+    """Start a `reducescatter`; its gradient is not computed."""
     return _only(
         grouped_reducescatter_async(
             [tensor], name, op, process_set, prescale_factor, postscale_factor
@@ -491,7 +491,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """The same of several tensors; the result is a list."""
+    """Start a `reducescatter` of several tensors; the result is a list."""
     chosen = checked_op(op, where="reducescatter")
     link = set_of(process_set).channel().link
     for tensor in tensors:
@@ -511,7 +511,7 @@ def grouped_reducescatter_async(
 
 
 def _share(tensor: Tensor, link: Members) -> Tensor:
-    """The rows of this rank: as many as another's, or one more on the first ranks."""
+    """Return this rank's rows: an even share, with one more on the first ranks if needed."""
     return torch.tensor_split(tensor, link.size)[link.place]
 
 
@@ -526,18 +526,18 @@ def reducescatter(
 ) -> Tensor:
     """Return this rank's rows of what `allreduce` would return. Collective.
 
-    Rows are those of the first dim, shared out evenly; the first ranks have one more where that
-    does not divide. As many bytes travel as for `allreduce`. Its gradient is what Horovod's is:
-    those of all rows, times the number of ranks for `Sum`.
+    The rows of the first dim are split evenly; the first ranks have one more if they do not divide.
+    It sends as many bytes as `allreduce`. Its gradient is Horovod's: the gradients of all rows,
+    times the number of ranks for `Sum`.
 
     Args:
-        tensor: of the same shape on every rank; left as it is.
+        tensor: of the same shape on every rank; not changed.
         name: for messages.
-        compression: what it travels as.
-        op: as in `allreduce`.
-        process_set: among whom.
-        prescale_factor: what it is multiplied by before.
-        postscale_factor: and afterwards.
+        compression: converts the tensor for the exchange.
+        op: see `allreduce`.
+        process_set: the ranks that take part.
+        prescale_factor: factor applied before the reduction.
+        postscale_factor: factor applied after it.
     """
     factors = (prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], name, compression, op, process_set, *factors)[0]

@@ -1,4 +1,4 @@
-"""What `hvd.init` has opened: the ranks of this run, and on which node each of them is."""
+"""The state that `hvd.init` opens: the ranks of this run, and the node of each."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from bigtrain.errors import LaunchError
 from bigtrain.ranks.context import RunContext
 
 PATIENCE_S = 1800.0
-"""Of an exchange, in which other ranks may wait for one that evaluates or writes."""
+"""Timeout of an exchange in seconds: ranks may wait for one that evaluates or writes."""
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Where a rank stands."""
+    """The place of a rank in its node."""
 
     node: int
-    """Of its node, in the order of the nodes' first ranks."""
+    """Index of its node, ordered by the nodes' first ranks."""
     local_rank: int
 
 
 class Session:
-    """Horovod's interface has one for a process."""
+    """The connection of this process; Horovod's interface has one per process."""
 
     def __init__(self) -> None:
         self.context: RunContext | None = None
@@ -35,7 +35,7 @@ class Session:
         self.places: list[NodePlace] = []
 
     def opened(self) -> RunContext:
-        """The ranks.
+        """The context of the connected ranks.
 
         Raises:
             LaunchError: `init` was not called.
@@ -45,7 +45,7 @@ class Session:
         return self.context
 
     def open(self, context: RunContext) -> None:
-        """Take over ranks that are connected. Collective."""
+        """Use ranks that are connected already. Collective."""
         self.context = context
         everyone = context.all_gather_objects((socket.gethostname(), context.local_rank))
         self.places = _places(everyone)
@@ -55,10 +55,10 @@ session = Session()
 
 
 def _places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
-    """Where each rank stands; a host with two ranks of one number is two nodes.
+    """Return each rank's place. A host with two ranks of the same local rank counts as two nodes.
 
     Args:
-        everyone: host and local rank of each rank.
+        everyone: host name and local rank of each rank.
     """
     nodes: dict[tuple[str, int], int] = {}
     seen: dict[tuple[str, int], int] = {}
@@ -85,12 +85,12 @@ def local_rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return session.opened().world_size
 
 
 def local_size() -> int:
-    """How many of them are on this node."""
+    """Number of processes on this node."""
     return session.opened().local_world_size
 
 
@@ -100,7 +100,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """On how many nodes there is a process with this one's local rank."""
+    """Number of nodes that have a process with this one's local rank."""
     return len(_beside())
 
 
@@ -111,7 +111,7 @@ def _beside() -> list[int]:
 
 
 def is_homogeneous() -> bool:
-    """Whether every node has as many processes."""
+    """Whether every node has the same number of processes."""
     session.opened()
     nodes = [place.node for place in session.places]
     return len({nodes.count(node) for node in nodes}) <= 1
@@ -133,7 +133,7 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether this torch has gloo, through which what is on a CPU goes."""
+    """Whether this torch has gloo, which exchanges CPU tensors."""
     return bool(dist.is_gloo_available())
 
 
@@ -143,7 +143,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of NCCL in this torch as one number, 2.21.5 is 22105; 0 where there is none."""
+    """Return torch's NCCL version as one number, such as 22105 for 2.21.5; 0 without NCCL."""
     major, minor, patch = nccl_version() if dist.is_nccl_available() else (0, 0, 0)
     return major * 10_000 + minor * 100 + patch
 

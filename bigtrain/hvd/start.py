@@ -1,4 +1,4 @@
-"""Begin and end: connecting the ranks, and the timeline of what they exchange."""
+"""Connecting and disconnecting the ranks, and the timeline of their exchanges."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def init(
     """Connect the ranks; a second call does nothing.
 
     Args:
-        comm: not needed; the numbers of all ranks are taken, too.
-        process_sets: to be connected beside; "dynamic" is what is always there: `add_process_set`.
+        comm: not needed; a list of all ranks is accepted.
+        process_sets: sets to connect. "dynamic" allows `add_process_set`, as is always the case.
 
     Raises:
         ConfigError: the launcher's variables contradict each other, GPUs are fewer than ranks, or
@@ -59,13 +59,13 @@ def init(
 
 
 def init_with(context: RunContext) -> None:
-    """The same for ranks that are connected already. Collective."""
+    """Initialize with ranks that are connected already. Collective."""
     session.open(context)
     global_process_set.connect(0, range(context.world_size))
 
 
 def shutdown() -> None:
-    """Leave the other ranks; `init` may be called again."""
+    """Disconnect from the other ranks; `init` may be called again."""
     close_channels()
     forget_process_sets()
     session.context = None
@@ -96,14 +96,14 @@ _timelines: list[_Timeline] = []
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG001
-    """Note when each exchange was asked for, agreed on and over, until `stop_timeline`.
+    """Record the request, agreement and end of each exchange, until `stop_timeline`.
 
     Args:
         file_path: written by rank 0, for chrome://tracing or Perfetto.
         mark_cycles: not used, as there are no cycles.
 
     Raises:
-        ConfigError: one is being written already.
+        ConfigError: a timeline is being recorded already.
         LaunchError: `init` was not called.
     """
     session.opened()
@@ -117,7 +117,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
 
 
 def stop_timeline() -> None:
-    """Write the file of `start_timeline`; nothing where there is none."""
+    """Write the file of `start_timeline`, if it was called."""
     session.opened()
     for channel in channels():
         channel.timeline = None

@@ -1,4 +1,4 @@
-"""What one rank has read from a checkpoint, on all: weights, and the state of an optimizer."""
+"""Broadcasting weights and optimizer state, for example after one rank read a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet = _ALL,
 ) -> None:
-    """Take over a rank's weights, in place. Collective.
+    """Overwrite weights with those of a rank. Collective.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`, or lists
-            of them: as many on every rank. What has names goes in their order where it is a dict.
-        root_rank: whose.
-        process_set: among whom.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`, or a list
+            of these; the same number on every rank. Entries of a dict are sorted by name.
+        root_rank: the sender.
+        process_set: the ranks that take part.
 
     Raises:
-        ConfigError: something in it is neither a tensor nor a name with one; or the ranks have
-            other names or shapes.
+        ConfigError: an entry is neither a tensor nor a pair of name and tensor, or names or shapes
+            differ between ranks.
     """
     handles = []
     with torch.no_grad():
@@ -49,7 +49,7 @@ def broadcast_parameters(
 
 
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:
-    """The tensors with their names, all ranks in one order."""
+    """Return the tensors with their names, in the same order on all ranks."""
     if isinstance(params, Mapping):
         return [_pair(item) for item in sorted(params.items())]
     if isinstance(params, (Tensor, nn.Module)) or not isinstance(params, Iterable):
@@ -61,7 +61,7 @@ def _named(params: Any) -> list[tuple[str | None, Tensor]]:
 
 
 def _pair(item: Any) -> tuple[str | None, Tensor]:
-    # A tensor of two rows can be unpacked like a pair: the type decides, not the length.
+    # A tensor of two rows unpacks like a pair, so the type decides and not the length.
     if isinstance(item, Tensor):
         return None, item
     is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
@@ -79,17 +79,17 @@ def broadcast_optimizer_state(
     root_rank: int = 0,
     model: nn.Module | None = None,  # noqa: ARG001 - Horovod looks for sparse parameters in it
 ) -> None:
-    """Take over a rank's optimizer state and options, as after a resume on that one. Collective.
+    """Overwrite an optimizer's state and options with those of a rank. Collective.
 
-    Learning rates, other options, numbers and None come over as well as tensors.
+    Learning rates, other options, numbers and None are sent as well as tensors.
 
     Args:
-        optimizer: of the same parameters on every rank; the others' may have no state yet.
-        root_rank: whose.
+        optimizer: with the same parameters on every rank; receivers may have no state yet.
+        root_rank: the sender.
         model: not used.
 
     Raises:
-        ConfigError: the ranks' optimizers have other groups of parameters.
+        ConfigError: the parameter groups differ between ranks.
     """
     if size() == 1:
         return
@@ -115,7 +115,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _Frame:
-    """A tensor without its numbers."""
+    """Shape and type of a tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -123,7 +123,7 @@ class _Frame:
 
 
 def _filled(frame: Any, device: torch.device) -> Any:
-    """The same structure with tensors to be written into."""
+    """Return the structure with an empty tensor for each frame."""
     if isinstance(frame, _Frame):
         place = torch.device("cpu") if frame.on_host else device
         return torch.empty(frame.shape, dtype=frame.dtype, device=place)

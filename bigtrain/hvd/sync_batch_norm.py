@@ -18,9 +18,9 @@ from bigtrain.hvd.session import size
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`BatchNorm1d`, `2d` or `3d` whose mean and variance are those of all ranks' samples.
+    """`BatchNorm1d`, `2d` or `3d` with the mean and variance over all ranks' samples.
 
-    Ranks may have different numbers of samples. On a CPU, too. Arguments as of `BatchNorm2d`.
+    Ranks may have different numbers of samples. Works on a CPU, too. Arguments: see `BatchNorm2d`.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's
@@ -31,7 +31,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's
-        """Normalise over all ranks' samples while training. Collective then.
+        """Normalize over all ranks' samples; collective in training mode.
 
         Args:
             input: [samples, channels, ...]; samples may differ between the ranks.
@@ -93,7 +93,7 @@ class _OverRanks(torch.autograd.Function):
         scale = torch.rsqrt(spread + eps)
         ctx.save_for_backward(samples, weight, mean, scale, total)
         ctx.has_bias = bias is not None
-        # The same kernel as in one process, with the statistics of all.
+        # The kernel of one process, with the statistics of all ranks.
         out = batch_norm(
             precise,
             *(mean, spread),

@@ -254,5 +254,5 @@ def test_convert_says_what_it_made_and_what_it_left_out(tmp_path, capsys):
         run(capsys, "convert", tmp_path / "w.pt", tmp_path / "c", "--step", "-1")
     with pytest.raises(ConfigError, match=r"--tie b=c: there is no 'c'.* Write --tie NAME=OTHER"):
         run(capsys, "convert", tmp_path / "w.pt", tmp_path / "c", "--tie", "b=c")
-    with pytest.raises(ConfigError, match=r"--tie a=a: 'a' is there already"):
+    with pytest.raises(ConfigError, match=r"--tie a=a: 'a' exists already"):
         run(capsys, "convert", tmp_path / "w.pt", tmp_path / "c", "--tie", "a=a")

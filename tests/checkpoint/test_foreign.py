@@ -209,7 +209,7 @@ def test_a_version_that_was_never_tried_is_named(tmp_path):
         "DeepSpeed 0.17.1 wrote it, and only files of 0.19.8 are tested: compare some values."
     )
     (note,) = open_source(zero_folder(tmp_path / "old", 2, version=None)).notes
-    assert note.startswith("No version of DeepSpeed is named, and files of 0.19.8 alone were")
+    assert note.startswith("No version of DeepSpeed is named, and only files of 0.19.8 are tested")
     dcp.save({"model": net().state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert open_source(tmp_path / "dcp").notes == ()
     metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
@@ -228,7 +228,7 @@ def test_incomplete_and_foreign_layouts_of_deepspeed_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"by a pipeline or with tensor parallelism"):
         open_source(source)
     source = zero_folder(tmp_path / "third", 3, fp32_flat_groups=[torch.zeros(2)])
-    with pytest.raises(CheckpointError, match=r"partition has 2 elements, 3 are needed for 2"):
+    with pytest.raises(CheckpointError, match=r"partition has 2 elements, and 3 are needed for 2"):
         open_source(source)
 
 
@@ -259,7 +259,7 @@ def test_no_code_in_a_pickle_is_ever_run(make, tmp_path):
     file = source / "model.pt"
     with pytest.raises(CheckpointError) as refused:
         open_source(file if file.exists() else source)
-    assert re.search(r"system|no file of torch\.save|protocol 3 to 5", str(refused.value)), (
+    assert re.search(r"system|not in the format of torch|protocol 3 to 5", str(refused.value)), (
         refused.value
     )
     assert not proof.exists()

@@ -118,7 +118,7 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
             r"there is no 'net' in .*, did you mean 'nets'\? Dicts there: 'nets', 'params_ema'",
         ),
         ("nets.ema", r"there is no 'ema' in .* Dicts there: 'generator', 'discriminator'"),
-        ("nets.step", r"'step' is no dict"),
+        ("nets.step", r"'step' is not a dict"),
     ):
         with pytest.raises(ConfigError, match=said):
             open_source(file, key=key)
@@ -281,7 +281,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
     )
     model, optimizer = trained(False)
     more = {**net().state_dict(), "frozen": torch.ones(2)}
-    assert "it has 6 parameters by number, and the model 7 tensors" in note(
+    assert "it has 6 parameters by number, and the model has 7 tensors" in note(
         optimizer.state_dict(), more
     )
     other = torch.optim.AdamW(reversed(list(model.parameters())))

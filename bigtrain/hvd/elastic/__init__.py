@@ -1,7 +1,7 @@
-"""Training that goes on from its last commit where the launcher starts the ranks again.
+"""Training that continues from its last commit after the launcher restarts the ranks.
 
-`run` wraps the training function, `TorchState` holds what it changes. Decides: where commits are
-kept, and which one is gone on from.
+`run` wraps the training function, and `TorchState` holds the state that it changes. Decides where
+commits are stored, and from which one training continues.
 """
 
 from bigtrain.hvd.elastic.running import HorovodInternalError, HostsUpdatedInterrupt

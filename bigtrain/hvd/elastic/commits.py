@@ -1,4 +1,4 @@
-"""The file of the last commit: what a rank that is started again goes on from."""
+"""The file of the last commit, from which a restarted rank continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bigtrain.files.regular import open_regular
 from bigtrain.ranks.launcher_env import launch_key
 
 FOLDER_VARIABLE = "BIGTRAIN_ELASTIC"
-"""A folder for commits that a later launch goes on from, too."""
+"""Environment variable: a folder for commits from which a later launch can continue, too."""
 _PIECE = 1 << 20
 
 
@@ -34,11 +34,11 @@ def _hash_of(path: Path) -> str:
 
 
 class CommitFile:
-    """The newest commit, written by the first rank of each node; its name has number and hash.
+    """The newest commit, written by the first rank of each node. Its name has number and hash.
 
     Args:
-        folder: made where it is missing.
-        writes: whether this rank does.
+        folder: created if it is missing.
+        writes: whether this rank writes.
     """
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
@@ -48,10 +48,10 @@ class CommitFile:
 
     @classmethod
     def of_launch(cls, environ: Mapping[str, str], *, writes: bool) -> CommitFile | None:
-        """The file that the next life of this launch finds; None where there will be none.
+        """Return the file that a restart of this launch will find; None if there is no restart.
 
-        torchrun says how often it starts ranks again. Its port may change with each time, so the
-        folder's name does not depend on it.
+        torchrun tells ranks how often it restarts them. Its port may change with each restart, so
+        the folder's name does not depend on the port.
         """
         named = environ.get(FOLDER_VARIABLE)
         if named:
@@ -66,15 +66,15 @@ class CommitFile:
         return found
 
     def write(self, number: int, states: dict[str, Any], objects: dict[str, Any]) -> None:
-        """Put a commit in the place of the one before; a warning where that cannot be done.
+        """Replace the last commit; warns if it cannot be written.
 
         Args:
             number: of the commit, from 1.
             states: of models, optimizers and samplers.
-            objects: numbers, texts and the like.
+            objects: plain values, such as numbers and texts.
 
         Raises:
-            ConfigError: an object is none that can be read back without running its code.
+            ConfigError: an object could not be read back without running its code.
         """
         for name, value in objects.items():
             self._check(name, value)
@@ -91,12 +91,12 @@ class CommitFile:
             draft.replace(self.folder / f"commit-{number}-{_hash_of(draft)}.pt")
             for path in before:
                 path.unlink(missing_ok=True)
-        except (OSError, RuntimeError) as error:  # torch's writer has the second for a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             warnings.warn(
                 f"hvd.elastic: commit {number} was not written to {self.folder}: {error}. A "
-                "restart goes on from the one before.",
+                "restart continues from the one before.",
                 stacklevel=2,
             )
 
@@ -118,7 +118,7 @@ class CommitFile:
             ) from error
 
     def number(self) -> int:
-        """Of the newest commit; 0 where there is none."""
+        """Number of the newest commit; 0 if there is none."""
         return max(self._commits(), default=0)
 
     def _commits(self) -> dict[int, Path]:
@@ -130,7 +130,7 @@ class CommitFile:
         return found
 
     def read(self) -> dict[str, Any]:
-        """The newest commit.
+        """Read the newest commit.
 
         Raises:
             CheckpointError: the file is damaged, or cannot be read.
@@ -150,8 +150,8 @@ class CommitFile:
         return found
 
     def forget(self) -> None:
-        """Remove the folder of a launch that has ended well."""
+        """Remove the folder, after a launch has succeeded."""
         if getattr(sys, "last_value", None) is None:
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.folder.parent.rmdir()  # where nothing else is in it
+                self.folder.parent.rmdir()  # fails, and may, if it is not empty

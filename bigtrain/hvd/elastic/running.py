@@ -1,4 +1,4 @@
-"""The function that trains, called so that it goes on where it was."""
+"""Running the training function so that it continues after a restart."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _R = TypeVar("_R")
 
 
 class HorovodInternalError(RuntimeError):
-    """Raised by a script on all ranks to go on from the last commit.
+    """Raised by a script on all ranks to continue from the last commit.
 
-    An exchange that breaks does not raise it: then all ranks end, and the launcher starts them.
+    A failed exchange does not raise it: all ranks end, and the launcher restarts them.
     """
 
 
@@ -26,7 +26,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     """Raised by a script on all ranks to be called again.
 
     Args:
-        skip_sync: the ranks' states are equal.
+        skip_sync: whether the ranks' states are equal already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -37,12 +37,12 @@ class HostsUpdatedInterrupt(RuntimeError):
 def run_elastic(
     func: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[..., _R]:
-    """Let a training function begin at the last commit: `@hvd.elastic.run`.
+    """Decorate a training function to start from the last commit: `@hvd.elastic.run`.
 
-    Its first argument is the state. Where a rank fails all ranks end; torchrun's `--max-restarts`
-    starts them again, on as many hosts as there are, and the function goes on from the last
-    `state.commit()`, with the callbacks of `register_reset_callbacks` called first. Where nothing
-    starts ranks again, commits stay in memory.
+    The function's first argument is the state. If a rank fails, all ranks end. torchrun's
+    `--max-restarts` restarts them on the available hosts. The function then continues from the last
+    `state.commit()`, after the callbacks of `register_reset_callbacks` were called. If no launcher
+    restarts ranks, commits stay in memory.
     """
 
     @functools.wraps(func)

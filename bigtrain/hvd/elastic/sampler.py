@@ -1,4 +1,4 @@
-"""Samples of an epoch that no rank has had yet, shared out among however many ranks there are."""
+"""A sampler that splits the remaining samples of an epoch among the current number of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bigtrain.hvd.session import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Like `DistributedSampler`, but what was recorded as done is not sampled again in its epoch.
+    """A `DistributedSampler` that skips samples already recorded as done in the epoch.
 
     Give it to a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the *end* of
-    an epoch. Where the rest does not divide by the ranks, its first samples come twice.
+    an epoch. If the remaining samples do not divide by the ranks, the first of them are repeated.
 
     Args:
         dataset: of constant length.
-        shuffle: another order in each epoch.
+        shuffle: whether to draw a new order for each epoch.
         seed: of the order; the same on every rank.
     """
 
@@ -29,31 +29,31 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: all of its samples are still to come."""
+        """Begin an epoch with all of its samples."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
-        """Note that every rank has done a batch.
+        """Record that every rank has done a batch.
 
         Args:
             batch_idx: not used.
-            batch_size: samples of one rank.
+            batch_size: samples per rank.
         """
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, and samples done in it on all ranks."""
+        """Return the epoch, and the number of its samples done on all ranks."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there, on as many ranks as there are now."""
+        """Continue from a state, on the current number of ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share out anew what is left of the epoch."""
+        """Split the remaining samples of the epoch among the ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

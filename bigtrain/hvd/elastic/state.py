@@ -1,4 +1,4 @@
-"""What a training changes as it goes: kept at each commit, put back where it goes on."""
+"""Training state: saved at each commit, and restored when training continues."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from bigtrain.hvd.state_broadcasts import broadcast_optimizer_state, broadcast_p
 
 
 class State:
-    """What every state can do; `ObjectState` and `TorchState` are those to be used."""
+    """Base class of states; use `ObjectState` or `TorchState`."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have these called where a training goes on, as with another number of ranks."""
+        """Register functions to call when training continues, for example on fewer ranks."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -33,15 +33,15 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Keep the state as it is now. All ranks call it after the same step."""
+        """Save the current state. All ranks call it after the same step."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Nothing: hosts come and go by the launcher, which then starts all ranks again."""
+        """Do nothing: the launcher tracks hosts, and restarts all ranks if they change."""
 
     def reset(self) -> None:
-        """What a subclass does where a training goes on."""
+        """Do what a subclass needs before training continues."""
 
     @abstractmethod
     def save(self) -> None:
@@ -60,9 +60,9 @@ class ObjectState(State):
     """Plain objects, each an attribute of the state.
 
     Args:
-        bcast_object: as Horovod's; `hvd.broadcast_object` where left out.
+        bcast_object: Horovod's argument; by default `hvd.broadcast_object`.
         get_rank: not used.
-        kwargs: names and first values.
+        kwargs: names and initial values.
     """
 
     _parts: dict[str, _Part]
@@ -82,11 +82,11 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def keep_in(self, file: CommitFile | None) -> None:
-        """Write commits to a file from now on."""
+        """Write all further commits to a file."""
         self._file = file
 
     def resume(self) -> bool:
-        """Take over the newest commit of any node; whether there is one. Collective."""
+        """Load the newest commit of any node, and return whether there is one. Collective."""
         mine = 0 if self._file is None else self._file.number()
         found = allgather_object(mine, "commit")
         newest = max(found)
@@ -117,7 +117,7 @@ class ObjectState(State):
         """Take over a rank's state. Collective."""
         own = {name: getattr(self, name) for name in self._saved}
         if own:
-            # A function of the script's own is called as Horovod calls it.
+            # The script's function is called in the way that Horovod calls it.
             is_ours = self._bcast_object is broadcast_object
             given = self._bcast_object(own, root_rank) if is_ours else self._bcast_object(own)
             self._take({}, given)
@@ -132,7 +132,7 @@ class ObjectState(State):
 
 
 class _Part:
-    """A model, an optimizer, or whatever else has a state dict."""
+    """An object with a state dict, such as a model or an optimizer."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -161,8 +161,8 @@ class TorchState(ObjectState):
     Args:
         model: a module.
         optimizer: of its parameters.
-        kwargs: further ones. What has `state_dict` and `load_state_dict`, as schedulers and
-            `ElasticSampler`, is kept and put back by these.
+        kwargs: further objects. Those with `state_dict` and `load_state_dict`, such as schedulers
+            and `ElasticSampler`, are saved and restored by these.
     """
 
     def __init__(
