@@ -102,7 +102,5 @@ def test_a_trainer_s_file_is_gone_on_from(wrap, tmp_path):
     assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
     notes = " ".join(made.source.notes)
     assert "they were matched to the model's tensors in order" in notes
-    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (
-        wrap is of_lightning
-    )
+    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (wrap is of_lightning)
     goes_on(made.path, [("ddp", 2)], losses)

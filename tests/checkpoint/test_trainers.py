@@ -157,9 +157,8 @@ def test_where_no_model_is_the_keys_are_listed(tmp_path):
     torch.save({"epoch": 1, "args": {"lr": 0.1}, "log": [1, 2]}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError) as error:
         open_source(tmp_path / "w.pt")
-    assert (
-        "has no named tensors of a model. It has 'epoch' (int), 'args' (dict), 'log' ("
-        in (str(error.value))
+    assert "has no named tensors of a model. It has 'epoch' (int), 'args' (dict), 'log' (" in (
+        str(error.value)
     )
 
 

@@ -55,15 +55,12 @@ def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> 
     """
     if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"{path} has a {type(found).__name__} instead of named tensors. Save "
-            "model.state_dict()"
+            f"{path} has a {type(found).__name__} instead of named tensors. Save model.state_dict()"
         )
     tensors, left_out = _chosen(found, path, key) if key else _found(found, path)
     raw = {str(name): value.as_state() for name, value in tensors.items() if is_tensor(value)}
     if not raw:
-        raise CheckpointError(
-            f"{path} has no named tensors of a model{_keys_in_words(found, key)}"
-        )
+        raise CheckpointError(f"{path} has no named tensors of a model{_keys_in_words(found, key)}")
     left_out += [str(name) for name, value in tensors.items() if not is_tensor(value)]
     names = unwrapped_names(raw)
     notes: list[str] = []

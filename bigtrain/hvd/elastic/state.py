@@ -45,15 +45,15 @@ class State:
 
     @abstractmethod
     def save(self) -> None:
-        """Keep a copy in memory, and in a file where the launcher starts ranks again."""
+        """Save a copy in memory, and in a file if the launcher restarts ranks."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Put the last copy back."""
+        """Restore the last saved copy."""
 
     @abstractmethod
     def sync(self, root_rank: int = 0) -> None:
-        """Take over a rank's state. Collective."""
+        """Overwrite the state with that of a rank. Collective."""
 
 
 class ObjectState(State):
@@ -102,7 +102,7 @@ class ObjectState(State):
         return True
 
     def save(self) -> None:
-        """Keep a copy in memory, and in a file where the launcher starts ranks again."""
+        """Save a copy in memory, and in a file if the launcher restarts ranks."""
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
         states = self._save_parts()
         if self._file is not None:
@@ -110,11 +110,11 @@ class ObjectState(State):
         self._number += 1
 
     def restore(self) -> None:
-        """Put the last copy back."""
+        """Restore the last saved copy."""
         self._take({}, copy.deepcopy(self._saved))
 
     def sync(self, root_rank: int = 0) -> None:
-        """Take over a rank's state. Collective."""
+        """Overwrite the state with that of a rank. Collective."""
         own = {name: getattr(self, name) for name in self._saved}
         if own:
             # The script's function is called in the way that Horovod calls it.
@@ -184,13 +184,13 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def restore(self) -> None:
-        """Put the last copy back."""
+        """Restore the last saved copy."""
         for part in self._parts.values():
             part.restore()
         super().restore()
 
     def sync(self, root_rank: int = 0) -> None:
-        """Take over a rank's state. Collective."""
+        """Overwrite the state with that of a rank. Collective."""
         for part in self._parts.values():
             part.sync(root_rank)
         super().sync(root_rank)
