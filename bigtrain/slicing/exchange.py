@@ -84,8 +84,6 @@ class SliceGroup:
     """How often a function was given whole tensors for want of a rule, by its name."""
     sequence_dim: int | None = None
     """The dim of (batch, sequence, width) along which what is between products is sliced."""
-    merges_gradients: bool = True
-    """Where several products use one input, their gradients are added up once; else each time."""
     gloo: bool = False
     """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
@@ -139,7 +137,7 @@ def to_all_and_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, Uses]:
         return whole, Uses(group)
     # Of a parameter each use is by itself: in a pipeline later micro-batches would share the node
     # of an earlier one, whose turn in their backward passes is after fully_shard has reduced.
-    if not group.merges_gradients or isinstance(whole, torch.nn.Parameter):
+    if isinstance(whole, torch.nn.Parameter):
         uses = Uses(group)
         uses.count = 1
         return _ToAll.apply(whole, group), uses

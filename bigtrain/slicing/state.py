@@ -31,8 +31,6 @@ class ModelSlices:
     """As a user would write them: what is sliced, by patterns of names."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, and why."""
-    merges_gradients: bool = True
-    """See `SliceGroup.merges_gradients`."""
 
     def summary(self, model: nn.Module) -> str:
         """One line on how much of a model is sliced, and what stays whole."""
@@ -59,8 +57,9 @@ class ModelSlices:
             group: its ranks.
             options: of `SliceGroup`.
         """
-        options |= {"sequence_dim": self.sequence_dim, "merges_gradients": self.merges_gradients}
-        return SlicedState(self, SliceGroup(rank, self.size, group, **options))
+        return SlicedState(
+            self, SliceGroup(rank, self.size, group, sequence_dim=self.sequence_dim, **options)
+        )
 
 
 @dataclass(frozen=True)
