@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.exchange import (
-    Begun,
+    PendingExchange,
     SliceGroup,
     Uses,
-    all_gather_begun,
-    all_reduce_begun,
     gathered_for_parts,
-    reduce_scatter_begun,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
     to_all_and_uses,
 )
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced
@@ -83,13 +83,13 @@ class _Again(Uses):
         self.of_weights = 0
         """Products whose weight wants a gradient."""
         self._left = 0
-        self._begun: Begun | None = None
+        self._begun: PendingExchange | None = None
         self._whole: Tensor | None = None
 
     def begin(self, own: Tensor) -> None:
         """Begin to gather what each rank has, unless another product has done that."""
         if self._whole is None:
-            self._begun = all_gather_begun(own, self.slices, self.group)
+            self._begun = start_all_gather(own, self.slices, self.group)
             self._left = self.of_weights
 
     def whole(self) -> Tensor:
@@ -228,7 +228,7 @@ def _is_reached(node: Any) -> bool:
         return True
 
 
-def _added_up(partial: Tensor, shared: Uses) -> Begun:
+def _added_up(partial: Tensor, shared: Uses) -> PendingExchange:
     if isinstance(shared, _Again):
-        return reduce_scatter_begun(partial, shared.slices, shared.group)
-    return all_reduce_begun(partial, shared.group)
+        return start_reduce_scatter(partial, shared.slices, shared.group)
+    return start_all_reduce(partial, shared.group)

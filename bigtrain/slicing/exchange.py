@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -200,127 +200,136 @@ def summed_in_parts(partial: Tensor, slices: Slices, group: SliceGroup) -> Tenso
 
 
 def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a tensor over the ranks; where it may be written in place, its own memory is used."""
-    tensor = tensor.contiguous()
-    group.note("all_reduce", tensor)
-    if group.group is not None:
-        with group.exchanging(tensor):
-            dist.all_reduce(tensor.detach(), op, group=group.group)  # a view: see `exchanging`
-    return tensor
+    """Reduce a tensor over the ranks, without autograd; in its own memory if it is contiguous."""
+    return start_all_reduce(tensor, group, op).wait()
 
 
-def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The whole of a sliced tensor, without autograd."""
-    return all_gather_begun(held, slices, group).wait()
+def all_gather(local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Gather a sliced tensor, without autograd."""
+    return start_all_gather(local, slices, group).wait()
 
 
 def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The slices of the sum of partial tensors, without autograd."""
-    return reduce_scatter_begun(partial, slices, group).wait()
+    """Return this rank's slices of the sum of partial tensors, without autograd."""
+    return start_reduce_scatter(partial, slices, group).wait()
 
 
-class Begun:
-    """An exchange that is under way.
+class PendingExchange:
+    """A collective that has been started.
 
     Args:
-        group: the ranks.
-        begin: begins it, and returns what torch has to wait for; not called where nothing is sent.
-        sent: held until then, as the real thing is, so that memory on fake tensors is the same.
-        arrived: where the result arrives.
-        finish: what makes of that the tensor that is wanted.
+        kind: for the log of exchanges.
+        group: the ranks. Without a process group nothing is sent.
+        sent: kept until `wait`, as a real collective keeps it, so that fake tensors show the same
+            memory.
+        received: where the collective writes its result.
+        launch: starts the collective and returns torch's handle.
+        finish: turns what was received into the result.
     """
 
     def __init__(
         self,
+        kind: ExchangeKind,
         group: SliceGroup,
-        begin: Callable[[], Any],
         sent: Tensor,
-        arrived: Tensor,
+        received: Tensor,
+        launch: Callable[[], Any],
         finish: Callable[[Tensor], Tensor],
     ) -> None:
-        self._finish, self._sent, self._arrived = finish, [sent], [arrived]
+        # Of a gather and of a scatter the larger side is the whole tensor.
+        group.note(kind, max(sent, received, key=Tensor.numel))
+        self._finish, self._sent, self._received = finish, [sent], [received]
         self._work: Any = None
         if group.group is not None:
-            self._watch = group.exchanging(sent, arrived)
+            self._watch = group.exchanging(sent, received)
             self._watch.__enter__()
-            self._work = begin()
-        self.is_copied = False
-        """There is a copy of what is sent in the end, as gloo makes one."""
+            self._work = launch()
+        self.copies_sent = False
+        """Fake tensors stand for a backend that copies what it sends at the end, as gloo does."""
 
     def wait(self) -> Tensor:
-        """The result, once: nothing of it is held here any longer."""
+        """Wait for the result and drop all references to it; may be called once."""
         if self._work is not None:
             self._work.wait()
             self._work = None
             self._watch.__exit__(None, None, None)
-        if self.is_copied:
+        if self.copies_sent:
             torch.empty_like(self._sent[0])
         self._sent.clear()
-        return self._finish(self._arrived.pop())
+        return self._finish(self._received.pop())
 
 
-def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
-    """Begin to add a tensor up over the ranks, in its own memory where that may be."""
+def start_all_reduce(
+    tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM
+) -> PendingExchange:
+    """Start to reduce a tensor over the ranks; in its own memory if it is contiguous."""
     tensor = tensor.contiguous()
-    group.note("all_reduce", tensor)
-    return Begun(
-        group,
-        lambda: dist.all_reduce(tensor.detach(), group=group.group, async_op=True),
-        tensor,
-        tensor,
-        lambda result: result,
+
+    def launch() -> Any:
+        view = tensor.detach()  # see `SliceGroup.exchanging`
+        return dist.all_reduce(view, op, group=group.group, async_op=True)
+
+    return PendingExchange("all_reduce", group, tensor, tensor, launch, lambda reduced: reduced)
+
+
+def start_all_gather(local: Tensor, slices: Slices, group: SliceGroup) -> PendingExchange:
+    """Start to gather a sliced tensor."""
+    most = slices.length(0, group.size)
+    sent = _padded(local, slices.dim, most).contiguous()
+    received = sent.new_empty((group.size, *sent.shape))
+
+    def launch() -> Any:
+        return all_gather_single(received.view(-1), sent.view(-1), group=group.group, async_op=True)
+
+    return PendingExchange(
+        "all_gather", group, sent, received, launch, lambda parts: _joined(parts, slices, group)
     )
 
 
-def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
-    """Begin to gather a sliced tensor."""
-    most = slices.length(0, group.size)
-    sent = _padded(held, slices.dim, most).contiguous()
-    arrived = sent.new_empty((group.size, *sent.shape))
-    group.note("all_gather", arrived)
-
-    def begin() -> Any:
-        return all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
-
-    return Begun(group, begin, sent, arrived, lambda parts: _joined(parts, slices, group))
-
-
-def _joined(arrived: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """What each rank sent, (ranks, ...), as one tensor."""
-    most, shape = slices.length(0, group.size), list(arrived.shape[1:])
-    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
-    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
-    if is_in_order and min(lengths) == most:
-        shape[slices.dim] = slices.total
-        return arrived.view(shape)
-    parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
-    return slices.join(parts)
-
-
-def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> Begun:
-    """Begin to add partial tensors up, of which each rank gets its slices."""
+def start_reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> PendingExchange:
+    """Start to sum partial tensors; each rank receives its slices of the sum."""
     most = slices.length(0, group.size)
     shape = [most if dim == slices.dim else n for dim, n in enumerate(partial.shape)]
-    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
-    if is_in_order and slices.total == most * group.size:
+    if _is_rank_major(slices, shape, group):
         sent = partial.contiguous()
     else:
-        sent = torch.stack(
-            [
-                _padded(slices.local(partial, rank, group.size), slices.dim, most)
-                for rank in range(group.size)
-            ]
-        ).contiguous()  # those that lie in another order are stacked in it
-    own = sent.new_empty(shape)
-    group.note("reduce_scatter", sent)
+        parts = (slices.local(partial, rank, group.size) for rank in range(group.size))
+        sent = torch.stack([_padded(part, slices.dim, most) for part in parts])
+        sent = sent.contiguous()  # `stack` keeps the strides of channels_last parts
+    received = sent.new_empty(shape)
 
-    def begin() -> Any:
-        return reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
+    def launch() -> Any:
+        return reduce_scatter_single(
+            received.view(-1), sent.view(-1), group=group.group, async_op=True
+        )
 
     length = slices.length(group.rank, group.size)
-    begun = Begun(group, begin, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
-    begun.is_copied = group.gloo
-    return begun
+    pending = PendingExchange(
+        "reduce_scatter",
+        group,
+        sent,
+        received,
+        launch,
+        lambda padded: padded.narrow(slices.dim, 0, length),
+    )
+    pending.copies_sent = group.gloo
+    return pending
+
+
+def _is_rank_major(slices: Slices, shape: Sequence[int], group: SliceGroup) -> bool:
+    """Whether the whole tensor, row-major, is the ranks' parts of this shape one after another."""
+    is_outermost = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
+    return is_outermost and slices.total == shape[slices.dim] * group.size
+
+
+def _joined(received: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Join what the ranks sent, (ranks, ...) with padding, to one tensor."""
+    shape = list(received.shape[1:])
+    if _is_rank_major(slices, shape, group):
+        shape[slices.dim] = slices.total
+        return received.view(shape)
+    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
+    return slices.join([received[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)])
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:

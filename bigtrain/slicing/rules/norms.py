@@ -152,56 +152,41 @@ class _Statistics:
         (held(self._whole) if is_sliced(self._whole) else self._whole).copy_(now)
 
 
-def _by_channel(
-    func: Any, x: Any, statistics: Sequence[Any], affine: Sequence[Any], options: Any, changes: Any
-) -> Any:
-    """A norm that treats each channel, dim 1, by itself."""
-    sliced = [t for t in (*statistics, *affine) if is_sliced(t)]
-    if is_sliced(x) and x.slices.dim == 1:
-        sliced = [x]
-    if not sliced or x.dim() < 2:
-        return NotImplemented
-    slices, group = sliced[0].slices.at(0), sliced[0].group
-    running = [_Statistics(t, slices, group) for t in statistics]
-    parts = [None if t is None else as_operand(t, slices, group) for t in affine]
-    own = as_operand(x, slices.at(1), group)
-    local = func(own, *(one.own for one in running), *parts, *options)
-    if changes:
-        for one in running:
-            one.put_back()
-    return SlicedTensor.of(local, slices.at(1), group)
+_USES_BATCH = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
+"""The sixth argument says whether the input's own statistics are used: its name and default."""
 
 
-@rule(F.batch_norm)
-def _batch_norm(
-    x: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,  # noqa: FBT001, FBT002 - torch's own
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    options = (training, momentum, eps)
-    statistics, affine = (running_mean, running_var), (weight, bias)
-    return _by_channel(F.batch_norm, x, statistics, affine, options, training)
-
-
-@rule(F.instance_norm)
-def _instance_norm(
+@rule_with_function(*_USES_BATCH)
+def _channel_norm(
+    func: Any,
     x: Any,
     running_mean: Any = None,
     running_var: Any = None,
     weight: Any = None,
     bias: Any = None,
-    use_input_stats: bool = True,  # noqa: FBT001, FBT002 - torch's own
+    uses_batch: bool | None = None,  # noqa: FBT001 - torch's own
     momentum: float = 0.1,
     eps: float = 1e-5,
+    **named: Any,
 ) -> Any:
-    options = (use_input_stats, momentum, eps)
-    statistics, affine = (running_mean, running_var), (weight, bias)
-    return _by_channel(F.instance_norm, x, statistics, affine, options, use_input_stats)
+    """BatchNorm or InstanceNorm, which treat each channel, dim 1, independently."""
+    name, default = _USES_BATCH[func]
+    if uses_batch is None:
+        uses_batch = named.pop(name, default)
+    sliced = [t for t in (running_mean, running_var, weight, bias) if is_sliced(t)]
+    if is_sliced(x) and x.slices.dim == 1:
+        sliced = [x]
+    if named or not sliced or x.dim() < 2:
+        return NotImplemented
+    slices, group = sliced[0].slices.at(0), sliced[0].group
+    running = [_Statistics(t, slices, group) for t in (running_mean, running_var)]
+    affine = [None if t is None else as_operand(t, slices, group) for t in (weight, bias)]
+    own = as_operand(x, slices.at(1), group)
+    local = func(own, *(one.own for one in running), *affine, uses_batch, momentum, eps)
+    if uses_batch:
+        for one in running:
+            one.put_back()
+    return SlicedTensor.of(local, slices.at(1), group)
 
 
 @rule(torch._weight_norm)

@@ -278,19 +278,56 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    if x.dim() < weight.dim():
-        return func(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-
     def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
         return func(own, kernels, None, stride, padding, dilation, own_groups)
 
+    return _convolution(compute, x, weight, bias, groups, is_transposed=False)
+
+
+@rule_with_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _conv_transpose(
+    func: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(own, kernels, None, stride, padding, output_padding, own_groups, dilation)
+
+    return _convolution(compute, x, weight, bias, groups, is_transposed=True)
+
+
+def _convolution(
+    compute: Callable[..., Any], x: Any, weight: Any, bias: Any, groups: int, *, is_transposed: bool
+) -> Any:
+    """A convolution, or a transposed one: then dim 0 of the weight is summed over, not dim 1.
+
+    Args:
+        compute: the convolution of plain tensors, without bias, in a number of groups.
+        x: (batch, channels, ...), or without the batch.
+        weight: (out channels, in channels of a group, ...); transposed (in, out of a group, ...).
+        bias: (out channels,), or None.
+        groups: of channels.
+        is_transposed: whether it is a transposed convolution.
+    """
+    if x.dim() < weight.dim():
+        batch = _convolution(
+            compute, x.unsqueeze(0), weight, bias, groups, is_transposed=is_transposed
+        )
+        return batch if batch is NotImplemented else batch.squeeze(0)
     if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
         return NotImplemented
     if groups > 1:
-        result = _grouped(compute, x, weight, groups, weight.shape[0] // groups)
+        result = _grouped(compute, x, weight, groups, is_transposed=is_transposed)
     else:
         spatial = "hwd"[: weight.dim() - 2]
-        letters = (f"bx{spatial}", f"yx{spatial.upper()}")
+        channels = "xy" if is_transposed else "yx"
+        letters = (f"bx{spatial}", f"{channels}{spatial.upper()}")
         main = 1 if is_sliced(weight) else None
         result = product(letters, f"by{spatial}", (x, weight), compute, main)
     if result is NotImplemented:
@@ -299,23 +336,11 @@ def _conv(
 
 
 def _grouped(
-    compute: Callable[..., Any],
-    x: Any,
-    weight: Any,
-    groups: int,
-    outer: int,
-    *,
-    turned: bool = False,
+    compute: Callable[..., Any], x: Any, weight: Any, groups: int, *, is_transposed: bool
 ) -> Any:
-    """A convolution by groups of channels: those of a rank go together.
+    """A convolution by groups of channels: a rank has whole groups, or a part of each group.
 
-    Args:
-        compute: of plain tensors and a number of groups.
-        x: (batch, channels, ...).
-        weight: its first dim goes through the groups.
-        groups: more than one.
-        outer: channels of the result for each of them.
-        turned: it is a transposed convolution: the second dim of its weight is that of its result.
+    Args: see `_convolution`; `groups` is more than one.
     """
     if not is_sliced(x) and not is_sliced(weight):
         return compute(x, weight, groups)
@@ -324,18 +349,19 @@ def _grouped(
         return x.like(compute(held(x), as_operand(weight, None, group), groups))
     if is_sliced(weight) and weight.slices.dim == 1:  # the same part of each group
         each = Slices(1, weight.slices.sections * groups)
-        if turned:
+        if is_transposed:
             local = compute(as_operand(x, None, group), held(weight), groups)
             return SlicedTensor.of(local, each, group)
         return summed(compute(as_operand(x, each, group), held(weight), groups), group)
     if is_sliced(weight) and weight.slices.sections == weight.slices.sections[:1] * groups:
-        if turned:  # the same part of each group, here too
+        if is_transposed:  # the same part of each group, here too
             part = as_operand(x, weight.slices.at(1), group)
             return summed(compute(part, held(weight), groups), group)
         local = compute(as_operand(x, None, group), held(weight), groups)
         return SlicedTensor.of(local, weight.slices.at(1), group)
     main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
     inner, rows = x.shape[1] // groups, weight.shape[0] // groups
+    outer = weight.shape[1] if is_transposed else rows
     by_group = scaled(main.slices, main.shape[dim] // groups, 1)
     if by_group is None or not by_group.length(group.size - 1, group.size):
         return NotImplemented
@@ -356,39 +382,6 @@ def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
         larger = max(1, unit // divide) if unit % divide == 0 else 1
         sections.append(SliceSection(length // divide * times, larger * times))
     return Slices(slices.dim, tuple(sections))
-
-
-@rule_with_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _conv_transpose(
-    func: Any,
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    if x.dim() < weight.dim():
-        options = (stride, padding, output_padding, groups, dilation)
-        return func(x.unsqueeze(0), weight, bias, *options).squeeze(0)
-
-    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
-        return func(own, kernels, None, stride, padding, output_padding, own_groups, dilation)
-
-    if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
-        return NotImplemented
-    if groups > 1:
-        result = _grouped(compute, x, weight, groups, weight.shape[1], turned=True)
-    else:
-        spatial = "hwd"[: weight.dim() - 2]
-        letters = (f"bx{spatial}", f"xy{spatial.upper()}")
-        main = 1 if is_sliced(weight) else None
-        result = product(letters, f"by{spatial}", (x, weight), compute, main)
-    if result is NotImplemented:
-        return result
-    return _gathered_once(_with_bias(result, bias, 1), weight)
 
 
 @rule(F.embedding)
