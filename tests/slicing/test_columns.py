@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.install import RULES, slice_modules, slice_tensors
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held
+from bigtrain.slicing.sliced_tensor import SlicedTensor, local_of
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.fake import fake_model
 
@@ -51,7 +51,7 @@ def test_one_product_adds_up_while_its_weight_has_its_gradient(sequence):
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
         x, (weight,) = given(group, sequence, 1)
-        made = held(F.linear(x, weight)).sum()
+        made = local_of(F.linear(x, weight)).sum()
         del exchanges[:]
         with Order(exchanges) as order:
             made.backward()
@@ -67,7 +67,7 @@ def test_gradients_of_three_products_are_added_up_together(sequence):
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
         x, weights = given(group, sequence, 3)
-        made = sum(held(F.linear(x, weight)).sum() for weight in weights)
+        made = sum(local_of(F.linear(x, weight)).sum() for weight in weights)
         assert len(exchanges) == (1 if sequence else 0)
         made.backward()
     kinds = [e.kind for e in exchanges]
@@ -84,11 +84,11 @@ def test_an_autocast_exchanges_what_it_computes_with(sequence):
         x, weights = given(group, sequence, 3)
         before = tracker.live_bytes
         with torch.autocast("cpu", torch.bfloat16):
-            results = [held(F.linear(x, weight)) for weight in weights]
+            results = [local_of(F.linear(x, weight)) for weight in weights]
         assert all(result.dtype == torch.bfloat16 for result in results)
         group.inputs.clear()
         made = sum(result.numel() * 2 for result in results)
-        cast = sum(held(weight).numel() * 2 for weight in weights)
+        cast = sum(local_of(weight).numel() * 2 for weight in weights)
         assert tracker.live_bytes - before == made + cast + nbytes // (2 if sequence else 1)
         sum(result.float().sum() for result in results).backward()
     assert {e.nbytes for e in exchanges} == {nbytes}
@@ -100,7 +100,7 @@ def test_an_input_in_stretches_is_kept_in_stretches():
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
         x, weights = given(group, True, 2)
         before = tracker.live_bytes
-        results = [held(F.linear(x, weight)) for weight in weights]
+        results = [local_of(F.linear(x, weight)) for weight in weights]
         made = sum(result.numel() * 4 for result in results)
         assert tracker.live_bytes - before == made + 2 * own  # gathered, for a third product
         del x

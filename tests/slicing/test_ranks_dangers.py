@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.exchange import reduce_scatter, to_all
+from bigtrain.slicing.exchange import copied_to_ranks, reduce_scatter
 from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced
 from bigtrain.slicing.slices import Slices, SliceSection
 
@@ -246,8 +246,8 @@ def _dispatched(hidden):
 
 
 REFUSED = {
-    "its result": "DoubleBackward, a torch.autograd.Function of the model's own",
-    "its gradient": "a torch.autograd.Function of the model's own was given a sliced tensor",
+    "its result": "DoubleBackward, a torch.autograd.Function of the model, is given",
+    "its gradient": "a torch.autograd.Function of the model was given a sliced tensor",
     "reentrant": "CheckpointFunctionBackward, .*Recompute with use_reentrant=False",
     "dispatch": "aten.add.Tensor is called on a sliced tensor where no rule can see it",
     "pickle": "Linear holds this rank's slices and is not pickled",
@@ -256,7 +256,7 @@ REFUSED = {
     "data": "`data` or `grad` of a sliced tensor is set",
     "buffer": r"Linear.weight is sliced, 10 long in dim 0, and is set to a tensor of \[3, 3\]",
     "two ways": "first.weight and second.weight are one tensor, and are sliced in two ways",
-    "few": r"up.weight can be dealt out to 1 ranks, and mesh.tp=2.*keep=\[up\]",
+    "few": r"up.weight can be sliced over 1 ranks at most, and mesh.tp=2.*keep=\[up\]",
 }
 
 
@@ -313,7 +313,7 @@ def test_modes_and_copies():
 
 
 def alive_tensors(context):
-    """Tensors that live after so many steps, and what `to_all` remembers of one."""
+    """Tensors that live after so many steps, and what `copied_to_ranks` remembers of one."""
     group = slice_group(context)
     model = in_slices(in_double(Direct), {**SLICES, "mean": COLUMNS}, group)
     counts = []
@@ -330,10 +330,10 @@ def alive_tensors(context):
     finally:
         gc.enable()
     whole = torch.ones(3, requires_grad=True)
-    twice = to_all(whole, group) is to_all(whole, group)
-    kept = to_all(whole, group)
+    twice = copied_to_ranks(whole, group) is copied_to_ranks(whole, group)
+    kept = copied_to_ranks(whole, group)
     whole.data = torch.zeros(3)
-    other = to_all(whole, group)
+    other = copied_to_ranks(whole, group)
     return counts, twice, bool((other == kept).any()), isinstance(kept, SlicedTensor)
 
 

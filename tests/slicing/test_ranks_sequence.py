@@ -18,7 +18,7 @@ from support.sliced_models import (
     vit_case,
 )
 
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held
+from bigtrain.slicing.sliced_tensor import SlicedTensor, local_of
 from bigtrain.slicing.slices import Slices
 
 CASES = {
@@ -155,7 +155,7 @@ def masks(context):
     torch.manual_seed(3)
     dealt = Slices.even(1, 64)
     ones = dealt.local(torch.ones(2, 64, 8), group.rank, group.size)
-    first, second = (held(F.dropout(SlicedTensor.of(ones, dealt, group))) for _ in range(2))
+    first, second = (local_of(F.dropout(SlicedTensor.of(ones, dealt, group))) for _ in range(2))
     return first.tolist(), second.tolist(), F.dropout(torch.ones(2, 64, 8)).tolist()
 
 
@@ -209,7 +209,7 @@ def split_backward(context, sequence_dim, count):
     leaf = leaf.clone().requires_grad_()
     x = leaf * 1.0
     given = x if sequence_dim is None else SlicedTensor.of(x, dealt, group)
-    made = sum(held(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
+    made = sum(local_of(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
     del exchanges[:]
     (to_leaf,) = torch.autograd.grad(made, [leaf], retain_graph=True)
     first = Counter(e.kind for e in exchanges)

@@ -14,14 +14,14 @@ from bigtrain.cutting.stage_program import BoundaryTensor
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.scatter_gather import (
-    MIN_DEALT_BYTES,
+    MIN_SCATTERED_BYTES,
     Crossing,
-    dealt,
-    part_bytes,
+    gather_boundary,
+    scatter_boundary,
+    scattered_bytes,
     sent_meta,
-    undealt,
 )
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, whole_of
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of, whole_of
 from bigtrain.slicing.slices import Slices
 
 TYPES = (
@@ -46,12 +46,12 @@ def there_and_back(context: RunContext) -> list[tuple[int, int]]:
     for whole in wires():
         trains = whole.is_floating_point() or whole.is_complex()
         leaf = whole.clone().requires_grad_(trains)
-        sent = dealt(leaf, group)
+        sent = scatter_boundary(leaf, group)
         meta = sent_meta(whole.to("meta").requires_grad_(trains), group)
         assert (sent.shape, sent.dtype, sent.requires_grad) == (meta.shape, meta.dtype, trains)
         assert sent.untyped_storage().nbytes() == sent.nbytes
         received = sent.detach().requires_grad_(trains)
-        found = undealt(received, whole.to("meta"), group)
+        found = gather_boundary(received, whole.to("meta"), group)
         assert torch.equal(found, whole)
         if trains:
             # A gradient that does not lie as its tensor does.
@@ -75,17 +75,26 @@ def test_parts_are_gathered_to_what_they_were_in_every_type(tp: int) -> None:
 
 def test_what_fits_in_a_packet_goes_whole() -> None:
     group = SliceGroup(0, 4)
-    small, large = torch.ones(MIN_DEALT_BYTES // 4 - 1), torch.ones(MIN_DEALT_BYTES // 4)
-    assert dealt(small, group) is small
-    assert undealt(small, small.to("meta"), group) is small
-    assert part_bytes(small.nbytes, 4) == sent_meta(small, group).nbytes == small.nbytes
-    assert dealt(large, group).shape == (MIN_DEALT_BYTES // 16,)
-    assert part_bytes(large.nbytes, 4) == sent_meta(large, group).nbytes == MIN_DEALT_BYTES // 4
+    small, large = torch.ones(MIN_SCATTERED_BYTES // 4 - 1), torch.ones(MIN_SCATTERED_BYTES // 4)
+    assert scatter_boundary(small, group) is small
+    assert gather_boundary(small, small.to("meta"), group) is small
+    assert scattered_bytes(small.nbytes, 4) == sent_meta(small, group).nbytes == small.nbytes
+    assert scatter_boundary(large, group).shape == (MIN_SCATTERED_BYTES // 16,)
+    assert (
+        scattered_bytes(large.nbytes, 4)
+        == sent_meta(large, group).nbytes
+        == MIN_SCATTERED_BYTES // 4
+    )
 
 
 def test_without_slices_nothing_is_dealt_out() -> None:
-    tensor: Any = torch.ones(MIN_DEALT_BYTES)
-    assert dealt(tensor, None) is undealt(tensor, tensor, None) is sent_meta(tensor, None) is tensor
+    tensor: Any = torch.ones(MIN_SCATTERED_BYTES)
+    assert (
+        scatter_boundary(tensor, None)
+        is gather_boundary(tensor, tensor, None)
+        is sent_meta(tensor, None)
+        is tensor
+    )
 
 
 def stretches_there_and_back(context: RunContext) -> list[str]:
@@ -112,8 +121,8 @@ def stretches_there_and_back(context: RunContext) -> list[str]:
                 found = wire.receive(received, crossing)
                 assert is_sliced(found)
                 assert found.shape == whole.shape
-                assert torch.equal(held(found), own)
-                held(found).backward(own.flip(0))
+                assert torch.equal(local_of(found), own)
+                local_of(found).backward(own.flip(0))
                 sent.backward(received.grad)
                 kinds += [one.kind for one in exchanges]
                 assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
@@ -135,9 +144,9 @@ def test_what_goes_in_stretches() -> None:
     def lies(*shape: int, trained: bool = True, size: int = 4, **kind: Any) -> Slices | None:
         whole = torch.empty(shape, device="meta", **kind).requires_grad_(trained)
         crossing = Crossing(SliceGroup(0, size, sequence_dim=1))
-        assert Crossing(SliceGroup(0, size), is_between_ranks=True).in_stretches(whole) is None
-        assert Crossing().in_stretches(whole) is None
-        found = crossing.in_stretches(whole)
+        assert Crossing(SliceGroup(0, size), is_between_ranks=True).sequence_shard(whole) is None
+        assert Crossing().sequence_shard(whole) is None
+        found = crossing.sequence_shard(whole)
         return None if found is None else found[0]
 
     assert lies(2, 9, 8) == Slices.even(1, 9)

@@ -224,11 +224,11 @@ def ends_of_steps(
 ) -> list[dict[tuple[str, str], Record]]:
     """With parts, and with all of every wire sent by every rank."""
     found = [trained(context, strategies, names, keys)]
-    least, scatter_gather.MIN_DEALT_BYTES = scatter_gather.MIN_DEALT_BYTES, 2**60
+    least, scatter_gather.MIN_SCATTERED_BYTES = scatter_gather.MIN_SCATTERED_BYTES, 2**60
     try:
         return [*found, trained(context, strategies, names, keys)]
     finally:
-        scatter_gather.MIN_DEALT_BYTES = least
+        scatter_gather.MIN_SCATTERED_BYTES = least
 
 
 @pytest.mark.parametrize(

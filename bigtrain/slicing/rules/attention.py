@@ -1,4 +1,4 @@
-"""What attention does with slices: heads are dealt out."""
+"""Rules of attention: each rank computes some of the heads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain.slicing.column_parallel import forget_input
-from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, part_of, to_all
-from bigtrain.slicing.rules.norms import own_random
+from bigtrain.slicing.exchange import (
+    SliceGroup,
+    copied_to_ranks,
+    gathered_with_partial_grad,
+    scattered,
+)
+from bigtrain.slicing.rules.norms import rank_random
 from bigtrain.slicing.rules.products import linear, scaled
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
-    own_part,
+    local_of,
+    matching_part,
     rule,
     whole_of,
 )
@@ -51,7 +56,7 @@ def _attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         own = slices.at(whole.dim() + dim)
-        return SlicedTensor.of(part_of(whole, own, group), own, group)
+        return SlicedTensor.of(scattered(whole, own, group), own, group)
     q, mask = (_own(t, slices, dim, group) for t in (query, attn_mask))
     shared = scaled(slices, times, 1)
     again = None if shared is None else scaled(shared, 1, times)
@@ -60,7 +65,7 @@ def _attention(
     else:
         k, v = (_own_of_shared(t, slices, times, group) for t in (key, value))
         enable_gqa = False
-    with own_random(group, draws=dropout_p > 0):
+    with rank_random(group, draws=dropout_p > 0):
         local = F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -70,35 +75,37 @@ def _attention(
 def _of_columns(
     sliced: list[Any], query: Any, key: Any, value: Any, mask: Any, shared: Any, options: Any
 ) -> Any:
-    """Attention of which each rank mixes its own columns of the values, all by the same weights."""
+    """Attention with values sliced along their width: all ranks compute the same weights."""
     if len(sliced) > 1 or sliced[0] is not value or value.negative_dim != -1:
         return NotImplemented
     group = value.group
     q, k = as_operand(query, None, group), as_operand(key, None, group)
     own_mask = None if mask is None else as_operand(mask, None, group)
     return value.like(
-        F.scaled_dot_product_attention(q, k, held(value), own_mask, enable_gqa=shared, **options)
+        F.scaled_dot_product_attention(
+            q, k, local_of(value), own_mask, enable_gqa=shared, **options
+        )
     )
 
 
 def _own(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
-    """A rank's part along a dim, counted from the last one (-1), however the whole is sliced."""
+    """Return a rank's part along a dim, counted from the last one (-1), of any tensor."""
     if not is_sliced(value):
-        return own_part(value, slices, dim, group)
+        return matching_part(value, slices, dim, group)
     if value.negative_dim == dim and value.slices.same(slices, group.size):
-        return held(value)
-    whole = gathered_for_parts(held(value), value.slices, group)
+        return local_of(value)
+    whole = gathered_with_partial_grad(local_of(value), value.slices, group)
     if whole.dim() < -dim or whole.shape[dim] == 1:
         return whole
     return slices.at(whole.dim() + dim).local(whole, group.rank, group.size)
 
 
 def _own_of_shared(value: Any, slices: Slices, times: int, group: SliceGroup) -> Tensor:
-    """Keys or values for each of a rank's heads of queries; so many queries share them."""
+    """Return a key or value head for each of a rank's query heads; `times` queries share one."""
     whole = (
-        gathered_for_parts(held(value), value.slices, group)
+        gathered_with_partial_grad(local_of(value), value.slices, group)
         if is_sliced(value)
-        else to_all(value, group)
+        else copied_to_ranks(value, group)
     )
     parts = slices.parts(group.rank, group.size)
     heads = [head // times for begin, n in parts for head in range(begin, begin + n)]
@@ -141,7 +148,7 @@ def _multi_head_attention(
         return NotImplemented
     is_batched = query.dim() == 3
     if not is_batched:
-        batched = {id(t): t.unsqueeze(1) for t in inputs}  # one object stays one
+        batched = {id(t): t.unsqueeze(1) for t in inputs}  # query is key stays true
         inputs = tuple(batched[id(t)] for t in inputs)
     del embed_dim_to_check
     separate = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
@@ -163,7 +170,7 @@ def _multi_head_attention(
         mixed = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     mixed = mixed.permute(2, 0, 1, 3).flatten(-2)
     if is_sliced(mixed) or is_sliced(out_proj_weight):
-        # As what it is added to lies; torch's own function has the sequence first, always.
+        # Sharded as the residual stream is; in torch's own function the sequence comes first.
         place = inputs[0].slices.dim if is_sliced(inputs[0]) else 0
         out = linear(mixed, out_proj_weight, out_proj_bias, place)
     else:
@@ -187,7 +194,7 @@ def _projections(inputs: tuple[Any, ...], weight: Any, bias: Any, separate: Any)
 def _mask(
     attn_mask: Tensor | None, padding: Tensor | None, q: Any, keys: int, heads: int
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores: (batch or 1, heads or 1, queries, keys)."""
+    """Return both masks as one to add to the scores: (batch or 1, heads or 1, queries, keys)."""
     found = None
     if attn_mask is not None:
         found = _additive(attn_mask, q.dtype)

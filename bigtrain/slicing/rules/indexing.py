@@ -1,4 +1,4 @@
-"""What functions that pick elements by numbers or masks do with slices, along the other dims."""
+"""Rules of indexing by numbers, ranges and masks: they act along dims that are not sliced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bigtrain.slicing.rules.shapes import pieces
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
-    own_part,
+    local_of,
+    matching_part,
     rule,
     rule_with_function,
 )
@@ -23,7 +23,7 @@ _T: Any = torch.Tensor
 
 
 def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
-    """An index as one entry for each dim, and for each dim that is added; None where it is odd."""
+    """Return an index as one entry per dim and per added dim; None for an unsupported index."""
     entries = list(index) if isinstance(index, tuple) else [index]
     named = 0
     for place, entry in enumerate(entries):
@@ -47,8 +47,8 @@ def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
     return [*entries[:at], *rest, *entries[at + 1 :]]
 
 
-def _stretch(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
-    """A stretch of the sliced dim that is made of whole sections."""
+def _range(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
+    """Return a range of the sliced dim that consists of whole sections; None for any other."""
     total = tensor.shape[tensor.slices.dim]
     start, stop, step = index.indices(total)
     if step != 1 or stop <= start:
@@ -60,10 +60,10 @@ def _stretch(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
 
 
 def _placed(tensor: SlicedTensor, entries: list[Any]) -> tuple[SlicedTensor, int, int] | None:
-    """What is indexed on each rank; where its sliced dim lies in the result, of how many dims.
+    """Return the tensor to index on each rank, its sliced dim in the result, and the result's dims.
 
-    As torch does: first numbers, stretches and added dims; then tensors, whose dims come where the
-    first of them is, or in front where there is something between them.
+    torch applies numbers, ranges and added dims first, then tensors. The dims of these come where
+    the first tensor is, or in front if other entries separate the tensors.
     """
     source, place, wide, found = 0, 0, 0, None
     chosen: list[int] = []
@@ -75,7 +75,7 @@ def _placed(tensor: SlicedTensor, entries: list[Any]) -> tuple[SlicedTensor, int
         is_mask = is_tensor and entry.dtype in (torch.bool, torch.uint8)
         width = entry.dim() if is_mask else 1
         if source <= tensor.slices.dim < source + width:
-            part = _stretch(tensor, entry) if isinstance(entry, slice) else None
+            part = _range(tensor, entry) if isinstance(entry, slice) else None
             if part is None:
                 return None
             tensor, found = part, place
@@ -101,7 +101,7 @@ def _get(tensor: Any, index: Any) -> Any:
     if entries is None or placed is None:
         return NotImplemented
     part, dim, _ = placed
-    return part.like(held(part)[tuple(entries)], dim)
+    return part.like(local_of(part)[tuple(entries)], dim)
 
 
 @rule(_T.__setitem__)
@@ -111,9 +111,9 @@ def _set(tensor: Any, index: Any, value: Any) -> Any:
     if entries is None or placed is None:
         return NotImplemented
     part, dim, count = placed
-    value = own_part(value, part.slices, dim - count, tensor.group)
-    held(part)[tuple(entries)] = value
-    tensor.change(held(tensor))
+    value = matching_part(value, part.slices, dim - count, tensor.group)
+    local_of(part)[tuple(entries)] = value
+    tensor.change(local_of(tensor))
     return None
 
 
@@ -123,15 +123,15 @@ def _select(tensor: SlicedTensor, dim: int, index: Any) -> Any:
     if dim == tensor.slices.dim or is_sliced(index):
         return NotImplemented
     place = tensor.slices.dim - (dim < tensor.slices.dim)
-    return tensor.like(held(tensor).select(dim, int(index)), place)
+    return tensor.like(local_of(tensor).select(dim, int(index)), place)
 
 
 @rule(_T.narrow, torch.narrow)
 def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
     begin = int(start) % max(1, tensor.shape[dim])
     if dim % tensor.dim() != tensor.slices.dim:
-        return tensor.like(held(tensor).narrow(dim, begin, length))
-    found = _stretch(tensor, slice(begin, begin + length))
+        return tensor.like(local_of(tensor).narrow(dim, begin, length))
+    found = _range(tensor, slice(begin, begin + length))
     return NotImplemented if found is None else found
 
 
@@ -139,11 +139,11 @@ def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
 def _index_select(func: Any, tensor: Any, dim: int, index: Any) -> Any:
     if not is_sliced(tensor) or is_sliced(index) or dim % tensor.dim() == tensor.slices.dim:
         return NotImplemented
-    return tensor.like(func(held(tensor), dim, index))
+    return tensor.like(func(local_of(tensor), dim, index))
 
 
 def _main(dim: int, tensors: list[Any], changed: Any = None) -> SlicedTensor | None:
-    """The one by which tensors of as many dims are taken, where none is dealt out along the dim."""
+    """Return the tensor whose slices the others follow; None if they cannot, or `dim` is sliced."""
     main: Any = changed
     if main is None:
         main = max((tensor for tensor in tensors if is_sliced(tensor)), key=Tensor.numel)
@@ -199,7 +199,7 @@ def _index_write(func: Any, tensor: Any, dim: int, index: Any, source: Any, **kw
     if source.dim() != tensor.dim():
         return NotImplemented
     own = as_operand(source, tensor.slices, tensor.group)
-    local = func(held(tensor), dim, index, own, **kwargs)
+    local = func(local_of(tensor), dim, index, own, **kwargs)
     return tensor.change(local) if func.__name__.endswith("_") else tensor.like(local)
 
 
@@ -207,7 +207,7 @@ def _index_write(func: Any, tensor: Any, dim: int, index: Any, source: Any, **kw
 def _one_hot(tensor: SlicedTensor, num_classes: int = -1) -> Any:
     if num_classes < 0:
         return NotImplemented
-    return tensor.like(F.one_hot(held(tensor), num_classes))
+    return tensor.like(F.one_hot(local_of(tensor), num_classes))
 
 
 @rule(F.grid_sample)
@@ -215,4 +215,4 @@ def _grid_sample(x: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_sliced(x) or x.slices.dim > 1:
         return NotImplemented
     slices = x.slices if x.slices.dim == 0 else None
-    return x.like(F.grid_sample(held(x), as_operand(grid, slices, x.group), *args, **kwargs))
+    return x.like(F.grid_sample(local_of(x), as_operand(grid, slices, x.group), *args, **kwargs))
