@@ -19,7 +19,7 @@ def lines(model, *shape, ranks=2, **options):
 def whole_classes(model, *shape, ranks=2, **options):
     """By names without the block around them, only what is sliced in classes."""
     plan = plan_slices(work_on(model, *shape, **options), ranks)
-    alone = {name for form in plan.singles for name in form.slices}
+    alone = {name for form in plan.single_layers for name in form.slices}
     return {
         name.removeprefix("layer."): text
         for name, text in plan.lines().items()
@@ -148,7 +148,7 @@ def test_gpt(tied):
         "blocks.*.mlp.output.weight": "1/256",
         "head.weight": "0/501",
     }
-    assert not plan.singles
+    assert not plan.single_layers
     assert plan.kept["norm.weight"].startswith("dim 0: a norm goes along it in 'blocks.0.")
     hidden = 2 * 16 * 64 * 4
     exchanged = {

@@ -25,8 +25,8 @@ def classes_of(model, inputs):
         one
         for one in found
         if one.units > 1
-        and one.carried
-        and not one.looked_up
+        and one.in_activations
+        and not one.is_table
         and all(sent.kind != "all_gather" for sent in one.exchanged)
     ]
     return [own[n * len(own) // MOST] for n in range(MOST)] if len(own) > MOST else own
