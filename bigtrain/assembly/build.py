@@ -19,10 +19,9 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import bf16_parameter_names, names_of
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from bigtrain.job.schema import Precision
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.names import named_tensors, names_of
+from bigtrain.models.parameters import named_tensors, names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.install import local_slices
 from bigtrain.slicing.state import SlicedState

@@ -25,8 +25,8 @@ from bigtrain.slicing.exchange import (
     all_gather,
     all_reduce,
     copied_to_ranks,
-    part_of,
     reduce_scatter,
+    scattered,
     summed,
 )
 from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of, rule
@@ -61,7 +61,7 @@ def _chunked_cross_entropy(
             return NotImplemented
         bias = local_of(bias)
     elif bias is not None:
-        bias = part_of(bias, slices, group)
+        bias = scattered(bias, slices, group)
     dealt = hidden.slices if is_sliced(hidden) else None
     make = partial(_VocabularyPass, slices=slices, group=group, dealt=dealt)
     own = local_of(hidden) if is_sliced(hidden) else hidden

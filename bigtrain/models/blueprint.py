@@ -33,6 +33,7 @@ from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.models.caches import NOTE, switch_off_caches, switch_on_caches
 from bigtrain.models.init_recorder import InitRecorder
 from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
+from bigtrain.models.parameters import first_named_tensors, named_tensors
 from bigtrain.tensors.shards import StateTensor
 
 
@@ -107,7 +108,7 @@ class Blueprint:
             ConfigError: it has tensors without values.
         """
         _refuse_lazy(module)
-        for name, tensor in _named_tensors(module).items():
+        for name, tensor in first_named_tensors(module).items():
             if tensor.is_meta:
                 raise ConfigError(
                     f"model: {name!r} is on the meta device and has no values. Give the function "
@@ -123,7 +124,7 @@ class Blueprint:
     @property
     def whole_bytes(self) -> int:
         """Bytes that every rank holds while it builds the model; 0 where it is deferred."""
-        tensors = () if self.deferred else _named_tensors(self.model).values()
+        tensors = () if self.deferred else first_named_tensors(self.model).values()
         return sum(tensor.nbytes for tensor in tensors)
 
     def change(self, change: Callable[[nn.Module], nn.Module]) -> None:
@@ -187,10 +188,10 @@ class Blueprint:
 
     def _chosen(self, only: Collection[str] | None) -> dict[str, torch.Tensor]:
         """The wanted tensors by their first name, in the order of the model."""
-        tensors = _named_tensors(self.model)
+        tensors = first_named_tensors(self.model)
         if only is None:
             return tensors
-        aliases = _aliases(self.model)
+        aliases = named_tensors(self.model)
         for name in only:
             if name not in aliases:
                 hint = did_you_mean(name, aliases) or "."
@@ -273,7 +274,7 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     for module in model.modules():
         if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
             raise CannotDefer("transformers leaves its initialisation out on meta")
-    tensors = _named_tensors(model)
+    tensors = first_named_tensors(model)
     for name, tensor in tensors.items():
         if tensor.device.type != "meta":
             raise CannotDefer(f"it puts {name!r} on {tensor.device} itself")
@@ -281,7 +282,7 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
         raise CannotDefer(f"it keeps a tensor at {name!r} that is no parameter or buffer")
     blueprint = Blueprint(model, _make=make, _recording=recording)
     first = {id(tensor): name for name, tensor in tensors.items()}
-    blueprint._first_names = {name: first[id(t)] for name, t in _aliases(model).items()}
+    blueprint._first_names = {name: first[id(t)] for name, t in named_tensors(model).items()}
     for name, tensor in tensors.items():
         spec = recording.spec(tensor)
         closure = recording.closure(spec.storage)
@@ -315,21 +316,9 @@ def _refuse_lazy(model: nn.Module) -> None:
                 )
 
 
-def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, each under its first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _aliases(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
 def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules keep in plain attributes, or in lists or mappings there."""
-    registered = {id(tensor) for tensor in _named_tensors(model).values()}
+    registered = {id(tensor) for tensor in first_named_tensors(model).values()}
     loose: dict[str, torch.Tensor] = {}
 
     def collect(path: str, value: object) -> None:
@@ -352,14 +341,14 @@ def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
     """Give a model, which keeps its tensor objects, the values of another construction."""
-    old = {**_named_tensors(target), **_loose_tensors(target)}
+    old = {**first_named_tensors(target), **_loose_tensors(target)}
     shapes = {name: tensor.shape for name, tensor in old.items()}
     apart = len({tensor.untyped_storage()._cdata for tensor in old.values()}) == len(old)
     if apart:  # the first values go before the second come
         for tensor in old.values():
             tensor.data = tensor.data.new_empty(0)
     source = make()
-    new = {**_named_tensors(source), **_loose_tensors(source)}
+    new = {**first_named_tensors(source), **_loose_tensors(source)}
     for name in new.keys() | shapes.keys():
         if name not in new or shapes.get(name) != new[name].shape:
             raise ConfigError(

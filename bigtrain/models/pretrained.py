@@ -13,7 +13,7 @@ import torch
 from bigtrain.checkpoint.foreign.state_dicts import is_state_dict, open_state_dict
 from bigtrain.errors import CheckpointError, ConfigError, as_word
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.names import named_tensors
+from bigtrain.models.parameters import named_tensors
 from bigtrain.models.torchvision_models import cached_weights
 from bigtrain.tensors.shards import StateTensor
 

@@ -22,7 +22,7 @@ from bigtrain.memory.disk import SpaceRequest, find_shortage, free_disk_bytes
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.optim.update import MakeOptimizer, state_bytes_per_parameter_byte
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import flat_view
+from bigtrain.tensors.memory_format import flat_view
 from bigtrain.tensors.transfer import BouncedFile, HostCopies, ScratchFile
 from bigtrain.units import format_bytes
 

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from bigtrain.tensors.dtensors import flat_view, is_dense, local_tensor
+from bigtrain.tensors.memory_format import flat_view, is_dense
+from bigtrain.tensors.shards import local_tensor
 
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from bigtrain.tensors.dtensors import is_dense, local_tensor
+from bigtrain.tensors.memory_format import is_dense
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,30 @@ class SavedTensor(Protocol):
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
         """The elements of these extents one after the other: one dimension, on the CPU."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: a DTensor's local tensor, any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return the DTensor with this local tensor and the layout of `like`; `local` if it is none."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, which several ranks hold together."""
+    return isinstance(tensor, DTensor)
 
 
 def extents_of(tensor: Tensor) -> tuple[Extent, ...]:

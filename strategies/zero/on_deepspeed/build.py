@@ -25,7 +25,7 @@ from bigtrain.core.state import first_names
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.deepspeed_json import json_section
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer, drop_empty_groups
 from bigtrain.strategies.deepspeed_adapter import (
     Partitioner,
