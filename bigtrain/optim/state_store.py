@@ -121,7 +121,7 @@ class DiskStateStore(StateStore):
         self._buffer_used = 0
         self._file = ScratchFile(folder, "The optimizer's state lives there")
         copies = copies or HostCopies(context.device)
-        self._bounced = BouncedFile(self._file, copies) if copies.beside else None
+        self._bounced = BouncedFile(self._file, copies) if copies.is_asynchronous else None
 
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
@@ -247,7 +247,7 @@ class HostStateStore(StateStore):
         self._copies.copy(staging, gradient)
         wait = self._copies.host_wait()
         # A stream that reads it does not keep the allocator from handing it out again.
-        read = [gradient] if self._copies.beside else []
+        read = [gradient] if self._copies.is_asynchronous else []
 
         def wait_and_get() -> Tensor:
             wait()

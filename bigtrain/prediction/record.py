@@ -354,7 +354,7 @@ def _step(
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
             groups, passes, begins = [], [], list[int | None]()
-            for own, there, times in products.together():
+            for own, there, times in products.gathered_together():
                 pairs = zip(there[::2], there[1::2], strict=False)
                 passes.append(tuple(pair for pair in pairs if ticks[0] <= pair[0]))
                 groups.append(tuple(known[p] for p in own if p in known))
