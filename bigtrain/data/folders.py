@@ -1,4 +1,4 @@
-"""Images in one folder per class: ImageNet, and anyone's own."""
+"""Images in one folder per class: ImageNet, and any other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SPLIT_SEED = 0
 
 
 def _classes(folder: Path) -> list[str]:
-    """The class folders of a folder.
+    """Return the names of a folder's class folders.
 
     Raises:
         ConfigError: there are none.
@@ -50,7 +50,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _check_images(listed: Any) -> None:
-    """Refuse a class without an image, and images that are cut off.
+    """Refuse a class without an image, and truncated images.
 
     Args:
         listed: torchvision's ImageFolder.
@@ -69,11 +69,11 @@ def _check_images(listed: Any) -> None:
 
 
 def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
-    """For training and for validation; inputs become (3, size, size)."""
+    """Return the transforms of training and of validation, to inputs (3, size, size)."""
     from torchvision.transforms import v2
 
     last = final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION)
-    # The customary 256 to 224: validation sees the middle 7/8 of the shorter side.
+    # As is customary (256 to 224), validation sees the middle 7/8 of the shorter side.
     centre = [v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)]
     crop = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()] if augment else centre
     return v2.Compose([*crop, *last]), v2.Compose([*centre, *last])
@@ -81,7 +81,7 @@ def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolderSource:
-    """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... beside val."""
+    """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... and val/CLASS/..."""
 
     path: Path | None = None
     size: PositiveCount = 224
@@ -89,7 +89,7 @@ class ImageFolderSource:
     augment: bool = True
     """Crop and flip at random in training."""
     validation_fraction: SampleFraction = 0.1
-    """Share of the images that is held out where there is no folder val."""
+    """Fraction of the images that is held out for validation if there is no folder val."""
 
     @property
     def _name(self) -> str:
@@ -100,13 +100,13 @@ class ImageFolderSource:
         root = existing_folder(self.path, needs)
         beside = [root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)]
         train = root / "train"
-        # Only if it holds classes; else it may be a class itself, of vehicles.
+        # Only if it holds classes: otherwise "train" may be a class, of vehicles.
         if os.path.isdir(train) and any(os.path.isdir(train / n) for n in names_in(train)):
             return root / "train", beside[0] if beside else None
         return root, None
 
     def check(self) -> None:
-        """Refuse where torchvision, the folder or its classes are missing."""
+        """Refuse if torchvision, the folder or its classes are missing."""
         need_torchvision(self._name)
         train, validation = self._folders()
         classes = _classes(train)
@@ -123,7 +123,7 @@ class ImageFolderSource:
         self.check()
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """List the images; which are held out does not depend on the seed."""
+        """List the images; the held-out ones do not depend on the seed."""
         del seed, sequence_length
         self.check()
         from torchvision.datasets import ImageFolder
@@ -176,7 +176,7 @@ class ImageNetSource:
     """Crop and flip at random in training."""
 
     def check(self) -> None:
-        """Refuse where a folder is missing or the classes of the two differ."""
+        """Refuse if a folder is missing or the classes of the two differ."""
         needs = "imagenet needs the folder that holds train and val."
         root = existing_folder(self.path, needs)
         for name in ("train", "val"):
