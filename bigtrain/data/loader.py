@@ -91,7 +91,7 @@ class MicroBatch:
         return tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
 
     def map_rows(self, change: Callable[[Tensor, int], Tensor]) -> MicroBatch:
-        """Return a micro-batch with a function of (tensor, batch dim) applied where there are rows."""
+        """Return a micro-batch with `change(tensor, batch dim)` applied to tensors with rows."""
         places = iter(self.row_dims())
 
         def changed(tensor: Tensor) -> Tensor:
