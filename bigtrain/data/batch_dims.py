@@ -86,20 +86,20 @@ def find_batch_dims(
             f"data.batch_dims: the batch has no tensor {unknown[0]!r}. Its tensors are {names}."
         )
     before = example[0] if example is not None and len(example[0]) == len(named) else None
-    found: list[int | None] = []
+    dims: list[int | None] = []
     for number, (name, tensor) in enumerate(named):
         if name in explicit:
-            found.append(_checked(name, tensor, explicit[name], rows))
+            dims.append(_checked(name, tensor, explicit[name], rows))
         elif not tensor.dim() or tensor.shape[0] == rows:
-            found.append(0 if tensor.dim() else None)
+            dims.append(0 if tensor.dim() else None)
         else:
             dim = None
             if example is not None and before is not None and example[1] != rows:
                 dim = _grown(tensor, before[number], rows, example[1])
             if dim is None and tensor.shape[0] != 1:
                 raise ConfigError(_unclear(name, tensor, rows))
-            found.append(dim)
-    return tuple(found)
+            dims.append(dim)
+    return tuple(dims)
 
 
 def _checked(name: str, tensor: Tensor, dim: int | None, rows: int) -> int | None:

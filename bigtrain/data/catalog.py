@@ -76,9 +76,11 @@ def _check_samples(name: str, part: str, samples: Any, path: str | None) -> None
     """
     kind = type(samples).__name__
     # `__getitem__` of torch's base class only raises.
-    own = getattr(type(samples), "__getitem__", None) not in (None, Dataset.__getitem__)
-    if isinstance(samples, IterableDataset) or not own or not hasattr(samples, "__len__"):
-        lacks = "__getitem__" if not own or isinstance(samples, IterableDataset) else "__len__"
+    has_getitem = getattr(type(samples), "__getitem__", None) not in (None, Dataset.__getitem__)
+    if isinstance(samples, IterableDataset) or not has_getitem or not hasattr(samples, "__len__"):
+        lacks = (
+            "__getitem__" if not has_getitem or isinstance(samples, IterableDataset) else "__len__"
+        )
         raise ConfigError(
             f"data.name: {name} gives a {kind} in {part}, which has no {lacks}: samples are drawn "
             "by index, in an order that a resumed run continues. Give a map-style data set, with "

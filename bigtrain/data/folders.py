@@ -111,10 +111,10 @@ class ImageFolderSource:
         train, validation = self._folders()
         classes = _classes(train)
         if validation is not None and _classes(validation) != classes:
-            other = _classes(validation)
-            odd = sorted(set(classes) ^ set(other))[0]
+            others = _classes(validation)
+            odd = sorted(set(classes) ^ set(others))[0]
             raise ConfigError(
-                f"data.path: {train} has {len(classes)} classes and {validation} {len(other)}; "
+                f"data.path: {train} has {len(classes)} classes and {validation} {len(others)}; "
                 f"{odd!r} is only in one of them. Make the class folders the same in both."
             )
 

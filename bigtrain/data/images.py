@@ -255,8 +255,8 @@ class MnistSource(_Downloadable):
 
     def _samples(self, root: Path, train: bool, transform: Any) -> Samples:
         part = "train" if train else "t10k"
-        found = [packed_or_plain(self._raw(root) / f"{part}-{kind}") for kind in self._KINDS]
-        image_file, label_file = (file for file in found if file is not None)
+        files = [packed_or_plain(self._raw(root) / f"{part}-{kind}") for kind in self._KINDS]
+        image_file, label_file = (file for file in files if file is not None)
         images, labels = read_idx(image_file, 3), read_idx(label_file, 1).long()
         check_labels(label_file, labels, 10)
         if len(images) != len(labels):

@@ -96,10 +96,12 @@ def model_defaults(
     if name in PRESETS:
         # A model named for its size keeps its vocabulary even if the data need less: its number of
         # parameters and the memory of its logits are what users expect of that name.
-        own = PRESETS[name]["vocab_size"]
-        keeps = own == GPT2_VOCABULARY and (num_classes or 0) <= own
+        preset_vocabulary = PRESETS[name]["vocab_size"]
+        keeps_preset = (
+            preset_vocabulary == GPT2_VOCABULARY and (num_classes or 0) <= preset_vocabulary
+        )
         arguments = {
-            "vocab_size": None if keeps else num_classes,
+            "vocab_size": None if keeps_preset else num_classes,
             "sequence_length": sequence_length,
         }
     else:

@@ -44,16 +44,16 @@ def compile_blocks(root: nn.Module, policies: Mapping[str, str]) -> None:
     if not fake:
         announce_buffers()
     for name, block in find_blocks(root):
-        is_own = "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
-        if not (is_own or name in cut_through or policies.get(name) == "selective"):
+        is_overridden = "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
+        if not (is_overridden or name in cut_through or policies.get(name) == "selective"):
             block.forward = partial(_forward, block, fake)
 
 
 def remove_compiled(root: nn.Module) -> None:
     """Undo `compile_blocks`, for all modules of a tree."""
     for module in root.modules():
-        own = module.__dict__.get("forward")
-        if isinstance(own, partial) and own.func is _forward:
+        override = module.__dict__.get("forward")
+        if isinstance(override, partial) and override.func is _forward:
             del module.__dict__["forward"]
 
 

@@ -74,8 +74,8 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
 
 def _config_class(constructor: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the class of a model's configuration, if its class names one as transformers' do."""
-    found = getattr(constructor, "config_class", None)
-    return found if isinstance(found, type) else None
+    config_class = getattr(constructor, "config_class", None)
+    return config_class if isinstance(config_class, type) else None
 
 
 def _check_configuration(
@@ -86,14 +86,14 @@ def _check_configuration(
     Raises:
         ConfigError: one is unknown.
     """
-    kind, given = _config_class(constructor), args.get("config")
-    if kind is None or not isinstance(given, Mapping):
+    kind, fields = _config_class(constructor), args.get("config")
+    if kind is None or not isinstance(fields, Mapping):
         return
     parameters = inspect.signature(kind).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     # Aliases of fields; properties such as num_labels are checked by `hasattr`.
     known += getattr(kind, "attribute_map", {})
-    for key in given:
+    for key in fields:
         if known and key not in known and not hasattr(kind, key):
             raise ConfigError(
                 f"model.args.config.{key}: {kind.__name__}, which {name} is made from, has no "
@@ -109,11 +109,11 @@ def _with_configuration(
     Raises:
         ConfigError: the configuration class refuses a value.
     """
-    kind, given = _config_class(constructor), args.get("config")
-    if kind is None or not isinstance(given, Mapping):
+    kind, fields = _config_class(constructor), args.get("config")
+    if kind is None or not isinstance(fields, Mapping):
         return dict(args)
     try:
-        return {**args, "config": kind(**given)}
+        return {**args, "config": kind(**fields)}
     except Exception as error:
         said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(

@@ -77,23 +77,23 @@ def sections_of(
     """
     axes = expanded(dim)
     inner = dim_length(axes)
-    found: tuple[SliceSection, ...] | None = None
+    sections: tuple[SliceSection, ...] | None = None
     outer = 1
     for n, axis in enumerate(axes):
         inner //= axis.length
-        own = _sections_of_axis(axis, wanted, before)
-        if own is not None:
-            if found is not None:
+        axis_sections = _sections_of_axis(axis, wanted, before)
+        if axis_sections is not None:
+            if sections is not None:
                 return None
             if before is not None and not axis.parts:
                 if n == 0 or id(axes[n - 1]) not in before:
                     return None
                 outer //= axes[n - 1].length
-                own = (SliceSection(axes[n - 1].length * axis.length),)
-            scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in own)
-            found = scaled * outer
+                axis_sections = (SliceSection(axes[n - 1].length * axis.length),)
+            scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in axis_sections)
+            sections = scaled * outer
         outer *= axis.length
-    return found
+    return sections
 
 
 def _sections_of_axis(
@@ -179,7 +179,7 @@ class AxisClasses:
                     root = self._root(id(second))
                     if (root, tensor) not in repeated:
                         before[root].add(self._root(id(first)) if first is not None else -1)
-        found = []
+        merged = []
         for root, own in self.classes.items():
             outer = next(iter(before[root])) if len(before[root]) == 1 else -1
             if outer not in self._members:
@@ -192,8 +192,8 @@ class AxisClasses:
                 if (sections := sections_of(dim, self._members[root], self._members[outer]))
             }
             if slices.keys() == own.slices.keys():
-                found.append(replace(own, slices=slices))
-        return found
+                merged.append(replace(own, slices=slices))
+        return merged
 
     @cached_property
     def repeated(self) -> set[tuple[int, HeldTensor]]:
@@ -201,14 +201,14 @@ class AxisClasses:
 
         Such a tensor may stay whole on every rank.
         """
-        found: set[tuple[int, HeldTensor]] = set()
+        repeated_in: set[tuple[int, HeldTensor]] = set()
         for record in self._trace.records:
             for tensor in record.outputs:
                 for root in self.of(tensor):
                     having = [held for held in record.inputs if root in self.of(held)]
-                    if tensor not in having and all((root, held) in found for held in having):
-                        found.add((root, tensor))
-        return found
+                    if tensor not in having and all((root, held) in repeated_in for held in having):
+                        repeated_in.add((root, tensor))
+        return repeated_in
 
     def of(self, held: HeldTensor) -> frozenset[int]:
         """Return the classes of all dims of a tensor."""
@@ -233,10 +233,10 @@ class AxisClasses:
 
     def _in_dim(self, dim: Dim) -> frozenset[int]:
         """Return the classes that slice a dim: of a sum those in all parts."""
-        found: set[int] = set()
+        classes: set[int] = set()
         for axis in expanded(dim):
-            found |= self._in_axis(axis)
-        return frozenset(found)
+            classes |= self._in_axis(axis)
+        return frozenset(classes)
 
     def _in_axis(self, axis: DimAxis) -> frozenset[int]:
         if not axis.parts:

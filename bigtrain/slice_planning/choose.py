@@ -214,7 +214,7 @@ class _Choice:
         """Whether none of its tensors must stay whole."""
         return not any(name in self._whole for name in own.slices)
 
-    def _alike(self, own: Mapping[str, Slices]) -> dict[str, str]:
+    def _alike(self, chosen: Mapping[str, Slices]) -> dict[str, str]:
         """Match unused parameters with used ones whose names differ only in numbers: experts.
 
         Returns:
@@ -228,12 +228,16 @@ class _Choice:
                 kinds.setdefault(kind, []).append(held.name)
             elif held.name in self._trace.trained:
                 unused.append((held.name, kind))
-        found = {}
+        matches = {}
         for name, kind in unused:
-            others = kinds.get(kind, [])
-            if others and len({own.get(other) for other in others}) == 1 and others[0] in own:
-                found[name] = others[0]
-        return found
+            used_names = kinds.get(kind, [])
+            if (
+                used_names
+                and len({chosen.get(used_name) for used_name in used_names}) == 1
+                and used_names[0] in chosen
+            ):
+                matches[name] = used_names[0]
+        return matches
 
     def _is_of_many(self, own: SliceClass) -> bool:
         """Whether it is more than one linear layer, which `single_layers` has as well."""
@@ -333,8 +337,8 @@ class _Choice:
 
     def _times(self, where: str) -> int:
         """Return how many modules or parameters of a deeper model this name represents."""
-        own = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
-        return next(own, 1)
+        counts = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
+        return next(counts, 1)
 
     def _sent(self, own: Sliced | None) -> int:
         """Return about how many bytes a rank sends for it in a micro-batch."""

@@ -57,21 +57,21 @@ def dim_length(dim: Dim) -> int:
 
 def representative(axis: DimAxis) -> DimAxis:
     """Return the axis that represents all that this one is unified with."""
-    found = axis
-    while found.same is not None:
-        found = found.same
+    root = axis
+    while root.same is not None:
+        root = root.same
     while axis.same is not None:
-        axis.same, axis = found, axis.same
-    return found
+        axis.same, axis = root, axis.same
+    return root
 
 
 def expanded(dim: Dim) -> Dim:
     """Return the dim as axes that are no products and represent themselves."""
-    found: Dim = []
+    atoms: Dim = []
     for axis in dim:
-        own = representative(axis)
-        found += expanded(own.factors) if own.factors else [own]
-    return found
+        root = representative(axis)
+        atoms += expanded(root.factors) if root.factors else [root]
+    return atoms
 
 
 def leaves(dim: Dim) -> Iterator[DimAxis]:
@@ -121,21 +121,21 @@ def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
 
 def split_outer(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
     """Split a dim into an outer part of this length and the inner rest; None if it cannot be."""
-    found: Dim = []
+    outer: Dim = []
     rest = expanded(dim)
     while length > 1:
         if not rest:
             return None
         first = rest.pop(0)
         if length % first.length == 0:
-            found.append(first)
+            outer.append(first)
             length //= first.length
             continue
         pieces = factorize(first, length) if first.length % length == 0 else None
         if pieces is None:
             return None
-        return found + pieces[0], pieces[1] + rest
-    return found, rest
+        return outer + pieces[0], pieces[1] + rest
+    return outer, rest
 
 
 def split_inner(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
@@ -195,19 +195,19 @@ def _refined(axis: DimAxis, lengths: Sequence[int]) -> list[Dim] | None:
     if not axis.parts:
         axis.parts = [new_dim(length, axis.blocked) for length in lengths]
         return axis.parts
-    found: list[Dim] = []
+    refined: list[Dim] = []
     pending = list(lengths)
     for part in axis.parts:
         whole = dim_length(part)
-        own: list[int] = []
-        while sum(own) < whole:
-            own.append(pending.pop(0))
-        pieces = cut(part, own)
+        part_lengths: list[int] = []
+        while sum(part_lengths) < whole:
+            part_lengths.append(pending.pop(0))
+        pieces = cut(part, part_lengths)
         if pieces is None:
             return None
-        found += pieces
-    axis.parts = found
-    return found
+        refined += pieces
+    axis.parts = refined
+    return refined
 
 
 def cut(dim: Dim, lengths: Sequence[int]) -> list[Dim] | None:
@@ -235,13 +235,13 @@ def cut(dim: Dim, lengths: Sequence[int]) -> list[Dim] | None:
 
 def _grouped(parts: Sequence[Dim], lengths: Sequence[int]) -> list[Dim]:
     """Join consecutive parts to sums of these lengths."""
-    found, pending = [], list(parts)
+    groups, pending = [], list(parts)
     for length in lengths:
-        own: list[Dim] = []
-        while sum(map(dim_length, own)) < length:
-            own.append(pending.pop(0))
-        found.append(joined(own))
-    return found
+        group: list[Dim] = []
+        while sum(map(dim_length, group)) < length:
+            group.append(pending.pop(0))
+        groups.append(joined(group))
+    return groups
 
 
 def joined(parts: Sequence[Dim]) -> Dim:

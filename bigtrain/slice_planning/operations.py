@@ -36,18 +36,18 @@ class HeldTensor:
     @property
     def root(self) -> HeldTensor:
         """The first tensor in its chain of views with as many bytes."""
-        found = self
-        while found.view_of is not None and found.view_of.nbytes == self.nbytes:
-            found = found.view_of
-        return found
+        tensor = self
+        while tensor.view_of is not None and tensor.view_of.nbytes == self.nbytes:
+            tensor = tensor.view_of
+        return tensor
 
     @property
     def base(self) -> HeldTensor:
         """The first tensor in its chain of views, which is no view."""
-        found = self
-        while found.view_of is not None:
-            found = found.view_of
-        return found
+        tensor = self
+        while tensor.view_of is not None:
+            tensor = tensor.view_of
+        return tensor
 
 
 @dataclass(eq=False)
@@ -123,10 +123,10 @@ class OpCall:
         Raises:
             TypeError: it is none.
         """
-        found = self._bound.get(name)
-        if not isinstance(found, Tensor):
+        value = self._bound.get(name)
+        if not isinstance(value, Tensor):
             raise TypeError(f"{self.name}: {name} is no tensor")
-        return found
+        return value
 
     def dims(self, tensor: Tensor | None) -> Dims | None:
         """Return the dims of a tensor; None if it does not depend on parameters."""
@@ -179,16 +179,16 @@ def _default(argument: Any) -> Any:
 
 def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
     """Return the dims of an elementwise result; dims that are not broadcast are unified."""
-    found: list[Dim] = []
-    given = [dims for dims in operands if len(dims) <= len(shape)]
+    result: list[Dim] = []
+    candidates = [dims for dims in operands if len(dims) <= len(shape)]
     for n, length in enumerate(shape):
-        own = [dims[n - len(shape)] for dims in given if len(shape) - n <= len(dims)]
+        aligned = [dims[n - len(shape)] for dims in candidates if len(shape) - n <= len(dims)]
         # A dim without axes has length 1 and is broadcast.
-        alike = [dim for dim in own if dim]
-        for other in alike[1:]:
-            unify(alike[0], other)
-        found.append(alike[0] if alike else new_dim(length))
-    return tuple(found)
+        unbroadcast = [dim for dim in aligned if dim]
+        for dim in unbroadcast[1:]:
+            unify(unbroadcast[0], dim)
+        result.append(unbroadcast[0] if unbroadcast else new_dim(length))
+    return tuple(result)
 
 
 @axis_rule("native_dropout", "masked_fill", "masked_fill_", "fill_", "_to_copy", "copy_", "detach",
@@ -215,7 +215,7 @@ def rule_of(op: OpCall) -> AxisRule:
     """Return the rule of an operation: by name, or `elementwise` if torch says it is pointwise."""
     if op.func.namespace not in ("aten", "prims"):
         return AXIS_RULES.get(f"{op.func.namespace}::{op.name}", opaque)
-    found = AXIS_RULES.get(op.name) or AXIS_RULES.get(op.name.removesuffix("_"))
-    if found is not None:
-        return found
+    rule = AXIS_RULES.get(op.name) or AXIS_RULES.get(op.name.removesuffix("_"))
+    if rule is not None:
+        return rule
     return elementwise if torch.Tag.pointwise in op.func.tags else opaque

@@ -12,17 +12,17 @@ from bigtrain.slice_planning.operations import OpCall, axis_rule, opaque, same_d
 def axis_product(op: OpCall) -> list[Dims]:
     """A matrix product, batched if there are three dims."""
     left, right = _factors(op)
-    one, other = op.dims_or_new(left), op.dims_or_new(right)
+    left_dims, right_dims = op.dims_or_new(left), op.dims_or_new(right)
     if op.name == "linear":
-        other = tuple(reversed(other))
-    _sum_over(op, one[-1], other[max(0, len(other) - 2)], (left, right))
+        right_dims = tuple(reversed(right_dims))
+    _sum_over(op, left_dims[-1], right_dims[max(0, len(right_dims) - 2)], (left, right))
     if left.dim() >= right.dim() == 2:
-        op.use_weight((left, right), other[1], other[0])
+        op.use_weight((left, right), right_dims[1], right_dims[0])
     if left.dim() == right.dim() == 3:
-        unify(one[0], other[0])
-    rows = [one[-2]] if len(one) > 1 else []
-    columns = [other[-1]] if len(other) > 1 else []
-    dims = (*one[:-2], *rows, *columns)
+        unify(left_dims[0], right_dims[0])
+    rows = [left_dims[-2]] if len(left_dims) > 1 else []
+    columns = [right_dims[-1]] if len(right_dims) > 1 else []
+    dims = (*left_dims[:-2], *rows, *columns)
     added = op.arg("bias") if op.name == "linear" else op.arg("self")
     known = op.dims(added) if isinstance(added, Tensor) and added is not left else None
     return [same_dims(op.results[0].shape, [dims, known] if known is not None else [dims])]
@@ -176,10 +176,10 @@ def grouped_matmul(op: OpCall) -> list[Dims]:
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
     if left.dim() != 2 or right.dim() != 3:
         return opaque(op)
-    one, other = op.dims_or_new(left), op.dims_or_new(right)
-    op.block(other[0], "rows choose among it")  # the experts
-    _sum_over(op, one[1], other[1], (left, right))
-    return [(one[0], other[2])]
+    left_dims, right_dims = op.dims_or_new(left), op.dims_or_new(right)
+    op.block(right_dims[0], "rows choose among it")  # the experts
+    _sum_over(op, left_dims[1], right_dims[1], (left, right))
+    return [(left_dims[0], right_dims[2])]
 
 
 @axis_rule("im2col")

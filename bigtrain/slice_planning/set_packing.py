@@ -72,10 +72,10 @@ def frontier(
         best_key: to find a single set, the one with the smallest key. Adding an option to two sets
             must not change which of them has the smaller key.
     """
-    found = _Search(options, best_key).solve(tuple(range(len(options))))
+    points = _Search(options, best_key).solve(tuple(range(len(options))))
     return [
         point._replace(taken=tuple(options[n].key for n in sorted(_flat(point.taken))))
-        for point in found
+        for point in points
     ]
 
 
@@ -96,41 +96,41 @@ class _Search:
 
     def solve(self, numbers: tuple[int, ...]) -> list[Point]:
         """Return the frontier of some of the options."""
-        found = [_NOTHING]
+        points = [_NOTHING]
         for part in self._parts(numbers):
-            points = self._part(part)
-            found = self._best(
+            part_points = self._part(part)
+            points = self._best(
                 [
                     Point(a.cost + b.cost, a.nbytes + b.nbytes, _Pair((a.taken, b.taken)))
-                    for a in found
-                    for b in points
+                    for a in points
+                    for b in part_points
                 ]
             )
-        return found
+        return points
 
     def _parts(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        left, found = set(numbers), []
+        remaining, parts = set(numbers), []
         for first in numbers:
-            if first not in left:
+            if first not in remaining:
                 continue
-            left.discard(first)
+            remaining.discard(first)
             part, pending = [first], [first]
             while pending:
-                near = self._rivals[pending.pop()] & left
-                left -= near
+                near = self._rivals[pending.pop()] & remaining
+                remaining -= near
                 part += near
                 pending += near
-            found.append(tuple(sorted(part)))
-        return found
+            parts.append(tuple(sorted(part)))
+        return parts
 
     def _part(self, numbers: tuple[int, ...]) -> list[Point]:
         """Return the frontier of a connected component; equal components are solved once."""
         signature = self._signature(numbers)
         if signature not in self._solved:
-            place = {number: n for n, number in enumerate(numbers)}
+            position = {number: n for n, number in enumerate(numbers)}
             points = self._branch(numbers)
             self._solved[signature] = [
-                Point(p.cost, p.nbytes, tuple(place[number] for number in _flat(p.taken)))
+                Point(p.cost, p.nbytes, tuple(position[number] for number in _flat(p.taken)))
                 for p in points
             ]
         return [

@@ -51,20 +51,22 @@ def single_layers(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
         made = [form for out in (True, False) if (form := _form(found, gathered=out))]
         if made:
             forms[name] = made
-    own = {name: made for name, made in forms.items() if name not in biases}
-    return own if trace.failed else {**own, **_unused(trace)}
+    without_biases = {name: made for name, made in forms.items() if name not in biases}
+    return without_biases if trace.failed else {**without_biases, **_unused(trace)}
 
 
 def _unused(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
     """Return the weights that the forward pass does not use: slicing them sends nothing."""
     used = {tensor.base for record in trace.records for tensor in record.inputs}
-    found = {}
-    for held in trace.state.values():
-        if held not in used and held.name in trace.trained and len(held.dims) > 1:
-            n = max(range(len(held.dims)), key=lambda at: dim_length(held.dims[at]))
-            slices = {held.name: Slices.even(n, dim_length(held.dims[n]))}
-            found[held.name] = [SingleLayer(slices, gathered=False, parameter_bytes=held.nbytes)]
-    return found
+    unused = {}
+    for tensor in trace.state.values():
+        if tensor not in used and tensor.name in trace.trained and len(tensor.dims) > 1:
+            n = max(range(len(tensor.dims)), key=lambda at: dim_length(tensor.dims[at]))
+            slices = {tensor.name: Slices.even(n, dim_length(tensor.dims[n]))}
+            unused[tensor.name] = [
+                SingleLayer(slices, gathered=False, parameter_bytes=tensor.nbytes)
+            ]
+    return unused
 
 
 def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:

@@ -52,7 +52,7 @@ def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, s
     kinds: dict[str, list[str]] = {}
     for name in everything:
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     covered: set[str] = set()
     for name, text in texts.items():
         if name in covered:
@@ -60,8 +60,8 @@ def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, s
         kind = kinds[_NUMBER.sub("*", name)]
         pattern, matched = _widest(name, text, texts, kind)
         covered |= matched
-        found[pattern] = text
-    return found
+        lines[pattern] = text
+    return lines
 
 
 def _widest(
@@ -127,17 +127,17 @@ def read_lines(
                 )
             if before is None or stars < before[0]:
                 said[name] = (stars, pattern, spec)
-    found: dict[str, Slices] = {}
+    slices: dict[str, Slices] = {}
     gathered: set[str] = set()
     for name, (_, pattern, spec) in said.items():
         if spec.strip() == WHOLE:
             continue
         where = name if pattern == name else f"{name} ({pattern})"
-        found[name], gathers = read_spec(spec, tuple(state[name].shape), where)
-        check_ranks(found[name], ranks, where)
+        slices[name], gathers = read_spec(spec, tuple(state[name].shape), where)
+        check_ranks(slices[name], ranks, where)
         if gathers:
             gathered.add(name)
-    return _with_tied(found, state), frozenset(gathered)
+    return _with_tied(slices, state), frozenset(gathered)
 
 
 def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
@@ -154,7 +154,7 @@ def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
         ConfigError: a pattern matches no module and no tensor.
     """
     state = _state(model)
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in keep:
         expression = re.compile(rf"{pattern_expression(pattern).pattern}(\..+)?")
         matched = {name for name in state if expression.fullmatch(name)}
@@ -165,9 +165,9 @@ def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
                 f"{did_you_mean(pattern, modules) or '.'} The model has "
                 f"{', '.join(modules[:3])} and {max(0, len(modules) - 3)} more."
             )
-        found |= matched
-    held = {id(state[name]) for name in found}
-    return frozenset(name for name, tensor in state.items() if id(tensor) in held)
+        names |= matched
+    tensor_ids = {id(state[name]) for name in names}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in tensor_ids)
 
 
 def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool]:
@@ -201,13 +201,13 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
         section = _SECTION.fullmatch(part)
         times, length, unit = section.groups() if section is not None else ("0", "", "")
         count = int(times or 1)
-        own = int(length) if length else shape[dim] // max(1, count)
-        if not count or not own or own % int(unit or 1):
+        section_length = int(length) if length else shape[dim] // max(1, count)
+        if not count or not section_length or section_length % int(unit or 1):
             raise ConfigError(
-                f"{_KEY}: {where}: in {spec!r} a section of {own} is no multiple of its unit "
-                f"{unit or 1}. Use a unit that divides it."
+                f"{_KEY}: {where}: in {spec!r} a section of {section_length} is no multiple of its "
+                f"unit {unit or 1}. Use a unit that divides it."
             )
-        sections += [SliceSection(own, int(unit or 1))] * count
+        sections += [SliceSection(section_length, int(unit or 1))] * count
     slices = Slices(dim, tuple(sections))
     if slices.total != shape[dim]:
         raise ConfigError(

@@ -34,8 +34,8 @@ def permuted(op: OpCall) -> list[Dims]:
     if op.name == "permute":
         return [tuple(dims[n] for n in op.arg("dims"))]
     if op.name == "transpose":
-        one, other = op.arg("dim0"), op.arg("dim1")
-        dims[one], dims[other] = dims[other], dims[one]
+        first, second = op.arg("dim0"), op.arg("dim1")
+        dims[first], dims[second] = dims[second], dims[first]
         return [tuple(dims)]
     return [tuple(reversed(dims))]
 
@@ -118,8 +118,8 @@ def concatenated(op: OpCall) -> list[Dims]:
     """A concatenation along a dim."""
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
-    given = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
-    held = [op.dims_or_new(tensor) for tensor in given]
+    parts = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
+    held = [op.dims_or_new(tensor) for tensor in parts]
     others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in held]
     shape = [1 if n == dim else length for n, length in enumerate(result.shape)]
     dims = same_dims(shape, others)
@@ -146,8 +146,12 @@ def reduced(op: OpCall) -> list[Dims]:
     tensor = op.tensor("self")
     if isinstance(op.arg("other"), Tensor):
         return list(elementwise(op))
-    given = op.arg("dim")
-    over = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dim_argument = op.arg("dim")
+    over = (
+        [dim_argument]
+        if isinstance(dim_argument, int)
+        else list(dim_argument or range(tensor.dim()))
+    )
     over = [n % tensor.dim() for n in over] if tensor.dim() else []
     dims = op.dims_or_new(tensor)
     for n in over:
@@ -163,8 +167,12 @@ def reduced(op: OpCall) -> list[Dims]:
 def along_dims(op: OpCall) -> list[Dims]:
     """A function along some dims; the other dims are independent."""
     tensor = op.tensor("self")
-    given = op.arg("dims") if op.arg("dims") is not None else op.arg("dim")
-    over = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dim_argument = op.arg("dims") if op.arg("dims") is not None else op.arg("dim")
+    over = (
+        [dim_argument]
+        if isinstance(dim_argument, int)
+        else list(dim_argument or range(tensor.dim()))
+    )
     return _as_before(op, tensor, [n % tensor.dim() for n in over if tensor.dim()])
 
 
@@ -225,10 +233,10 @@ def indexed(op: OpCall) -> list[Dims]:
     """Index some dims by tensors."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
-    given = list(op.arg("indices"))
-    given += [None] * (len(dims) - len(given))
-    over = [n for n, index in enumerate(given) if index is not None]
-    masks = [index for index in given if index is not None and index.dtype.itemsize == 1]
+    indices = list(op.arg("indices"))
+    indices += [None] * (len(dims) - len(indices))
+    over = [n for n, index in enumerate(indices) if index is not None]
+    masks = [index for index in indices if index is not None and index.dtype.itemsize == 1]
     if masks:
         return [_masked(op, dims, masks[0], over[0])] if len(over) == 1 else opaque(op)
     for n in over:
@@ -256,10 +264,10 @@ def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
 def put_at(op: OpCall) -> list[Dims]:
     """Write values at indices of the first dims; the last dims are independent."""
     tensor, values = op.tensor("self"), op.tensor("values")
-    dims, given = op.dims_or_new(tensor), list(op.arg("indices"))
-    if any(index is None for index in given):
+    dims, indices = op.dims_or_new(tensor), list(op.arg("indices"))
+    if any(index is None for index in indices):
         return opaque(op)
-    count = sum(index.dim() if index.dtype.itemsize == 1 else 1 for index in given)
+    count = sum(index.dim() if index.dtype.itemsize == 1 else 1 for index in indices)
     known = op.dims(values)
     for dim in (*dims[:count], *(known or ())[: max(0, values.dim() - tensor.dim() + count)]):
         op.block(dim, "places of it are written to")
@@ -283,24 +291,24 @@ def along_numbers(op: OpCall) -> list[Dims]:
         return opaque(op)
     for known in (dims, *(op.dims_or_new(other) for other in others)):
         op.block(known[dim], why)
-    found: list[Dim] = []
+    result_dims: list[Dim] = []
     for n, length in enumerate(result.shape):
         if n == dim:
             alike = dim_length(dims[n]) == length
-            found.append(dims[n] if alike else op.blocked_dim(length, why))
+            result_dims.append(dims[n] if alike else op.blocked_dim(length, why))
             continue
         if dim_length(dims[n]) != length:  # `gather` may take fewer
             op.block(dims[n], why)
-            found.append(op.blocked_dim(length, why))
+            result_dims.append(op.blocked_dim(length, why))
             continue
         for other in others:
-            own = op.dims_or_new(other)[n]
-            if dim_length(own) == length:
-                unify(dims[n], own)
+            other_dim = op.dims_or_new(other)[n]
+            if dim_length(other_dim) == length:
+                unify(dims[n], other_dim)
             else:
                 op.block(dims[n], why)
-        found.append(dims[n])
-    return [tuple(found)]
+        result_dims.append(dims[n])
+    return [tuple(result_dims)]
 
 
 @axis_rule("view_as_complex", "view_as_real")

@@ -50,14 +50,14 @@ def column_linear(x: Any, weight: Tensor, bias: Tensor | None, group: SliceGroup
     dtype = _autocast_dtype(x)
     if dtype is not None:
         weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
-    found = _gathered_input(x, dtype) if is_sliced(x) else _whole_input(x, dtype, group)
+    inputs = _gathered_input(x, dtype) if is_sliced(x) else _whole_input(x, dtype, group)
     # In the backward pass a view's node tells whether its gradient is needed; a leaf's does not.
     weight, bias = weight.view_as(weight), bias if bias is None else bias.view_as(bias)
     of_weight = weight.requires_grad and torch.is_grad_enabled()
-    if isinstance(found.shared, _RegatheredInput):
-        found.shared.count += 1
-        found.shared.of_weights += of_weight
-    result: Tensor = _ColumnLinear.apply(found.whole, found.source, weight, bias, found.shared)
+    if isinstance(inputs.shared, _RegatheredInput):
+        inputs.shared.count += 1
+        inputs.shared.of_weights += of_weight
+    result: Tensor = _ColumnLinear.apply(inputs.whole, inputs.source, weight, bias, inputs.shared)
     return result
 
 
@@ -150,23 +150,23 @@ def _cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
-    group, own = x.group, local_of(x)
+    group, local = x.group, local_of(x)
     # Inference tensors have no version counter, so a change would go unnoticed: gather again.
-    version = None if own.is_inference() else own._version
+    version = None if local.is_inference() else local._version
     state = (version, x.slices, dtype, torch.is_grad_enabled())
     known: _Input
     for known in group.inputs:
-        is_same = known.local is not None and known.local() is own and known.state == state
+        is_same = known.local is not None and known.local() is local and known.state == state
         if is_same and version is not None:
             return known
     forget_input(group)
-    source = own if dtype is None else own.to(dtype)
+    source = local if dtype is None else local.to(dtype)
     whole, inputs = gathered_with_partial_grad(source, x.slices, group), group.inputs
     of: weakref.ref[Tensor] = weakref.ref(x, lambda _: inputs.clear())
     shared = _RegatheredInput(x.slices, group)
-    found = _Input(whole, source, shared, of, weakref.ref(own), state)
-    inputs.append(found)
-    return found
+    gathered_input = _Input(whole, source, shared, of, weakref.ref(local), state)
+    inputs.append(gathered_input)
+    return gathered_input
 
 
 class _ColumnLinear(torch.autograd.Function):

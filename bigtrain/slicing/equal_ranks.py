@@ -37,23 +37,23 @@ def check_equal_ranks(state: Mapping[str, StateTensor], context: RunContext, ste
     """
     if context.tp_size == 1:
         return
-    own = {name: digest(t) for name, t in state.items() if not t.in_slices}
-    own[_RANDOM] = _combined(_stream())
-    together = int(_combined(f"{n} {own[n]}" for n in sorted(own))[:_EXACT_DIGITS], 16)
-    sums = context.all_gather_numbers(together)
+    hashes = {name: digest(t) for name, t in state.items() if not t.in_slices}
+    hashes[_RANDOM] = _combined(_stream())
+    combined = int(_combined(f"{n} {hashes[n]}" for n in sorted(hashes))[:_EXACT_DIGITS], 16)
+    sums = context.all_gather_numbers(combined)
     groups = [
         range(first, first + context.tp_size)
         for first in range(0, context.world_size, context.tp_size)
     ]
     if all(len({sums[rank] for rank in group}) == 1 for group in groups):
         return
-    raise UnequalRanksError(_message(context.all_gather_objects(own), groups, step))
+    raise UnequalRanksError(_message(context.all_gather_objects(hashes), groups, step))
 
 
 def digest(tensor: StateTensor) -> str:
     """Hash this rank's values of a tensor; a device's tensor is copied to the host in pieces."""
     values = tensor.values().contiguous().view(torch.uint8)
-    return _combined(hash_piece(memoryview(p.cpu().numpy())) for p in _pieces(values))  # type: ignore[arg-type]
+    return _combined(hash_piece(memoryview(piece.cpu().numpy())) for piece in _pieces(values))  # type: ignore[arg-type]
 
 
 def _pieces(values: Tensor) -> Iterable[Tensor]:

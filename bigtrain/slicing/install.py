@@ -90,9 +90,9 @@ class SlicedModule(nn.Module):
         """Copy the module and its tensors; the copy has the same group of ranks."""
         group = self.__dict__[_GROUP]
         memo[id(group)] = group
-        own = getattr(super(), "__deepcopy__", None)
-        if own is not None:
-            return own(memo)
+        custom_copy = getattr(super(), "__deepcopy__", None)
+        if custom_copy is not None:
+            return custom_copy(memo)
         copied: Any = type(self).__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(super().__reduce_ex__(4)[2], memo)
@@ -115,13 +115,16 @@ class SlicedModule(nn.Module):
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
-    if own not in _CLASSES:
-        names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-        if issubclass(own, nn.RNNBase):  # cuDNN's flat weights cannot be views of slices
+def _sliced_class(module_class: type[nn.Module]) -> type[nn.Module]:
+    if module_class not in _CLASSES:
+        names: dict[str, Any] = {
+            "__module__": module_class.__module__,
+            "__qualname__": module_class.__qualname__,
+        }
+        if issubclass(module_class, nn.RNNBase):  # cuDNN's flat weights cannot be views of slices
             names["flatten_parameters"] = lambda _: None
-        _CLASSES[own] = type(own.__name__, (SlicedModule, own), names)
-    return _CLASSES[own]
+        _CLASSES[module_class] = type(module_class.__name__, (SlicedModule, module_class), names)
+    return _CLASSES[module_class]
 
 
 def slice_modules(
@@ -146,40 +149,44 @@ def slice_modules(
             different slices.
     """
     by_tensor = _by_tensor(model, slices, group.size)
-    once = {id(tensor) for name, tensor in _named_tensors(model) if name in gathered}
+    gathered_ids = {id(tensor) for name, tensor in _named_tensors(model) if name in gathered}
     for module in model.modules():
-        held = (*module._parameters.items(), *module._buffers.items())
-        own = {name: by_tensor[id(t)] for name, t in held if t is not None and id(t) in by_tensor}
-        if not own:
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        module_slices = {
+            name: by_tensor[id(t)] for name, t in tensors if t is not None and id(t) in by_tensor
+        }
+        if not module_slices:
             continue
         if not isinstance(module, SlicedModule):
             module.__class__ = _sliced_class(type(module))
-        alone = {name for name, t in held if id(t) in once}
+        gathered_names = {name for name, t in tensors if id(t) in gathered_ids}
         for table in ("_parameters", "_buffers"):
-            module.__dict__[table] = _Table(module.__dict__[table], own, group, alone)
-        module.__dict__[_LAYOUTS], module.__dict__[_GROUP] = own, group
+            module.__dict__[table] = _Table(
+                module.__dict__[table], module_slices, group, gathered_names
+            )
+        module.__dict__[_LAYOUTS], module.__dict__[_GROUP] = module_slices, group
 
 
 def _by_tensor(model: nn.Module, slices: Mapping[str, Slices], size: int) -> dict[int, Slices]:
     """Return the slices of each tensor, by its id."""
-    found: dict[int, tuple[str, Slices]] = {}
+    by_tensor: dict[int, tuple[str, Slices]] = {}
     for name, tensor in _named_tensors(model):
         if name not in slices:
             continue
-        own = slices[name]
-        if own.most_ranks < size:
+        slices_of_name = slices[name]
+        if slices_of_name.most_ranks < size:
             fix = as_word("strategy.slice.keep", [name.rpartition(".")[0] or name])
             raise ConfigError(
-                f"strategy.slice: {name} can be sliced over {own.most_ranks} ranks at most, and "
-                f"mesh.tp={size}. Keep it whole: {fix}."
+                f"strategy.slice: {name} can be sliced over {slices_of_name.most_ranks} ranks at "
+                f"most, and mesh.tp={size}. Keep it whole: {fix}."
             )
-        other, before = found.setdefault(id(tensor), (name, own))
-        if before != own:
+        first_name, first_slices = by_tensor.setdefault(id(tensor), (name, slices_of_name))
+        if first_slices != slices_of_name:
             raise ConfigError(
-                f"strategy.slice: {other} and {name} are one tensor, and are sliced in two ways: "
-                f"{before} and {own}. Give both the same slices."
+                f"strategy.slice: {first_name} and {name} are one tensor, and are sliced in two "
+                f"ways: {first_slices} and {slices_of_name}. Give both the same slices."
             )
-    return {key: own for key, (_, own) in found.items()}
+    return {key: slices_of_name for key, (_, slices_of_name) in by_tensor.items()}
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -107,8 +107,8 @@ def _whole(part: Tensor, shape: torch.Size, group: SliceGroup) -> Tensor:
     """Gather all parts; as bytes, for not every backend gathers every dtype."""
     size = part.element_size()
     slices = Slices.even(0, shape.numel() * size, unit=size)
-    found = all_gather(part.contiguous().view(torch.uint8), slices, group)
-    return found.view(part.dtype).view(shape)
+    gathered = all_gather(part.contiguous().view(torch.uint8), slices, group)
+    return gathered.view(part.dtype).view(shape)
 
 
 class _ScatterBoundary(torch.autograd.Function):

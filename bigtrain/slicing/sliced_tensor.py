@@ -142,12 +142,12 @@ class SlicedTensor(torch.Tensor):
             shape: of the whole result; None to compute it.
         """
         if shape is None:
-            found = SlicedTensor.of(local, slices, self.group)
+            result = SlicedTensor.of(local, slices, self.group)
         else:
-            found = SlicedTensor(local, slices, self.group, shape)
+            result = SlicedTensor(local, slices, self.group, shape)
         if shares_memory(local, self.local):
-            found.whole_copies = self.whole_copies
-        return found
+            result.whole_copies = self.whole_copies
+        return result
 
     def whole(self) -> Tensor:
         """Gather the whole tensor, which all ranks then use in the same way."""
@@ -300,19 +300,19 @@ def _agree(whole_copies: list[_WholeCopy]) -> None:
     Raises:
         ConfigError: two were changed, and it is not known in which order.
     """
-    changed = [one for one in whole_copies if one.is_changed]
-    if len(changed) + any(one.is_older for one in changed) > 1:
+    changed = [whole_copy for whole_copy in whole_copies if whole_copy.is_changed]
+    if len(changed) + any(whole_copy.is_older for whole_copy in changed) > 1:
         raise ConfigError(
             "strategy.slice: two views of a sliced tensor are changed in place, and it is not "
             "known in which order. Keep the module whole that does it: strategy.slice.keep=[NAME]."
         )
-    for one in changed:
-        one.local.copy_(scattered(one.whole, one.slices, one.group))
-        one.note()
-    for one in whole_copies:
-        if one.is_older:
-            one.whole.copy_(gathered(one.local, one.slices, one.group))
-            one.note()
+    for whole_copy in changed:
+        whole_copy.local.copy_(scattered(whole_copy.whole, whole_copy.slices, whole_copy.group))
+        whole_copy.note()
+    for whole_copy in whole_copies:
+        if whole_copy.is_older:
+            whole_copy.whole.copy_(gathered(whole_copy.local, whole_copy.slices, whole_copy.group))
+            whole_copy.note()
 
 
 def shares_memory(value: Any, whole: Tensor) -> bool:
@@ -335,36 +335,38 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         ConfigError: it changes the shape or the dtype of one in place.
     """
     name = _name(func)
-    whole_copies: dict[int, tuple[SlicedTensor, _WholeCopy]] = {}
+    copies: dict[int, tuple[SlicedTensor, _WholeCopy]] = {}
 
-    def lend(value: Any) -> Any:
+    def gathered_copy(value: Any) -> Any:
         if not is_sliced(value):
             return value
-        if id(value) not in whole_copies:
-            if not whole_copies:
+        if id(value) not in copies:
+            if not copies:
                 value.group.note_gather(name)
-            known = next((one for one in value.whole_copies if one.fits(value)), None)
-            whole_copies[id(value)] = (value, known or _WholeCopy(value))
-        return whole_copies[id(value)][1].whole
+            known = next(
+                (whole_copy for whole_copy in value.whole_copies if whole_copy.fits(value)), None
+            )
+            copies[id(value)] = (value, known or _WholeCopy(value))
+        return copies[id(value)][1].whole
 
-    given = tree_map(lend, (args, kwargs), is_leaf=is_sliced)
+    arguments = tree_map(gathered_copy, (args, kwargs), is_leaf=is_sliced)
     with _raw():
-        result = func(*given[0], **given[1])
+        result = func(*arguments[0], **arguments[1])
     changed = {}
-    for sliced, one in whole_copies.values():
-        if one.whole.shape != sliced.shape or one.whole.dtype != sliced.dtype:
+    for sliced, whole_copy in copies.values():
+        if whole_copy.whole.shape != sliced.shape or whole_copy.whole.dtype != sliced.dtype:
             raise ConfigError(
                 f"strategy.slice: {name} changes the shape or the type of a sliced tensor in "
                 "place. Keep the module whole that calls it: strategy.slice.keep=[NAME]."
             )
-        is_new = one not in sliced.whole_copies
-        if one.is_changed:
-            sliced.whole_copies += [one] * is_new
-            changed[id(one.whole)] = sliced.change(sliced.local)
+        is_new = whole_copy not in sliced.whole_copies
+        if whole_copy.is_changed:
+            sliced.whole_copies += [whole_copy] * is_new
+            changed[id(whole_copy.whole)] = sliced.change(sliced.local)
             if is_new:
-                sliced.whole_copies.remove(one)
-        elif is_new and _has_view(result, one.whole):
-            sliced.whole_copies.append(one)
+                sliced.whole_copies.remove(whole_copy)
+        elif is_new and _has_view(result, whole_copy.whole):
+            sliced.whole_copies.append(whole_copy)
     return tree_map(lambda leaf: changed.get(id(leaf), leaf), result) if changed else result
 
 
@@ -384,12 +386,12 @@ def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
     """
     if not is_sliced(value):
         return copied_to_ranks(value, group) if slices is None else scattered(value, slices, group)
-    own = local_of(value)
+    local = local_of(value)
     if slices is None:
-        return gathered_with_partial_grad(own, value.slices, group)
+        return gathered_with_partial_grad(local, value.slices, group)
     if value.slices.dim == slices.dim and value.slices.same(slices, group.size):
-        return own
-    return scattered(gathered(own, value.slices, group), slices, group)
+        return local
+    return scattered(gathered(local, value.slices, group), slices, group)
 
 
 def matching_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:

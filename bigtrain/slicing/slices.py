@@ -64,12 +64,12 @@ class Slices:
 
     def parts(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Return, for each section, where a rank's part begins in the whole dim, and its length."""
-        found, begin = [], 0
+        parts, begin = [], 0
         for section in self.sections:
             offset, length = section.part(rank, size)
-            found.append((begin + offset, length))
+            parts.append((begin + offset, length))
             begin += section.length
-        return tuple(found)
+        return tuple(parts)
 
     def same(self, other: Slices, size: int) -> bool:
         """Whether each rank holds the same elements in the same order; the dims may differ."""
@@ -81,8 +81,8 @@ class Slices:
 
     def local_shape(self, shape: Sequence[int], rank: int, size: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of a tensor of this shape."""
-        own = self.length(rank, size)
-        return tuple(own if dim == self.dim else n for dim, n in enumerate(shape))
+        local_length = self.length(rank, size)
+        return tuple(local_length if dim == self.dim else n for dim, n in enumerate(shape))
 
     def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return a rank's part of a whole tensor: a view if there is one section."""
@@ -109,12 +109,12 @@ class Slices:
         if not outer * inner:
             return ()
         if len(parts) == 1 or outer == 1:
-            found: list[Extent] = []
+            boxes: list[Extent] = []
             for begin, length in parts:
                 offset = [begin if dim == self.dim else 0 for dim in range(len(shape))]
-                own = [length if dim == self.dim else n for dim, n in enumerate(shape)]
-                found += box_extents(shape, offset, own)
-            return tuple(found)
+                local = [length if dim == self.dim else n for dim, n in enumerate(shape)]
+                boxes += box_extents(shape, offset, local)
+            return tuple(boxes)
         row = shape[self.dim] * inner
         return tuple(
             Extent(number * row + begin * inner, length * inner)
@@ -130,13 +130,13 @@ def _same(one: Slices, other: Slices, size: int) -> bool:
 
 def _joined(slices: Slices, rank: int, size: int) -> list[tuple[int, int]]:
     """Return a rank's parts, with adjacent ones joined."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for begin, length in slices.parts(rank, size):
-        if found and sum(found[-1]) == begin:
-            found[-1] = (found[-1][0], found[-1][1] + length)
+        if joined and sum(joined[-1]) == begin:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
         else:
-            found.append((begin, length))
-    return found
+            joined.append((begin, length))
+    return joined
 
 
 def reshaped(
@@ -160,8 +160,8 @@ def reshaped(
         inner = math.prod(target[dim + 1 :])
         if length < size or not inner:
             continue
-        found = _with_period(flat, period, length * inner)
-        divided = _divided(found, inner, size) if found is not None else None
+        repeated = _with_period(flat, period, length * inner)
+        divided = _divided(repeated, inner, size) if repeated is not None else None
         if divided is not None:
             return Slices(dim, divided)
     return None
@@ -187,7 +187,7 @@ def _divided(
     sections: Sequence[SliceSection], inner: int, size: int
 ) -> tuple[SliceSection, ...] | None:
     """Return sections counted in groups of `inner` elements; None if a rank's part cuts a group."""
-    found = []
+    divided = []
     for section in sections:
         if section.length % inner:
             return None
@@ -196,5 +196,5 @@ def _divided(
             begin, length = section.part(rank, size)
             if larger.part(rank, size) != (begin / inner, length / inner):
                 return None
-        found.append(larger)
-    return tuple(found)
+        divided.append(larger)
+    return tuple(divided)

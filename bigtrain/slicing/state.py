@@ -81,13 +81,13 @@ class SlicedState:
             state: by `model.NAME` and `optimizer.NAME.KEY`.
         """
         shapes = {name: tensor.shape for name, tensor in state.items()}
-        found = dict(state)
+        whole_state = dict(state)
         for name, tensor in state.items():
             slices = self.slices_of(name, shapes)
             if slices is not None:
                 shape, extents = self.placed(slices, tensor.shape, tensor.extents)
-                found[name] = replace(tensor, shape=shape, extents=extents, in_slices=True)
-        return found
+                whole_state[name] = replace(tensor, shape=shape, extents=extents, in_slices=True)
+        return whole_state
 
     def slices_of(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices | None:
         """Return the slices of a tensor of the state; None if it is equal on all ranks.
@@ -122,10 +122,10 @@ class SlicedState:
         return whole, tuple(self._in_whole(slices, whole, extents))
 
     def _in_whole(
-        self, slices: Slices, shape: Sequence[int], own: Iterable[Extent]
+        self, slices: Slices, shape: Sequence[int], local_extents: Iterable[Extent]
     ) -> Iterator[Extent]:
         outer = slices.extents(shape, self.group.rank, self.group.size)
-        for extent in own:
+        for extent in local_extents:
             for run in range(extent.count):
                 begin = extent.start + run * extent.pitch
                 yield from nested_extents(outer, begin, begin + extent.length)
@@ -137,7 +137,7 @@ class SlicedState:
             CheckpointError: a saved tensor has another length than the model's sliced dim.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        found = dict(saved)
+        parts = dict(saved)
         for name, tensor in saved.items():
             slices = self.slices_of(name, shapes)
             if slices is None:
@@ -147,8 +147,8 @@ class SlicedState:
                     f"{name} has shape {shapes[name]} in the checkpoint, and its dim {slices.dim} "
                     f"is {slices.total} long in the model. Use the model.args it was saved with."
                 )
-            found[name] = _LocalPart(tensor, slices, self)
-        return found
+            parts[name] = _LocalPart(tensor, slices, self)
+        return parts
 
     def norm(self, sliced: Tensor, whole: Tensor) -> Tensor:
         """Return the norm of all gradients; whole ones count once. Collective.

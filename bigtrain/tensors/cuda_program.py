@@ -54,8 +54,8 @@ def cuda_program() -> Iterator[None]:
 
 def _overload(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
-    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return found
+    operation: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return operation
 
 
 def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:

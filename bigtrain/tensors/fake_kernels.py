@@ -40,18 +40,18 @@ def kernel_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
     if rule is None or not isinstance(args[0], FakeTensor):
         return None
     names = (argument.name for argument in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return rule(given, of_cuda)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return rule(arguments, of_cuda)
 
 
 def corrected_result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Correct a result of torch's fakes: a kernel's workspace, separate gradients of biases."""
     if func is _LSTM and isinstance(args[0], FakeTensor):
         names = (argument.name for argument in func._schema.arguments)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        shape, dtype = tuple(given["input"].shape), given["input"].dtype
-        size = lstm_workspace_bytes(shape, given["hidden_size"], dtype)
-        if given["train"] and size:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        shape, dtype = tuple(arguments["input"].shape), arguments["input"].dtype
+        size = lstm_workspace_bytes(shape, arguments["hidden_size"], dtype)
+        if arguments["train"] and size:
             return (*result[:3], result[3].new_empty(size))
     if func is _LSTM_BACKWARD and _storage(result[3]) == _storage(result[4]):
         # The kernel returns a separate gradient for each bias.

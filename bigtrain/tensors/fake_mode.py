@@ -155,9 +155,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Call torch, or a kernel's rule; correct the dtype of norms' statistics."""
         if func in HAS_KERNEL_RULE:
             with self:
-                own = kernel_result(func, args, kwargs, of_cuda=self._of_cuda)
-            if own is not None:
-                return own
+                kernel_output = kernel_result(func, args, kwargs, of_cuda=self._of_cuda)
+            if kernel_output is not None:
+                return kernel_output
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func in HAS_CORRECTION:
             with self:
@@ -271,28 +271,30 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def _outcome(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> _Outcome:
     """Return the outcome to cache of a call that did not change the shapes of its arguments."""
-    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, FakeTensor)]
+    inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, FakeTensor)]
     if any(word in func.name() for word in _RESHAPING):
         return _UNKNOWN
-    if not given and kwargs.get("device") is None:
+    if not inputs and kwargs.get("device") is None:
         return _UNKNOWN  # it depends on the default device
-    for number, one in enumerate(args):
-        if result is one and isinstance(one, FakeTensor):
+    for number, tensor in enumerate(args):
+        if result is tensor and isinstance(tensor, FakeTensor):
             return _Outcome("given", number=number)
     several = isinstance(result, tuple | list)
     results = list(result) if several else [result]
     container = (tuple if isinstance(result, tuple) else list) if several else None
-    tensors = [one for one in results if one is not None]
-    if not tensors or not all(type(one) is FakeTensor and _is_plain(one) for one in tensors):
+    tensors = [tensor for tensor in results if tensor is not None]
+    if not tensors or not all(
+        type(tensor) is FakeTensor and _is_plain(tensor) for tensor in tensors
+    ):
         return _UNKNOWN
-    storages = {_storage(one) for one in given}
-    own = [_storage(one) for one in tensors]
-    if storages.isdisjoint(own):
-        if len(set(own)) < len(own) or not all(map(_is_whole, tensors)):
+    storages = {_storage(tensor) for tensor in inputs}
+    output_storages = [_storage(tensor) for tensor in tensors]
+    if storages.isdisjoint(output_storages):
+        if len(set(output_storages)) < len(output_storages) or not all(map(_is_whole, tensors)):
             return _UNKNOWN
         return _Outcome("fresh", tuple(map(_fresh, results)), container=container)
     first = args[0]
-    is_view = isinstance(first, FakeTensor) and set(own) == {_storage(first)}
+    is_view = isinstance(first, FakeTensor) and set(output_storages) == {_storage(first)}
     if is_view and len(tensors) == len(results):
         return _Outcome("view", container=container)
     return _UNKNOWN

@@ -62,8 +62,8 @@ class Extent:
             if last - first == self.length:  # with all runs after it, except a last one that is cut
                 is_cut = self.start + highest * self.pitch + self.length > end
                 runs = max(1, highest - number + 1 - is_cut)
-            found = Extent(run, self.length, runs, self.pitch) if runs > 1 else None
-            yield number * self.length + first - run, found or Extent(first, last - first)
+            runs_extent = Extent(run, self.length, runs, self.pitch) if runs > 1 else None
+            yield number * self.length + first - run, runs_extent or Extent(first, last - first)
             number += runs
 
     def at(self, begin: int, end: int) -> Iterator[Extent]:

@@ -45,7 +45,7 @@ def _attention(
     dim, group, slices = main.negative_dim, main.group, main.slices
     if dim > -3:
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return _of_columns(sliced, query, key, value, attn_mask, enable_gqa, options)
+        return _by_value_columns(sliced, query, key, value, attn_mask, enable_gqa, options)
     forget_input(group)
     times = query.shape[-3] // key.shape[-3] if enable_gqa and dim == -3 else 1
     if times > 1 and (main is key or main is value):
@@ -55,15 +55,15 @@ def _attention(
         whole = F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        own = slices.at(whole.dim() + dim)
-        return SlicedTensor.of(scattered(whole, own, group), own, group)
-    q, mask = (_own(t, slices, dim, group) for t in (query, attn_mask))
+        result_slices = slices.at(whole.dim() + dim)
+        return SlicedTensor.of(scattered(whole, result_slices, group), result_slices, group)
+    q, mask = (_local_part(t, slices, dim, group) for t in (query, attn_mask))
     shared = scaled(slices, times, 1)
     again = None if shared is None else scaled(shared, 1, times)
     if times == 1 or (shared and again and again.same(slices, group.size)):
-        k, v = (_own(t, shared or slices, dim, group) for t in (key, value))
+        k, v = (_local_part(t, shared or slices, dim, group) for t in (key, value))
     else:
-        k, v = (_own_of_shared(t, slices, times, group) for t in (key, value))
+        k, v = (_shared_heads(t, slices, times, group) for t in (key, value))
         enable_gqa = False
     with rank_random(group, draws=dropout_p > 0):
         local = F.scaled_dot_product_attention(
@@ -72,7 +72,7 @@ def _attention(
     return SlicedTensor.of(local, slices.at(local.dim() + dim), group)
 
 
-def _of_columns(
+def _by_value_columns(
     sliced: list[Any], query: Any, key: Any, value: Any, mask: Any, shared: Any, options: Any
 ) -> Any:
     """Attention with values sliced along their width: all ranks compute the same weights."""
@@ -88,7 +88,7 @@ def _of_columns(
     )
 
 
-def _own(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
+def _local_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
     """Return a rank's part along a dim, counted from the last one (-1), of any tensor."""
     if not is_sliced(value):
         return matching_part(value, slices, dim, group)
@@ -100,7 +100,7 @@ def _own(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
     return slices.at(whole.dim() + dim).local(whole, group.rank, group.size)
 
 
-def _own_of_shared(value: Any, slices: Slices, times: int, group: SliceGroup) -> Tensor:
+def _shared_heads(value: Any, slices: Slices, times: int, group: SliceGroup) -> Tensor:
     """Return a key or value head for each of a rank's query heads; `times` queries share one."""
     whole = (
         gathered_with_partial_grad(local_of(value), value.slices, group)
@@ -171,8 +171,8 @@ def _multi_head_attention(
     mixed = mixed.permute(2, 0, 1, 3).flatten(-2)
     if is_sliced(mixed) or is_sliced(out_proj_weight):
         # Sharded as the residual stream is; in torch's own function the sequence comes first.
-        place = inputs[0].slices.dim if is_sliced(inputs[0]) else 0
-        out = linear(mixed, out_proj_weight, out_proj_bias, place)
+        sequence_dim = inputs[0].slices.dim if is_sliced(inputs[0]) else 0
+        out = linear(mixed, out_proj_weight, out_proj_bias, sequence_dim)
     else:
         out = F.linear(mixed, out_proj_weight, out_proj_bias)
     if weights is not None and average_attn_weights:
@@ -195,17 +195,15 @@ def _mask(
     attn_mask: Tensor | None, padding: Tensor | None, q: Any, keys: int, heads: int
 ) -> Tensor | None:
     """Return both masks as one to add to the scores: (batch or 1, heads or 1, queries, keys)."""
-    found = None
+    mask = None
     if attn_mask is not None:
-        found = _additive(attn_mask, q.dtype)
-        found = (
-            found[None, None] if found.dim() == 2 else found.reshape(-1, heads, *found.shape[1:])
-        )
+        mask = _additive(attn_mask, q.dtype)
+        mask = mask[None, None] if mask.dim() == 2 else mask.reshape(-1, heads, *mask.shape[1:])
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding[None]
         rows = _additive(padding, q.dtype).view(-1, 1, 1, keys)
-        found = rows if found is None else found + rows
-    return found
+        mask = rows if mask is None else mask + rows
+    return mask
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,17 +64,17 @@ def _by_targets(
 ) -> SlicedTensor:
     """Return the losses of this rank's targets, of which it has all classes."""
     group, dim = logits.group, logits.slices.dim
-    place = dim - 1 if dim else 0
-    own = logits.slices.at(place).local(target, group.rank, group.size)
+    target_dim = dim - 1 if dim else 0
+    local_targets = logits.slices.at(target_dim).local(target, group.rank, group.size)
     losses = F.cross_entropy(
         local_of(logits),
-        own,
+        local_targets,
         weight,
         ignore_index=ignore_index,
         reduction="none",
         label_smoothing=smoothing,
     )
-    return logits.like(losses, place)
+    return logits.like(losses, target_dim)
 
 
 def _by_classes(
@@ -133,13 +133,15 @@ class _Losses(torch.autograd.Function):
         highest = all_reduce(logits.amax(1).to(full), of.group, dist.ReduceOp.MAX)
         shifted = logits.to(full) - highest.unsqueeze(1)
         ignored = target == of.ignore_index
-        place = target - of.begin
-        elsewhere = (place < 0) | (place >= of.length) | ignored
-        place = place.masked_fill(elsewhere, 0)
-        rows = [shifted.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)]
+        local_target = target - of.begin
+        elsewhere = (local_target < 0) | (local_target >= of.length) | ignored
+        local_target = local_target.masked_fill(elsewhere, 0)
+        rows = [shifted.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)]
         if of.smoothing:
-            own = of.own_weights()
-            rows.append(shifted.sum(1) if own is None else shifted @ own.to(full))
+            local_weights = of.own_weights()
+            rows.append(
+                shifted.sum(1) if local_weights is None else shifted @ local_weights.to(full)
+            )
         probabilities = shifted.exp_()
         sums = all_reduce(torch.stack([probabilities.sum(1), *rows]), of.group)
         log_total = sums[0].log()
@@ -152,26 +154,26 @@ class _Losses(torch.autograd.Function):
             even = (log_total * of.all_weights - sums[2]) / of.slices.total
             losses = (1 - of.smoothing) * losses + of.smoothing * even
         probabilities.div_(sums[0].unsqueeze(1))
-        ctx.save_for_backward(probabilities, place, elsewhere, ignored, weights)
+        ctx.save_for_backward(probabilities, local_target, elsewhere, ignored, weights)
         ctx.of, ctx.dtype = of, logits.dtype
         return losses.masked_fill(ignored, 0.0).to(logits.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, place, elsewhere, ignored, weights = ctx.saved_tensors
+        probabilities, local_target, elsewhere, ignored, weights = ctx.saved_tensors
         of: _Targets = ctx.of
         rows = gradient.to(probabilities.dtype).masked_fill(ignored, 0.0).unsqueeze(1)
         share = of.smoothing / of.slices.total
-        own = of.own_weights()
+        local_weights = of.own_weights()
         hit = (~elsewhere).to(probabilities.dtype).mul_(of.smoothing - 1.0)
-        if own is None:
+        if local_weights is None:
             result = probabilities.clone()  # the factors of the target and of all classes sum to 1
         else:
             hit.mul_(weights)
             of_all = (1.0 - of.smoothing) * weights + share * of.all_weights
             result = probabilities * of_all.unsqueeze(1)
         if of.smoothing:
-            result.sub_(share if own is None else share * own.to(result.dtype))
-        result.scatter_add_(1, place.unsqueeze(1), hit.unsqueeze(1))
+            result.sub_(share if local_weights is None else share * local_weights.to(result.dtype))
+        result.scatter_add_(1, local_target.unsqueeze(1), hit.unsqueeze(1))
         return result.mul_(rows).to(ctx.dtype), None, None

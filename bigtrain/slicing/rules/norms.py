@@ -95,9 +95,9 @@ _TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2")
 def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.__name__
     is_transform = name in _TRANSFORMS
-    place = 1 if func is F.normalize or is_transform else 0
+    dim_position = 1 if func is F.normalize or is_transform else 0
     usual = 1 if func is F.normalize else (-2, -1) if name.endswith("fft2") else -1
-    dim = kwargs.get("dim", args[place] if len(args) > place else usual)
+    dim = kwargs.get("dim", args[dim_position] if len(args) > dim_position else usual)
     dims = [dim] if isinstance(dim, int) else dim
     if not is_sliced(x) or isinstance(dim, bool) or not isinstance(dims, (tuple, list)):
         return NotImplemented
@@ -105,10 +105,10 @@ def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if x.slices.dim in [d % x.dim() for d in dims]:
         return _gated(x) if func is F.glu else NotImplemented
-    found = func(local_of(x), *args, **kwargs)
-    if isinstance(found, Tensor):
-        return x.like(found)
-    return type(found)([x.like(part) for part in found])
+    result = func(local_of(x), *args, **kwargs)
+    if isinstance(result, Tensor):
+        return x.like(result)
+    return type(result)([x.like(part) for part in result])
 
 
 def _gated(tensor: SlicedTensor) -> Any:
@@ -181,11 +181,13 @@ def _channel_norm(
     slices, group = sliced[0].slices.at(0), sliced[0].group
     running = [_Statistics(t, slices, group) for t in (running_mean, running_var)]
     affine = [None if t is None else as_operand(t, slices, group) for t in (weight, bias)]
-    own = as_operand(x, slices.at(1), group)
-    local = func(own, *(one.own for one in running), *affine, uses_batch, momentum, eps)
+    local_input = as_operand(x, slices.at(1), group)
+    local = func(
+        local_input, *(statistics.own for statistics in running), *affine, uses_batch, momentum, eps
+    )
     if uses_batch:
-        for one in running:
-            one.put_back()
+        for statistics in running:
+            statistics.put_back()
     return SlicedTensor.of(local, slices.at(1), group)
 
 
@@ -204,8 +206,10 @@ def _group_norm(
         return NotImplemented
     group, slices = x.group, x.slices
     if slices.dim == 0:
-        own, own_bias = (None if t is None else as_operand(t, None, group) for t in (weight, bias))
-        return x.like(F.group_norm(local_of(x), num_groups, own, own_bias, eps))
+        local_weight, local_bias = (
+            None if t is None else as_operand(t, None, group) for t in (weight, bias)
+        )
+        return x.like(F.group_norm(local_of(x), num_groups, local_weight, local_bias, eps))
     each = x.shape[1] // num_groups
     if any(
         n % each
@@ -214,10 +218,12 @@ def _group_norm(
         for n in part
     ):
         return NotImplemented
-    own_groups = slices.length(group.rank, group.size) // each
+    local_groups = slices.length(group.rank, group.size) // each
     at = slices.at(0)
-    own, own_bias = (None if t is None else as_operand(t, at, group) for t in (weight, bias))
-    return x.like(F.group_norm(local_of(x), own_groups, own, own_bias, eps))
+    local_weight, local_bias = (
+        None if t is None else as_operand(t, at, group) for t in (weight, bias)
+    )
+    return x.like(F.group_norm(local_of(x), local_groups, local_weight, local_bias, eps))
 
 
 _POOLS = words(
@@ -246,8 +252,8 @@ def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     spatial = _DIMS.get(name[-2:], x.dim() - 2)
     if not is_sliced(x) or x.negative_dim >= -spatial:
         return NotImplemented
-    found = func(local_of(x), *args, **kwargs)
-    return x.like(found) if isinstance(found, Tensor) else tuple(x.like(part) for part in found)
+    result = func(local_of(x), *args, **kwargs)
+    return x.like(result) if isinstance(result, Tensor) else tuple(x.like(part) for part in result)
 
 
 _REDUCTIONS = words(
@@ -263,26 +269,28 @@ median std_mean var_mean aminmax count_nonzero
     torch.linalg.vector_norm,
 )
 def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())
-    if not is_sliced(x) or any(isinstance(value, Tensor) for value in given):
+    values = (*args, *kwargs.values())
+    if not is_sliced(x) or any(isinstance(value, Tensor) for value in values):
         return NotImplemented
     name = func.__name__
-    place = 1 if name in ("norm", "vector_norm", "linalg_vector_norm", "topk") else 0
-    dim = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
+    dim_position = 1 if name in ("norm", "vector_norm", "linalg_vector_norm", "topk") else 0
+    dim = kwargs.get(
+        "dim", args[dim_position] if len(args) > dim_position else -1 if name == "topk" else None
+    )
     if isinstance(dim, bool) or dim is None or dim in ((), []):
         dims = list(range(x.dim()))
     else:
         dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
     if x.slices.dim in dims:
         return _sum(x, name, args, kwargs) if name in ("sum", "mean") else NotImplemented
-    found = func(local_of(x), *args, **kwargs)
-    tensors = [found] if isinstance(found, Tensor) else list(found)
-    kept = tensors[0].dim() == x.dim()
-    at = x.slices.dim - (0 if kept else sum(d < x.slices.dim for d in dims))
-    own = [x.like(t, at) for t in tensors]
-    if isinstance(found, Tensor):
-        return own[0]
-    return tuple(own) if type(found) is tuple else type(found)(own)
+    result = func(local_of(x), *args, **kwargs)
+    tensors = [result] if isinstance(result, Tensor) else list(result)
+    keeps_dim = tensors[0].dim() == x.dim()
+    at = x.slices.dim - (0 if keeps_dim else sum(d < x.slices.dim for d in dims))
+    results = [x.like(t, at) for t in tensors]
+    if isinstance(result, Tensor):
+        return results[0]
+    return tuple(results) if type(result) is tuple else type(result)(results)
 
 
 def _sum(x: SlicedTensor, name: str, args: Any, kwargs: Any) -> Any:

@@ -124,9 +124,9 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 @rule_with_function(_T.to, _T.type_as)
 def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Of another tensor only the dtype and the device are used."""
-    own = [local_of(a) if is_sliced(a) else a for a in (tensor, *args)]
+    arguments = [local_of(a) if is_sliced(a) else a for a in (tensor, *args)]
     named = {name: local_of(a) if is_sliced(a) else a for name, a in kwargs.items()}
-    local = func(*own, **named)
+    local = func(*arguments, **named)
     return tensor.like(local) if is_sliced(tensor) else local
 
 
@@ -135,11 +135,13 @@ def _prelu(func: Any, x: Any, weight: Any) -> Any:
     main = x if is_sliced(x) else weight
     dim = 1 if x.dim() > 1 else 0
     if weight.numel() == 1 or (is_sliced(x) and x.slices.dim != dim):
-        own = as_operand(weight, None, main.group)
+        local_weight = as_operand(weight, None, main.group)
     else:
-        own = as_operand(weight, main.slices.at(0), main.group)
+        local_weight = as_operand(weight, main.slices.at(0), main.group)
     slices = x.slices if is_sliced(x) else main.slices.at(dim)
-    return SlicedTensor.of(func(as_operand(x, slices, main.group), own), slices, main.group)
+    return SlicedTensor.of(
+        func(as_operand(x, slices, main.group), local_weight), slices, main.group
+    )
 
 
 @rule_with_function(torch.rand_like, torch.randn_like, torch.randint_like)
@@ -217,8 +219,8 @@ def _register_hook(tensor: SlicedTensor, hook: Any) -> Any:
     slices, group = tensor.slices, tensor.group
 
     def called(gradient: Tensor) -> Any:
-        found = hook(SlicedTensor.of(gradient, slices, group))
-        return as_operand(found, slices, group) if isinstance(found, Tensor) else None
+        result = hook(SlicedTensor.of(gradient, slices, group))
+        return as_operand(result, slices, group) if isinstance(result, Tensor) else None
 
     local: Any = local_of(tensor)
     return local.register_hook(called)

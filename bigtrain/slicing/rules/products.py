@@ -58,7 +58,7 @@ def product(
     letter = letters[sliced[0] if main is None else main][chosen.slices.dim]
     group = chosen.group
     forget_input(group)
-    own = [
+    local_operands = [
         as_operand(
             operand,
             chosen.slices.at(names.index(letter))
@@ -68,10 +68,10 @@ def product(
         )
         for names, operand in zip(letters, operands, strict=True)
     ]
-    local = compute(*own)
+    local = compute(*local_operands)
     if letter not in result:
         # The sum is done in place, and in inference mode a view cannot be told by `_is_view`.
-        is_own = not any(shares_memory(local, operand) for operand in own)
+        is_own = not any(shares_memory(local, operand) for operand in local_operands)
         return add_up(local if is_own else local.clone(), group)
     return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
 
@@ -181,9 +181,9 @@ def _times(x: Any, matrix: Any) -> Any:
 
 def _batch_names(tensor: Tensor, names: str) -> str:
     count = tensor.dim() - 2
-    own = names[len(names) - count :] if count else ""
+    letters = names[len(names) - count :] if count else ""
     sizes = tensor.shape[:count]
-    return "".join(n.upper() if size == 1 else n for n, size in zip(own, sizes, strict=True))
+    return "".join(n.upper() if size == 1 else n for n, size in zip(letters, sizes, strict=True))
 
 
 _VECTORS = {
@@ -257,14 +257,14 @@ def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]
         once = sorted(n for n in set(inputs) if n.isalpha() and inputs.count(n) == 1)
         result = ("..." if "..." in inputs else "") + "".join(once)
     spare = [chr(n) for n in (*range(65, 91), *range(97, 123)) if chr(n) not in equation]
-    found = []
+    spelled = []
     widest = ""
     for names, operand in zip(letters, operands, strict=True):
         count = operand.dim() - len(names) + 3 if "..." in names else 0
-        own = "".join(reversed(spare[:count]))
-        widest = max(widest, own, key=len)
-        found.append(names.replace("...", own))
-    return found, result.replace("...", widest)
+        dots = "".join(reversed(spare[:count]))
+        widest = max(widest, dots, key=len)
+        spelled.append(names.replace("...", dots))
+    return spelled, result.replace("...", widest)
 
 
 @rule_with_function(F.conv1d, F.conv2d, F.conv3d)
@@ -368,8 +368,8 @@ def _grouped(
     inputs, kernels, outputs = (scaled(by_group, 1, n) for n in (inner, rows, outer))
     if inputs is None or kernels is None or outputs is None:
         return NotImplemented
-    own = as_operand(x, inputs.at(1), group), as_operand(weight, kernels.at(0), group)
-    local = compute(*own, by_group.length(group.rank, group.size))
+    operands = as_operand(x, inputs.at(1), group), as_operand(weight, kernels.at(0), group)
+    local = compute(*operands, by_group.length(group.rank, group.size))
     return SlicedTensor.of(local, outputs.at(1), group)
 
 
@@ -402,15 +402,15 @@ def _embedding(
         local = F.embedding(indices, local_of(weight), padding_idx)
         result = SlicedTensor.of(local, slices.at(local.dim() - 1), group)
         return _gathered_once(result, weight)
-    place = torch.zeros_like(indices)
+    local_index = torch.zeros_like(indices)
     elsewhere = torch.ones_like(indices, dtype=torch.bool)
     before, own_padding = 0, None
     for begin, length in slices.parts(group.rank, group.size):
         within = (indices >= begin) & (indices < begin + length)
-        place = torch.where(within, indices - begin + before, place)
+        local_index = torch.where(within, indices - begin + before, local_index)
         elsewhere &= ~within
         if padding_idx is not None and 0 <= padding_idx % slices.total - begin < length:
             own_padding = padding_idx % slices.total - begin + before
         before += length
-    rows = F.embedding(place, local_of(weight), own_padding)
+    rows = F.embedding(local_index, local_of(weight), own_padding)
     return sum_partials(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)

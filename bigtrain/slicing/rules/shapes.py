@@ -90,8 +90,8 @@ def _unflatten(tensor: SlicedTensor, dim: int, sizes: Sequence[int]) -> Any:
 @rule(_T.unsqueeze, torch.unsqueeze)
 def _unsqueeze(tensor: SlicedTensor, dim: int) -> SlicedTensor:
     dim %= tensor.dim() + 1
-    place = tensor.slices.dim + (dim <= tensor.slices.dim)
-    return tensor.like(local_of(tensor).unsqueeze(dim), place)
+    result_dim = tensor.slices.dim + (dim <= tensor.slices.dim)
+    return tensor.like(local_of(tensor).unsqueeze(dim), result_dim)
 
 
 @rule(_T.squeeze, torch.squeeze)
@@ -194,42 +194,42 @@ def _repeat_interleave(tensor: SlicedTensor, repeats: Any, dim: Any = None, **kw
 
 @rule(_T.flip, torch.flip)
 def _flip(tensor: SlicedTensor, *dims: Any, **kwargs: Any) -> Any:
-    found = _sizes(dims or (kwargs["dims"],))
-    if tensor.slices.dim in [dim % tensor.dim() for dim in found]:
+    flipped = _sizes(dims or (kwargs["dims"],))
+    if tensor.slices.dim in [dim % tensor.dim() for dim in flipped]:
         return NotImplemented
-    return tensor.like(local_of(tensor).flip(found))
+    return tensor.like(local_of(tensor).flip(flipped))
 
 
 @rule(_T.roll, torch.roll)
 def _roll(tensor: SlicedTensor, shifts: Any, dims: Any = None) -> Any:
-    found = [dims] if isinstance(dims, int) else list(dims or ())
-    if not found or tensor.slices.dim in [dim % tensor.dim() for dim in found]:
+    rolled = [dims] if isinstance(dims, int) else list(dims or ())
+    if not rolled or tensor.slices.dim in [dim % tensor.dim() for dim in rolled]:
         return NotImplemented
-    return tensor.like(local_of(tensor).roll(shifts, found))
+    return tensor.like(local_of(tensor).roll(shifts, rolled))
 
 
 def pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] | None:
     """Split a tensor along its sliced dim between sections; None if a cut is inside a section."""
-    sections, found = list(tensor.slices.sections), []
+    sections, parts = list(tensor.slices.sections), []
     local, begin, dim = local_of(tensor), 0, tensor.slices.dim
     group = tensor.group
     for length in lengths:
-        own: list[SliceSection] = []
-        while sections and sum(s.length for s in own) < length:
-            own.append(sections.pop(0))
-        if not own or sum(s.length for s in own) != length:
+        part_sections: list[SliceSection] = []
+        while sections and sum(s.length for s in part_sections) < length:
+            part_sections.append(sections.pop(0))
+        if not part_sections or sum(s.length for s in part_sections) != length:
             return None
-        slices = Slices(dim, tuple(own))
+        slices = Slices(dim, tuple(part_sections))
         held_here = slices.length(group.rank, group.size)
-        found.append(tensor.derived(local.narrow(dim, begin, held_here), slices))
+        parts.append(tensor.derived(local.narrow(dim, begin, held_here), slices))
         begin += held_here
-    return found
+    return parts
 
 
 def _split(tensor: SlicedTensor, lengths: Sequence[int], dim: int) -> Any:
     if dim % tensor.dim() == tensor.slices.dim:
-        found = pieces(tensor, lengths)
-        return NotImplemented if found is None else tuple(found)
+        parts = pieces(tensor, lengths)
+        return NotImplemented if parts is None else tuple(parts)
     local: Any = local_of(tensor)
     return tuple(tensor.like(part) for part in local.split(list(lengths), dim))
 
@@ -266,8 +266,8 @@ def _unbind(tensor: SlicedTensor, dim: int = 0) -> Any:
     dim %= tensor.dim()
     if dim == tensor.slices.dim:
         return NotImplemented
-    place = tensor.slices.dim - (dim < tensor.slices.dim)
-    return tuple(tensor.like(part, place) for part in local_of(tensor).unbind(dim))
+    result_dim = tensor.slices.dim - (dim < tensor.slices.dim)
+    return tuple(tensor.like(part, result_dim) for part in local_of(tensor).unbind(dim))
 
 
 @rule(_T.__iter__)
@@ -309,8 +309,8 @@ def _joined(func: Any, tensors: list[Any], dim: int) -> Any:
 
 @rule(F.pad, torch._C._nn.pad)
 def _pad(tensor: SlicedTensor, pad: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    place = -2 * tensor.negative_dim
-    if any(pad[place - 2 : place]):
+    position = -2 * tensor.negative_dim
+    if any(pad[position - 2 : position]):
         return NotImplemented
     return tensor.like(F.pad(local_of(tensor), pad, *args, **kwargs))
 
@@ -355,14 +355,14 @@ def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None
             return None
         unit = section.unit // divide if section.unit % divide == 0 else 1
         sections.append(SliceSection(section.length // divide * times, unit * times))
-    found = Slices(slices.dim, tuple(sections))
+    result = Slices(slices.dim, tuple(sections))
     for rank in range(size):
-        own = slices.parts(rank, size)
-        if found.parts(rank, size) != tuple(
-            (begin // divide * times, length // divide * times) for begin, length in own
+        parts = slices.parts(rank, size)
+        if result.parts(rank, size) != tuple(
+            (begin // divide * times, length // divide * times) for begin, length in parts
         ):
             return None
-    return found
+    return result
 
 
 def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim: int) -> Any:
