@@ -45,7 +45,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def small(written, tmp_path):
-    """Makes a copy of one of the data sets that may be damaged."""
+    """Makes a copy of a data set, which a test may damage."""
 
     def make(name):
         for file in (written / name).rglob("*"):
@@ -89,7 +89,7 @@ def test_the_same_seed_writes_the_same_bytes(written, tmp_path):
 
 
 def test_small_cifar10_is_stored_by_channels(written):
-    """Its pictures are parts of photographs, whose neighbouring pixels are alike."""
+    """Its images are parts of photographs, whose neighbouring pixels are similar."""
     images = torch.cat([opened("cifar10", written / "cifar10").validation[i][0] for i in range(9)])
     near, far = images.diff(dim=-1).abs().mean(), (images - images.flip(-1)).abs().mean()
     assert near < 0.5 * far
@@ -139,7 +139,7 @@ def test_labels_of_mnist_belong_to_its_images(small):
     root = small("mnist")
     labels = root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     labels.write_bytes(struct.pack(">2I", 0x801, 3) + bytes([1, 2, 3]))
-    refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* beside it 3 labels")
+    refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* has 3 labels")
     labels.write_bytes(struct.pack(">2I", 0x801, 18) + bytes([12] * 18))
     refused("mnist", root, r"t10k-labels.* has the label 12, all must be below 10")
     labels.with_name(f"{labels.name}.gz").unlink()
@@ -234,7 +234,7 @@ def test_many_files_are_looked_at_in_part(tmp_path):
 @pytest.mark.parametrize("kind", ["bomb", "pipe", "device", "folder", "text", "no header"])
 def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "odd.png"
-    if kind == "bomb":  # a few bytes that stand for ten gigabytes
+    if kind == "bomb":  # a few bytes that expand to ten gigabytes
         size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", size), (b"IDAT", b"x"), (b"IEND", b"")]
         packed = [

@@ -1,4 +1,4 @@
-"""Models by name: what they are made of, what they refuse, and a user's own."""
+"""Models by name and by import path: their structure and refusals."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_constructor_that_fails_is_explained(own: Path) -> None:
         make_model("my_models:anything", {"a": 1})
 
 
-# names, and what the data and the model tell each other
+# names, and arguments that follow from the data
 
 
 def test_all_names_are_listed_once() -> None:
@@ -328,7 +328,7 @@ def test_the_data_fills_in_what_was_left_out() -> None:
     assert language == {"sequence_length": 64}  # its vocabulary is larger, and stays
     larger = model_defaults("gpt2", num_classes=60000, sequence_length=None)
     assert larger == {"vocab_size": 60000}
-    for name in ("gpt", "gpt-10m"):  # models of bytes take what the data have
+    for name in ("gpt", "gpt-10m"):  # models of bytes take the vocabulary of the data
         own = model_defaults(name, num_classes=64, sequence_length=None)
         assert own == {"vocab_size": 64}
     assert model_defaults("gpt", num_classes=None, sequence_length=None) == {}

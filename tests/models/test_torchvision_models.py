@@ -152,7 +152,7 @@ def test_a_resnet_for_small_images_keeps_their_size():
     model.layer1.register_forward_hook(lambda _m, _i, output: seen.append(tuple(output.shape)))
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert seen == [(2, 64, 32, 32)]
-    # Kaiming's deviation by what goes out: sqrt(2 / (64 * 3 * 3)).
+    # Kaiming's deviation by fan-out: sqrt(2 / (64 * 3 * 3)).
     assert model.conv1.weight.detach().std() == pytest.approx((2 / 576) ** 0.5, rel=0.1)
     assert model.conv1.bias is None
     plain = make_model("resnet18", {"num_classes": 10, "small_images": False})

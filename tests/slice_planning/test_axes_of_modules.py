@@ -1,4 +1,4 @@
-"""Modules of which it is known by hand what can be sliced together."""
+"""Modules whose classes of slices are known by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lines(model, *shape, ranks=2, **options):
 
 
 def whole_classes(model, *shape, ranks=2, **options):
-    """By names without the block around them, only what is sliced in classes."""
+    """Return slices of classes by names relative to the block."""
     plan = plan_slices(work_on(model, *shape, **options), ranks)
     alone = {name for form in plan.single_layers for name in form.slices}
     return {
@@ -109,7 +109,7 @@ def test_one_key_for_all_queries_stays_whole():
 
 
 class Einsum(nn.Module):
-    """Attention without a layer of torch: weights with the heads as a dim of their own."""
+    """Attention without torch's layers: weights with a separate dim for the heads."""
 
     def __init__(self, width, heads):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is chosen under prices and under a limit of memory."""
+"""The choice of slices with prices and with a memory limit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
 
 
 def test_what_pays_is_sliced_and_what_does_not_is_not():
-    # A block's MLP has twice the operations of its attention's products, and sends as much.
+    # A block's MLP has twice the FLOPs of its attention's products, and sends equally many bytes.
     mlp = 2 * 4 * 64 * (2 * 128 * 512) * 3 / 2
     each = mlp * 1e-12 / 2  # of its two exchanges
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.9 * each, seconds_per_flop=1e-12))

@@ -1,4 +1,4 @@
-"""Dims taken apart: views, sums, and what is the same as what."""
+"""The structure of dims: views, sums and unified dims."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_view_takes_an_axis_apart_and_puts_it_together():
     width = new_dim(12)
     (rows, heads, inner) = viewed((new_dim(5), width), (5, 3, 4))
     assert (lengths(rows), lengths(heads), lengths(inner)) == ([5], [3], [4])
-    assert lengths(width) == [3, 4], "the dim itself knows what it is made of"
+    assert lengths(width) == [3, 4], "the dim itself is split"
     (flat,) = viewed((rows, heads, inner), (60,))
     assert lengths(flat) == [5, 3, 4]
 

@@ -1,4 +1,4 @@
-"""A model that looks at its own sizes is sliced where it sees whole ones, and nowhere else."""
+"""A model that reads its sizes is sliced only where it reads whole ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
 def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     plan = plan_slices(work("sizes", heads=2), 4)
     assert plan.sliced_share(OwnSizes("sizes")) > 0.9
-    assert plan.slices["qkv.weight"].dim == 1, "by what goes into the heads"
+    assert plan.slices["qkv.weight"].dim == 1, "by the input of the heads"
     why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
     assert plan.kept["qkv.bias"] == why
     lines = {"qkv.weight": "0/3x:16"}

@@ -1,4 +1,4 @@
-"""The best disjoint sets, beside all sets tried one by one."""
+"""The best disjoint sets, compared with trying all sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices written as lines and read again; what is refused, and with which words."""
+"""Slices written as lines and read again; refused lines and their messages."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_nothing_to_slice_is_refused_with_what_would_do():
 
 @pytest.mark.parametrize("strategy", ["tensor", "tensor_sequence"])
 def test_what_a_dry_run_prints_slices_the_same_when_it_is_given(strategy, tmp_path):
-    """As a job has it: the lines go into a file and back, and reasons stand beside them."""
+    """The printed lines, with reasons, give the same slices when a job has them."""
     words = ["device=cpu", "model.args.num_layers=2", "model.args.width=64"]
     words += ["model.args.sequence_length=32", "data.name=synthetic"]
     words += ["data.args={kind: language, vocabulary: 257}"]

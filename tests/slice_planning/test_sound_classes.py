@@ -1,4 +1,4 @@
-"""What goes together in slices can be shuffled together: on the numbers of whole models."""
+"""Dims that are sliced together can be permuted together without changing a model's output."""
 
 from __future__ import annotations
 

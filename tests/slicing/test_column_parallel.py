@@ -1,4 +1,4 @@
-"""What products of columns keep, and when they exchange: on fake tensors, of one of two ranks."""
+"""Tensors that column-parallel layers save, and their exchanges, on fakes of one rank of two."""
 
 import pytest
 import torch
@@ -34,15 +34,15 @@ class Order(TorchDispatchMode):
 def given(group, sequence, count, dtype=torch.float32):
     assert RULES
     whole = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype)
-    dealt, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
-    own = dealt.local(whole, group.rank, group.size) if sequence else whole
+    sequence_slices, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
+    own = sequence_slices.local(whole, group.rank, group.size) if sequence else whole
     x = own.clone().requires_grad_() * 1.0
     weights = [
         torch.empty(COLUMNS // 2, WIDTH, dtype=torch.float32, requires_grad=True)
         for _ in range(count)
     ]
     sliced = [SlicedTensor.of(w, columns, group) for w in weights]
-    return SlicedTensor.of(x, dealt, group) if sequence else x, sliced
+    return SlicedTensor.of(x, sequence_slices, group) if sequence else x, sliced
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -94,7 +94,7 @@ def test_an_autocast_exchanges_what_it_computes_with(sequence):
     assert {e.nbytes for e in exchanges} == {nbytes}
 
 
-def test_an_input_in_stretches_is_kept_in_stretches():
+def test_a_sharded_input_is_saved_as_a_shard():
     group = SliceGroup(0, 2, sequence_dim=1)
     own = BATCH * LENGTH // 2 * WIDTH * 4
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
@@ -119,7 +119,7 @@ def test_what_is_gathered_is_let_go_when_another_product_begins():
 
 
 def kept_bytes(layers, sequence_dim, mode):
-    """What two ranks' first one keeps of a GPT in fp32 from the forward pass."""
+    """Bytes that the first of two ranks saves of an fp32 GPT for the backward pass."""
     case = gpt_case(tied=False, layers=layers)
     group = SliceGroup(0, 2, sequence_dim=sequence_dim)
     with FakeTensorMode():
@@ -137,7 +137,7 @@ def kept_bytes(layers, sequence_dim, mode):
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_selective_keeps_sums_and_not_their_parts(sequence_dim):
-    """Of sbh numbers: input and both sums, whole or in stretches; q, k, v, mixed, 4 of the MLP."""
+    """In sbh numbers: input and both sums, whole or in shards; q, k, v, mixed, 4 of the MLP."""
     more = kept_bytes(3, sequence_dim, "selective") - kept_bytes(2, sequence_dim, "selective")
     sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # of each row of scores attention keeps one
     between = 3 * sbh if sequence_dim is None else 3 * sbh // 2

@@ -1,4 +1,4 @@
-"""What models do besides calling functions: it is right on slices, or refused by name."""
+"""Code of models other than calls of functions works on slices, or is refused by name."""
 
 import copy
 import gc
@@ -126,7 +126,7 @@ class Answer:
 
 
 class Hooked(Layers):
-    """Hooks see whole shapes; what they give back is used."""
+    """Hooks see whole shapes; their results are used."""
 
     def __init__(self):
         super().__init__()
@@ -339,7 +339,7 @@ def alive_tensors(context):
 
 def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
     for counts, twice, is_stale, _ in run_ranks(alive_tensors, 2, tp=2):
-        # The backend's thread may hold what was sent last: a leak would be one in each step.
+        # The backend's thread may keep the last sent tensor: a leak would keep one per step.
         assert min(counts[-8:]) <= min(counts[:8]) + 1, counts
         assert not is_stale
         assert twice
@@ -361,7 +361,7 @@ class Dropping(Layers):
 
 
 def drawn_numbers(context):
-    """Gradients with dropout, once recomputed; what ranks drop; and what they draw after that."""
+    """Gradients with dropout, recomputed or not; dropped elements; numbers drawn afterwards."""
     group = slice_group(context)
     gradients = []
     for recomputes in (False, True):
@@ -424,7 +424,7 @@ def test_blocks_of_slices_are_computed_again():
 
 
 def shared_out(context):
-    """Parts that lie in another order in memory; sums that are changed in place."""
+    """Parts with another memory order; sums that are changed in place."""
     group = slice_group(context, sequence_dim=1)
     slices = Slices.even(1, 4)
     partial = torch.arange(120.0).view(2, 5, 3, 4).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""What stages send each other of a tensor that all ranks of the tp axis have: each its part."""
+"""Boundary tensors between stages with tensor parallelism: each rank sends its part."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ SHAPES = ((7, 11, 30), (2311,), (48, 1, 48))
 """Of which two divide by neither 2 nor 3."""
 
 
-def wires() -> Iterator[Tensor]:
+def boundary_tensors() -> Iterator[Tensor]:
     numbers = torch.Generator().manual_seed(2)
     for dtype in TYPES:
         for shape in SHAPES:
             yield (100 * torch.rand(shape, generator=numbers)).to(dtype)
 
 
-def there_and_back(context: RunContext) -> list[tuple[int, int]]:
-    """Send every wire to a next stage that this rank is, too; the elements sent, and all."""
+def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
+    """Send every boundary tensor to this rank as the next stage; return its elements, and all."""
     group = SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
     counts = []
-    for whole in wires():
+    for whole in boundary_tensors():
         trains = whole.is_floating_point() or whole.is_complex()
         leaf = whole.clone().requires_grad_(trains)
         sent = scatter_boundary(leaf, group)
@@ -54,7 +54,7 @@ def there_and_back(context: RunContext) -> list[tuple[int, int]]:
         found = gather_boundary(received, whole.to("meta"), group)
         assert torch.equal(found, whole)
         if trains:
-            # A gradient that does not lie as its tensor does.
+            # A gradient with other strides than its tensor.
             gradient = whole.flip(0).t().contiguous().t() if whole.dim() == 2 else whole.flip(0)
             found.backward(gradient)
             assert received.grad.shape == sent.shape
@@ -66,7 +66,7 @@ def there_and_back(context: RunContext) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_parts_are_gathered_to_what_they_were_in_every_type(tp: int) -> None:
-    found = run_ranks(there_and_back, tp, tp=tp)
+    found = run_ranks(send_and_receive, tp, tp=tp)
     for of_ranks in zip(*found, strict=True):
         parts = [part for part, _ in of_ranks]
         assert sum(parts) == of_ranks[0][1]
@@ -87,7 +87,7 @@ def test_what_fits_in_a_packet_goes_whole() -> None:
     )
 
 
-def test_without_slices_nothing_is_dealt_out() -> None:
+def test_without_a_group_tensors_are_whole() -> None:
     tensor: Any = torch.ones(MIN_SCATTERED_BYTES)
     assert (
         scatter_boundary(tensor, None)
@@ -97,8 +97,8 @@ def test_without_slices_nothing_is_dealt_out() -> None:
     )
 
 
-def stretches_there_and_back(context: RunContext) -> list[str]:
-    """Send a tensor of 7 places to a next stage that this rank is, too; what was exchanged."""
+def send_and_receive_shards(context: RunContext) -> list[str]:
+    """Send a tensor of 7 positions to itself as the next stage; return the exchanges."""
     exchanges: list[Any] = []
     given = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
     group, slices, kinds = SliceGroup(*given, sequence_dim=1), Slices.even(1, 7), []
@@ -126,20 +126,20 @@ def stretches_there_and_back(context: RunContext) -> list[str]:
                 sent.backward(received.grad)
                 kinds += [one.kind for one in exchanges]
                 assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
-                # What is whole here has a whole gradient: of all that is to be done the one gather.
+                # A tensor that is whole here has a whole gradient: backward needs one gather.
                 assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
                 exchanges.clear()
     return kinds
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_stretch_of_the_sequence_is_sent_and_taken_as_it_lies(tp: int) -> None:
-    for kinds in run_ranks(stretches_there_and_back, tp, tp=tp):
+def test_a_sequence_shard_is_sent_without_a_gather(tp: int) -> None:
+    for kinds in run_ranks(send_and_receive_shards, tp, tp=tp):
         assert kinds == ["all_gather"] * 4
 
 
-def test_what_goes_in_stretches() -> None:
-    """Activations of a sequence: no masks, tables, or what has too few places or no width."""
+def test_which_tensors_are_sent_as_sequence_shards() -> None:
+    """Activations of a sequence; not masks, tables, short sequences or tensors without a width."""
 
     def lies(*shape: int, trained: bool = True, size: int = 4, **kind: Any) -> Slices | None:
         whole = torch.empty(shape, device="meta", **kind).requires_grad_(trained)
@@ -158,7 +158,7 @@ def test_what_goes_in_stretches() -> None:
     assert lies(2, 9, 8, dtype=torch.complex64) is None
 
 
-def test_other_tensors_beside_stretches_are_dealt_as_ever() -> None:
+def test_tensors_other_than_sequence_shards_are_scattered() -> None:
     group = SliceGroup(0, 4, sequence_dim=1)
     table = torch.ones(1, 64, 32)
     wire = BoundaryTensor.of((0, 0), table, trained=False)

@@ -1,4 +1,4 @@
-"""The file of activations that have left, and the order of what is asked of a CUDA device."""
+"""The file of offloaded activations, and the order of calls on a CUDA device."""
 
 from __future__ import annotations
 
