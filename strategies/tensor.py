@@ -47,7 +47,7 @@ class TensorSlices(SliceStrategy):
 
     name: ClassVar[str] = "tensor"
     role: ClassVar[Role] = "slice"
-    summary: ClassVar[str] = "each layer's weights sliced over ranks; two all-reduces per pair of layers"
+    summary: ClassVar[str] = "layers' weights sliced over ranks; two all-reduces per pair of layers"
 
     sequence: bool = False
     """Shard activations between sliced layers along the sequence, too (sequence parallelism)."""

@@ -1,4 +1,4 @@
-"""The choice of what is sliced: each weight along one dim at most, at the least cost."""
+"""The choice of slices: each weight along one dim at most, at the least cost."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SMALL = 0.01
 NEARLY_MOST = 0.98
 """Among sets of classes that slice this fraction of the most possible bytes, the one that sends
 least is chosen."""
-Sliced = SliceClass | SingleLayer
+Candidate = SliceClass | SingleLayer
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What exchanges cost and shared arithmetic saves."""
+    """The cost of exchanges and of arithmetic."""
 
     exchange: Callable[[CommOp, float], float]
     """Returns the seconds of a collective over the tp axis, from its kind and its bytes."""
@@ -136,23 +136,23 @@ def most_ranks(workload: SlicedWork) -> int:
     """Return the largest tp size over which a tensor of the model can be sliced; 1 if none can."""
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
-    units = [own.units for own in AxisClasses(trace).classes.values()]
+    units = [candidate.units for candidate in AxisClasses(trace).classes.values()]
     units += [form.units for forms in single_layers(trace).values() for form in forms]
     return max(units, default=1)
 
 
 class _Choice:
-    """Chooses among what a trace allows."""
+    """Chooses among the classes and single layers of a trace."""
 
     def __init__(
         self, trace: AxisTrace, ranks: int, keep: frozenset[str], repeats: Mapping[str, int]
     ) -> None:
         self._trace, self._ranks, self._keep, self._repeats = trace, ranks, keep, repeats
         self._whole = {*keep, *trace.listed}
-        self._groups = AxisClasses(trace)
+        self._axis_classes = AxisClasses(trace)
         self._nbytes = {
-            held.name: held.nbytes * self._times(held.name)
-            for name, held in trace.state.items()
+            tensor.name: tensor.nbytes * self._times(tensor.name)
+            for name, tensor in trace.state.items()
             if name in trace.trained
         }
         self._taken: dict[str, Slices] = {}
@@ -160,40 +160,48 @@ class _Choice:
         self._single_layers = {
             name: fit
             for name, forms in self._all_single_layers.items()
-            if (fit := [form for form in forms if form.units >= ranks and self._is_free(form)])
+            if (
+                fit := [form for form in forms if form.units >= ranks and self._may_be_sliced(form)]
+            )
         }
         classes = [
-            own
-            for own in self._groups.classes.values()
-            if self._is_of_many(own) and self._is_free(own)
+            candidate
+            for candidate in self._axis_classes.classes.values()
+            if self._is_more_than_a_layer(candidate) and self._may_be_sliced(candidate)
         ]
-        self._classes = [own for own in classes if own.units >= ranks]
+        self._classes = [candidate for candidate in classes if candidate.units >= ranks]
         if len(self._classes) < len(classes):
-            known = {name for own in self._classes for name in own.slices}
-            wider = [
-                own
-                for own in self._groups.merged_with_outer()
-                if known.isdisjoint(own.slices) and self._is_free(own)
+            known = {name for candidate in self._classes for name in candidate.slices}
+            merged = [
+                candidate
+                for candidate in self._axis_classes.merged_with_outer()
+                if known.isdisjoint(candidate.slices) and self._may_be_sliced(candidate)
             ]
-            self._classes += [own for own in wider if own.units >= ranks and self._is_of_many(own)]
+            self._classes += [
+                candidate
+                for candidate in merged
+                if candidate.units >= ranks and self._is_more_than_a_layer(candidate)
+            ]
 
     def plan(self, prices: Prices | None, limit: float | None) -> SlicingPlan:
         """See `plan_slices`."""
         if not self._classes and not self._single_layers:
             raise ConfigError(self._refusal())
         if prices is None and limit is None:
-            chosen = self._most()
+            chosen = self._most_bytes()
         else:
-            chosen = self._cheapest(prices or Prices(lambda kind, n: n * _weight(kind)), limit)
+            chosen = self._cheapest(
+                prices or Prices(lambda kind, n: n * _sent_per_byte(kind)), limit
+            )
         for part in chosen:
             self._taken |= part.slices
-        own = self._taken
-        alike = self._alike(own)
-        own |= {name: own[other] for name, other in alike.items()}
-        slices = {n: own[h.name] for n, h in self._trace.state.items() if h.name in own}
+        taken = self._taken
+        twins = self._unused_twins(taken)
+        taken |= {name: taken[other] for name, other in twins.items()}
+        slices = {n: taken[h.name] for n, h in self._trace.state.items() if h.name in taken}
         layers = tuple(part for part in chosen if isinstance(part, SingleLayer))
         gathered = {next(iter(form.slices)) for form in layers if form.gathered}
-        gathered |= {name for name, other in alike.items() if other in gathered}
+        gathered |= {name for name, other in twins.items() if other in gathered}
         return SlicingPlan(
             ranks=self._ranks,
             slices=slices,
@@ -210,11 +218,11 @@ class _Choice:
             guessed=self._trace.guessed,
         )
 
-    def _is_free(self, own: Sliced) -> bool:
+    def _may_be_sliced(self, candidate: Candidate) -> bool:
         """Whether none of its tensors must stay whole."""
-        return not any(name in self._whole for name in own.slices)
+        return not any(name in self._whole for name in candidate.slices)
 
-    def _alike(self, chosen: Mapping[str, Slices]) -> dict[str, str]:
+    def _unused_twins(self, chosen: Mapping[str, Slices]) -> dict[str, str]:
         """Match unused parameters with used ones whose names differ only in numbers: experts.
 
         Returns:
@@ -222,12 +230,12 @@ class _Choice:
         """
         kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         unused = []
-        for held in {id(held): held for held in self._trace.state.values()}.values():
-            kind = (re.sub(r"\d+", "*", held.name), tuple(map(dim_length, held.dims)))
-            if held in self._used:
-                kinds.setdefault(kind, []).append(held.name)
-            elif held.name in self._trace.trained:
-                unused.append((held.name, kind))
+        for tensor in {id(tensor): tensor for tensor in self._trace.state.values()}.values():
+            kind = (re.sub(r"\d+", "*", tensor.name), tuple(map(dim_length, tensor.dims)))
+            if tensor in self._used:
+                kinds.setdefault(kind, []).append(tensor.name)
+            elif tensor.name in self._trace.trained:
+                unused.append((tensor.name, kind))
         matches = {}
         for name, kind in unused:
             used_names = kinds.get(kind, [])
@@ -239,28 +247,28 @@ class _Choice:
                 matches[name] = used_names[0]
         return matches
 
-    def _is_of_many(self, own: SliceClass) -> bool:
+    def _is_more_than_a_layer(self, candidate: SliceClass) -> bool:
         """Whether it is more than one linear layer, which `single_layers` has as well."""
         return (
-            own.in_activations
-            or own.is_table
-            or not all(n in self._all_single_layers for n in own.slices)
+            candidate.in_activations
+            or candidate.is_table
+            or not all(n in self._all_single_layers for n in candidate.slices)
         )
 
-    def _most(self) -> list[Sliced]:
+    def _most_bytes(self) -> list[Candidate]:
         """Choose the classes with most bytes; then single layers, the largest first."""
         whole = sum(self._nbytes.values())
         chosen = self._most_classes(alone=False)
         if sum(map(self._sliced_bytes, chosen)) < ENOUGH * whole:
             chosen = self._most_classes(alone=True)
         sliced = sum(map(self._sliced_bytes, chosen))
-        for own in sorted(chosen, key=self._sliced_bytes):
-            nbytes = self._sliced_bytes(own)
-            table = isinstance(own, SliceClass) and not own.flops
+        for candidate in sorted(chosen, key=self._sliced_bytes):
+            nbytes = self._sliced_bytes(candidate)
+            table = isinstance(candidate, SliceClass) and not candidate.flops
             if table and nbytes < SMALL * whole and sliced - nbytes >= ENOUGH * whole:
-                chosen = [other for other in chosen if other is not own]
+                chosen = [other for other in chosen if other is not candidate]
                 sliced -= nbytes
-        taken = {name for own in chosen for name in own.slices}
+        taken = {name for candidate in chosen for name in candidate.slices}
         kinds: dict[str, list[SingleLayer]] = {}
         for name in self._single_layers:
             form = self._best_single(name, taken)
@@ -273,51 +281,51 @@ class _Choice:
             sliced += sum(map(self._sliced_bytes, forms))
         return chosen
 
-    def _most_classes(self, *, alone: bool) -> list[Sliced]:
+    def _most_classes(self, *, alone: bool) -> list[Candidate]:
         """Return, of the sets of classes with nearly the most bytes, the one that sends least.
 
         Args:
             alone: whether the other weights will be sliced alone, which sends bytes as well.
         """
         options = []
-        for own in self._classes:
-            names = own.slices if alone else ()
+        for candidate in self._classes:
+            names = candidate.slices if alone else ()
             instead = sum(self._sent(self._best_single(name)) for name in names)
-            options.append(self._option(own, self._sent(own) - instead, 1.0, 0.0))
+            options.append(self._option(candidate, self._sent(candidate) - instead, 1.0, 0.0))
         points = frontier(options)
         enough = NEARLY_MOST * min(point.nbytes for point in points)
         chosen = list(next(point for point in points if point.nbytes <= enough).taken)
-        taken = {name for own in chosen for name in own.slices}
-        for own in sorted(self._classes, key=self._sliced_bytes, reverse=True):
-            if taken.isdisjoint(own.slices):  # left out to send less, but compatible
-                chosen.append(own)
-                taken |= own.slices.keys()
+        taken = {name for candidate in chosen for name in candidate.slices}
+        for candidate in sorted(self._classes, key=self._sliced_bytes, reverse=True):
+            if taken.isdisjoint(candidate.slices):  # left out to send less, but compatible
+                chosen.append(candidate)
+                taken |= candidate.slices.keys()
         return chosen
 
-    def _cheapest(self, prices: Prices, limit: float | None) -> list[Sliced]:
+    def _cheapest(self, prices: Prices, limit: float | None) -> list[Candidate]:
         """Return the set that takes the least time among those that fit the limit."""
-        parts: list[Sliced] = [
+        parts: list[Candidate] = [
             *self._classes,
             *(f for forms in self._single_layers.values() for f in forms),
         ]
         options = []
-        for own in parts:
-            share = max(fullest_share(slices, self._ranks) for slices in own.slices.values())
-            saved = (1 - share) * own.flops * 3 * prices.seconds_per_flop
+        for candidate in parts:
+            share = max(fullest_share(slices, self._ranks) for slices in candidate.slices.values())
+            saved = (1 - share) * candidate.flops * 3 * prices.seconds_per_flop
             seconds = sum(
                 prices.exchange(sent.kind, sent.nbytes) * self._times(sent.where)
-                for sent in own.exchanged
+                for sent in candidate.exchanged
             )
-            options.append(self._option(own, seconds - saved, prices.state_bytes, 1 - share))
+            options.append(self._option(candidate, seconds - saved, prices.state_bytes, 1 - share))
         if limit is None:
             best = frontier(options, best_key=lambda point: (point.cost, point.nbytes))[0]
             return list(best.taken)
-        held = sum(nbytes for _, nbytes in self._trace.saved)
-        held += int(sum(self._nbytes.values()) * prices.state_bytes)
+        total = sum(nbytes for _, nbytes in self._trace.saved)
+        total += int(sum(self._nbytes.values()) * prices.state_bytes)
         points = frontier(options)
-        fitting: list[Point] = [point for point in points if held + point.nbytes <= limit]
+        fitting: list[Point] = [point for point in points if total + point.nbytes <= limit]
         if not fitting:
-            least = held + points[-1].nbytes
+            least = total + points[-1].nbytes
             raise ConfigError(
                 f"mesh.tp={self._ranks}: the limit of a rank is {format_bytes(int(limit))}, and "
                 f"with everything sliced that can be it needs {format_bytes(int(least))} for "
@@ -326,27 +334,38 @@ class _Choice:
             )
         return list(fitting[0].taken)
 
-    def _option(self, own: Sliced, cost: float, state: float, activations: float) -> Option:
+    def _option(
+        self, candidate: Candidate, cost: float, state: float, activations: float
+    ) -> Option:
         """Return a class or a single layer as an option, with the bytes that it saves a rank."""
-        held = sum(
+        saved_states = sum(
             self._nbytes.get(name, 0) * (1 - fullest_share(slices, self._ranks))
-            for name, slices in own.slices.items()
+            for name, slices in candidate.slices.items()
         )
-        kept = own.activation_bytes * activations if isinstance(own, SliceClass) else 0.0
-        return Option(own, frozenset(own.slices), cost, -(held * state + kept))
+        saved_activations = (
+            candidate.activation_bytes * activations if isinstance(candidate, SliceClass) else 0.0
+        )
+        return Option(
+            candidate,
+            frozenset(candidate.slices),
+            cost,
+            -(saved_states * state + saved_activations),
+        )
 
     def _times(self, where: str) -> int:
         """Return how many modules or parameters of a deeper model this name represents."""
         counts = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
         return next(counts, 1)
 
-    def _sent(self, own: Sliced | None) -> int:
+    def _sent(self, candidate: Candidate | None) -> int:
         """Return about how many bytes a rank sends for it in a micro-batch."""
-        exchanged: Sequence[SliceExchange] = own.exchanged if own is not None else ()
-        return sum(sent.nbytes * _weight(sent.kind) * self._times(sent.where) for sent in exchanged)
+        exchanged: Sequence[SliceExchange] = candidate.exchanged if candidate is not None else ()
+        return sum(
+            sent.nbytes * _sent_per_byte(sent.kind) * self._times(sent.where) for sent in exchanged
+        )
 
-    def _sliced_bytes(self, own: Sliced) -> int:
-        return sum(self._nbytes.get(name, 0) for name in own.slices)
+    def _sliced_bytes(self, candidate: Candidate) -> int:
+        return sum(self._nbytes.get(name, 0) for name in candidate.slices)
 
     def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleLayer | None:
         """Return the way to slice a weight that sends least, of those that divide it evenly."""
@@ -369,7 +388,7 @@ class _Choice:
             return self._trace.failed or "this forward pass does not use it"
         reasons = []
         for n, dim in enumerate(held.dims):
-            reason = self._why_dim(held.name, n) or self._groups.why_not(dim)
+            reason = self._why_dim(held.name, n) or self._axis_classes.why_not(dim)
             if reason and dim:
                 reasons.append(f"dim {n}: {reason}")
         return "; ".join(reasons) or "it is one number"
@@ -380,19 +399,19 @@ class _Choice:
 
     def _why_dim(self, name: str, n: int) -> str:
         """Return why a dim that can be sliced is not; '' if it cannot be."""
-        for own in self._groups.classes.values():
-            slices = own.slices.get(name)
+        for candidate in self._axis_classes.classes.values():
+            slices = candidate.slices.get(name)
             if slices is None or slices.dim != n:
                 continue
-            if own.units < self._ranks:
-                few = f"it has {own.units} parts that stay together, for {self._ranks} ranks"
-                return few if own.units < 2 else f"{few}: mesh.tp={own.units} would do"
-            for other, lying in own.slices.items():
+            if candidate.units < self._ranks:
+                few = f"it has {candidate.units} parts that stay together, for {self._ranks} ranks"
+                return few if candidate.units < 2 else f"{few}: mesh.tp={candidate.units} would do"
+            for other, other_slices in candidate.slices.items():
                 taken = self._taken.get(other)
-                if taken is not None and (other == name or taken.dim != lying.dim):
+                if taken is not None and (other == name or taken.dim != other_slices.dim):
                     return f"{other!r}, which goes with it, is sliced along dim {taken.dim}"
-            share = own.parameter_bytes / sum(self._nbytes.values())
-            sent = format_bytes(sum(sent.nbytes for sent in own.exchanged))
+            share = candidate.parameter_bytes / sum(self._nbytes.values())
+            sent = format_bytes(sum(sent.nbytes for sent in candidate.exchanged))
             return f"it is {share:.2%} of the parameters, and slices of it would send {sent}"
         return ""
 
@@ -401,7 +420,11 @@ class _Choice:
         largest = sorted(self._nbytes, key=lambda name: -self._nbytes[name])[:3]
         lines, could_be = [], 1
         for name in largest:
-            units = [own.units for own in self._groups.classes.values() if name in own.slices]
+            units = [
+                candidate.units
+                for candidate in self._axis_classes.classes.values()
+                if name in candidate.slices
+            ]
             units += [form.units for form in self._all_single_layers.get(name, ())]
             most = 1 if name in self._whole else max(units, default=1)
             could = (
@@ -424,5 +447,5 @@ class _Choice:
         return [dim_length(dim) for dim in self._trace.state[name].dims]
 
 
-def _weight(kind: CommOp) -> int:
+def _sent_per_byte(kind: CommOp) -> int:
     return 2 if kind == "all_reduce" else 1
