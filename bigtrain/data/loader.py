@@ -198,15 +198,15 @@ class StepLoader:
         dataset: samples of (input, target).
         order: the global order; its seed is also that of the augmentation.
         count: number of valid targets of a batch of targets on the CPU (a loss's `count`).
-        dp_rank: this rank's place among those that see different samples; None where it computes
-            no loss (`Plan.data_rank`), and gets one micro-batch of padding a step.
-        dp_size: number of these.
-        micro_batch_size: rows per forward and rank, at most.
+        dp_rank: this rank's place among ranks with different samples; None for a rank that computes
+            no loss (`Plan.data_rank`), which gets one micro-batch of padding per step.
+        dp_size: number of ranks with different samples.
+        micro_batch_size: the most rows of a forward pass of a rank.
         samples_seen: global samples that are already done.
-        on_read: told before each micro-batch is waited for which of its step it is, from 1.
-        workers: processes that read ahead; 0 reads in this process.
-        pin_memory: put batches in page-locked memory, where there is a CUDA device.
-        collate: makes (inputs, targets) of a list of samples; None is torch's way of stacking.
+        on_read: called before each micro-batch is waited for, with its number in the step, from 1.
+        workers: processes that read ahead; 0 to read in this process.
+        pin_memory: whether to put batches in pinned memory, if there is a CUDA device.
+        collate: makes (inputs, targets) of a list of samples; None for torch's default.
 
     Raises:
         ConfigError: a number is out of range.
@@ -232,7 +232,8 @@ class StepLoader:
         self.samples_seen = samples_seen
         self._count = count
         self._on_read = on_read or (lambda _number: None)
-        self._layout = (dp_rank, dp_size, micro_batch_size)
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._micro_batch_size = micro_batch_size
         self._reader = _Reader(dataset, order.seed, workers, pin_memory, collate)
 
     def __iter__(self) -> Iterator[Step]:
@@ -250,7 +251,10 @@ class StepLoader:
             epoch, indices = self.order.batch_at(position)
             position += len(indices)
             ends = position % self.order.samples_per_epoch == 0
-            yield _StepPlan(epoch, len(indices), split_global_batch(indices, *self._layout), ends)
+            micro_batches = split_global_batch(
+                indices, self._dp_rank, self._dp_size, self._micro_batch_size
+            )
+            yield _StepPlan(epoch, len(indices), micro_batches, last_in_epoch=ends)
 
 
 def validation_batches(

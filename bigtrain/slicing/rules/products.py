@@ -340,7 +340,7 @@ def _grouped(
 ) -> Any:
     """A convolution by groups of channels: a rank has whole groups, or a part of each group.
 
-    Args: see `_convolution`; `groups` is more than one.
+    The arguments are those of `_convolution`; `groups` is more than one.
     """
     if not is_sliced(x) and not is_sliced(weight):
         return compute(x, weight, groups)
