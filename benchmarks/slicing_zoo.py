@@ -94,7 +94,7 @@ def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
         "modules": f"{len(inside)} of {len(holders)}",
         "classes": len(plan.classes),
         "by_themselves": len(plan.single_layers),
-        "kept": {name: f"{kept[name]:.2%}: {plan.kept[name]}" for name in largest},
+        "kept": {name: f"{kept[name]:.2%}: {plan.whole_reasons[name]}" for name in largest},
     }
 
 

@@ -124,7 +124,7 @@ class TensorSlices(SliceStrategy):
             size=plan.tp,
             sequence_dim=sequence_dim,
             lines=chosen.lines(),
-            kept=chosen.kept,
+            whole_reasons=chosen.whole_reasons,
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:

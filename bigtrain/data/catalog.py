@@ -204,8 +204,8 @@ def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) ->
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the types of the arguments whose annotations can be resolved."""
     parameters = inspect.signature(factory).parameters.items()
-    plain = {key: p.annotation for key, p in parameters if p.annotation is not p.empty}
-    hints = {key: hint for key, hint in plain.items() if not isinstance(hint, str)}
+    annotations = {key: p.annotation for key, p in parameters if p.annotation is not p.empty}
+    hints = {key: hint for key, hint in annotations.items() if not isinstance(hint, str)}
     inner = vars(factory).get("__init__") if isinstance(factory, type) else None
     for annotated in (factory, inner or factory):
         # A user's annotation may be one that only a type checker can resolve.

@@ -98,11 +98,13 @@ class ImageFolderSource:
     def _folders(self) -> tuple[Path, Path | None]:
         needs = "give the folder with one folder of images per class."
         root = existing_folder(self.path, needs)
-        beside = [root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)]
+        validation_folders = [
+            root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)
+        ]
         train = root / "train"
         # Only if it holds classes: otherwise "train" may be a class, of vehicles.
         if os.path.isdir(train) and any(os.path.isdir(train / n) for n in names_in(train)):
-            return root / "train", beside[0] if beside else None
+            return root / "train", validation_folders[0] if validation_folders else None
         return root, None
 
     def check(self) -> None:
@@ -128,18 +130,21 @@ class ImageFolderSource:
         self.check()
         from torchvision.datasets import ImageFolder
 
-        folder, beside = self._folders()
-        augmented, plain = _transforms(self.size, self.augment)
+        folder, validation_folder = self._folders()
+        augmented, unaugmented = _transforms(self.size, self.augment)
         with explain_data_errors(self._name, folder):
             images = ImageFolder(folder, transform=augmented, allow_empty=True, loader=read_colours)
             second = ImageFolder(
-                beside or folder, transform=plain, allow_empty=True, loader=read_colours
+                validation_folder or folder,
+                transform=unaugmented,
+                allow_empty=True,
+                loader=read_colours,
             )
-        for listed in (images, second) if beside is not None else (images,):
+        for listed in (images, second) if validation_folder is not None else (images,):
             _check_images(listed)
         train: Samples = LabelledImages(images, deterministic=not self.augment)
         validation: Samples | None = LabelledImages(second, deterministic=True)
-        if beside is None:
+        if validation_folder is None:
             train, validation = self._held_out(train, LabelledImages(second, deterministic=True))
         return Data(
             train=train,
@@ -149,7 +154,7 @@ class ImageFolderSource:
             f"{len(validation) if validation is not None else 0} held out",
         )
 
-    def _held_out(self, train: Samples, plain: Samples) -> tuple[Samples, Samples | None]:
+    def _held_out(self, train: Samples, unaugmented: Samples) -> tuple[Samples, Samples | None]:
         total = len(train)
         number = round(total * self.validation_fraction)
         if not number:
@@ -161,7 +166,7 @@ class ImageFolderSource:
             )
         order = permute_indices(range(total), total, _SPLIT_SEED).tolist()
         return SampleSubset(train, sorted(order[number:])), SampleSubset(
-            plain, sorted(order[:number])
+            unaugmented, sorted(order[:number])
         )
 
 

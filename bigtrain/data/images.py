@@ -132,15 +132,15 @@ def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path, prefix=".download-") as beside:
+        with tempfile.TemporaryDirectory(dir=path, prefix=".download-") as temporary:
             for archive in path.glob("*.tar*"):
                 with contextlib.suppress(OSError):  # a file system without hard links
-                    os.link(archive, Path(beside) / archive.name)
-            fetch(Path(beside))
+                    os.link(archive, Path(temporary) / archive.name)
+            fetch(Path(temporary))
             # In reverse order of names: VOC's lists, which show that it is complete, come last.
-            for file in sorted(Path(beside).rglob("*"), reverse=True):
+            for file in sorted(Path(temporary).rglob("*"), reverse=True):
                 if file.is_file():
-                    target = path / file.relative_to(beside)
+                    target = path / file.relative_to(temporary)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(file, target)
     except (OSError, RuntimeError) as error:  # urllib's URLError is an OSError

@@ -99,9 +99,9 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
             sides = [max(1, round(side * self.size / longer)) for side in image.shape[-2:]]
             image, mask = v2.Resize(sides)(image, mask)
         height, width = image.shape[-2:]
-        beside = [0, 0, self.size - width, self.size - height]
-        kept = [functional.pad(part, beside, self._fill[type(part)]) for part in (image, mask)]
-        return kept[0], kept[1]
+        padding = [0, 0, self.size - width, self.size - height]
+        padded = [functional.pad(part, padding, self._fill[type(part)]) for part in (image, mask)]
+        return padded[0], padded[1]
 
 
 def _check_classes(mask_file: Path, mask: Tensor) -> None:

@@ -22,14 +22,14 @@ CACHE = "cache"
 _LISTED = 3
 
 
-def begin_with(blueprint: Blueprint, name: str, source: str, kept: Sequence[str]) -> Path:
+def use_pretrained(blueprint: Blueprint, name: str, source: str, excluded: Sequence[str]) -> Path:
     """Set the values of a blueprint to those of a file.
 
     Args:
         blueprint: of the model; it is changed.
         name: of the model (`model.name`).
         source: the path of a state dict, or `cache`.
-        kept: modules or tensors that keep initial values (`model.pretrained_except`).
+        excluded: modules or tensors that keep initial values (`model.pretrained_except`).
 
     Returns:
         The file.
@@ -52,10 +52,10 @@ def begin_with(blueprint: Blueprint, name: str, source: str, kept: Sequence[str]
         saved = open_state_dict(path).model
     except CheckpointError as error:
         raise ConfigError(f"{key}: {error}. Give a state dict of {name}.") from None
-    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, kept)}
+    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, excluded)}
     wanted = named_tensors(blueprint.model)
-    _check_kept(kept, wanted)
-    wanted = {n: tensor for n, tensor in wanted.items() if not _is_in(n, kept)}
+    _check_excluded(excluded, wanted)
+    wanted = {n: tensor for n, tensor in wanted.items() if not _is_in(n, excluded)}
     _check(key, name, saved, wanted)
     blueprint.values = saved
     return path
@@ -65,8 +65,8 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _check_kept(kept: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
-    for module in kept:
+def _check_excluded(excluded: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
+    for module in excluded:
         if not any(_is_in(name, [module]) for name in wanted):
             known = sorted({name.split(".")[0] for name in wanted})
             raise ConfigError(

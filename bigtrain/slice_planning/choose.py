@@ -91,8 +91,8 @@ def plan_slices(
     """
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
-    kept = kept_names(keep, workload.model)
-    return _Choice(trace, ranks, kept, repeats).plan(prices, limit)
+    whole_names = kept_names(keep, workload.model)
+    return _Choice(trace, ranks, whole_names, repeats).plan(prices, limit)
 
 
 def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
@@ -206,7 +206,7 @@ class _Choice:
             ranks=self._ranks,
             slices=slices,
             gathered=frozenset(gathered),
-            kept={
+            whole_reasons={
                 name: self._why_whole(name)
                 for name in self._trace.state
                 if name in self._trace.trained and name not in slices

@@ -22,7 +22,7 @@ class SlicingPlan:
     """By plain names, of tied tensors under each of them."""
     gathered: frozenset[str] = frozenset()
     """Sliced weights whose product is gathered immediately, so that it is whole afterwards."""
-    kept: Mapping[str, str] = field(default_factory=dict)
+    whole_reasons: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, with the reason."""
     classes: tuple[SliceClass, ...] = ()
     """Tensors that are sliced together."""
@@ -56,7 +56,7 @@ class SlicingPlan:
             name: spec_text(slices, gathered=name in self.gathered)
             for name, slices in self.slices.items()
         }
-        return merged_lines(texts, self.kept)
+        return merged_lines(texts, self.whole_reasons)
 
     def sliced_share(self, model: nn.Module) -> float:
         """Return the fraction of a model's parameters, by number of elements, that is sliced."""

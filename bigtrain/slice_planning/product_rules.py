@@ -128,8 +128,8 @@ def layer_normed(op: OpCall) -> list[Dims]:
             same_dims(tensor.shape, [dims, known])
     for dim in dims[len(dims) - over :]:
         op.block(dim, "a norm goes along it")
-    kept = (*dims[: len(dims) - over], *([[]] * over))
-    return [dims, *(kept for _ in op.results[1:])]
+    statistics = (*dims[: len(dims) - over], *([[]] * over))
+    return [dims, *(statistics for _ in op.results[1:])]
 
 
 @axis_rule("native_group_norm", "group_norm")

@@ -96,11 +96,11 @@ def sliced(op: OpCall) -> list[Dims]:
     pieces = split_inner(dims[dim], step) if count * step == length else None
     if pieces is None:
         op.block(dims[dim], f"every {step}th place of it is taken")
-        kept = op.blocked_dim(count, f"every {step}th place is taken")
+        rest = op.blocked_dim(count, f"every {step}th place is taken")
     else:
         op.block(pieces[1], "one place of it is taken alone")
-        kept = pieces[0]
-    return [(*dims[:dim], kept, *dims[dim + 1 :])]
+        rest = pieces[0]
+    return [(*dims[:dim], rest, *dims[dim + 1 :])]
 
 
 @axis_rule("select", "unbind")
@@ -156,9 +156,9 @@ def reduced(op: OpCall) -> list[Dims]:
     dims = op.dims_or_new(tensor)
     for n in over:
         op.block(dims[n], f"a {op.name} over it is taken")
-    kept = tuple([] if n in over else dim for n, dim in enumerate(dims))
+    kept_dims = tuple([] if n in over else dim for n, dim in enumerate(dims))
     if not op.results or op.results[0].dim() == tensor.dim():
-        return [kept for _ in op.results]
+        return [kept_dims for _ in op.results]
     return [tuple(dim for n, dim in enumerate(dims) if n not in over) for _ in op.results]
 
 
@@ -244,12 +244,12 @@ def indexed(op: OpCall) -> list[Dims]:
     width = result.dim() - (len(dims) - len(over))
     adjacent = over == list(range(over[0], over[0] + len(over)))
     front = over[0] if adjacent else 0
-    kept = [dim for n, dim in enumerate(dims) if n not in over]
+    kept_dims = [dim for n, dim in enumerate(dims) if n not in over]
     new = [
         op.blocked_dim(length, "places are looked up")
         for length in result.shape[front : front + width]
     ]
-    return [(*kept[:front], *new, *kept[front:])]
+    return [(*kept_dims[:front], *new, *kept_dims[front:])]
 
 
 def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:

@@ -29,7 +29,7 @@ class ModelSlices:
     """The dim of activations (batch, seq, width) that is sharded between linear layers, or None."""
     lines: Mapping[str, str] = field(default_factory=dict)
     """`strategy.slice.slices` as a user would write it: specifications by name patterns."""
-    kept: Mapping[str, str] = field(default_factory=dict)
+    whole_reasons: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, with the reason."""
 
     def summary(self, model: nn.Module) -> str:
@@ -42,7 +42,8 @@ class ModelSlices:
         if not largest:
             return text
         names = ", ".join(
-            f"{name} ({self.kept[name]})" if self.kept.get(name) else name for name in largest[:2]
+            f"{name} ({self.whole_reasons[name]})" if self.whole_reasons.get(name) else name
+            for name in largest[:2]
         )
         more = f" and {len(largest) - 2} smaller" if len(largest) > 2 else ""
         return f"{text}; whole: {names}{more}"
@@ -96,14 +97,16 @@ class SlicedState:
             name: `model.NAME` or `optimizer.NAME.KEY`.
             shapes: of all tensors of the state, either all of this rank's parts or all as saved.
         """
-        part, _, plain = name.partition(".")
+        part, _, parameter_name = name.partition(".")
         if part == "optimizer":
-            plain = plain.rpartition(".")[0]
-        slices = self.by_name.get(plain)
+            parameter_name = parameter_name.rpartition(".")[0]
+        slices = self.by_name.get(parameter_name)
         if slices is None or len(shapes[name]) <= slices.dim:
             return None
         # Optimizer state of another shape than its parameter is a step count.
-        return slices if shapes.get(f"model.{plain}", shapes[name]) == shapes[name] else None
+        return (
+            slices if shapes.get(f"model.{parameter_name}", shapes[name]) == shapes[name] else None
+        )
 
     def placed(
         self, slices: Slices, shape: Sequence[int], extents: Iterable[Extent]

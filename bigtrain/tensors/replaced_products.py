@@ -90,9 +90,9 @@ class ReplacedProducts:
         def note(tensor: Tensor) -> Tensor | _SavedView:
             owner = by_storage.get(tensor.untyped_storage()._cdata)
             if owner is not None and not _is_parameter_itself(tensor, owner):
-                ends, kept = self.viewed.setdefault(owner, []), _SavedView(tensor)
-                weakref.finalize(kept, lambda: ends.append(self._clock()))
-                return kept
+                ends, saved_view = self.viewed.setdefault(owner, []), _SavedView(tensor)
+                weakref.finalize(saved_view, lambda: ends.append(self._clock()))
+                return saved_view
             return tensor
 
         return saved_tensors_hooks(note, _unpack)

@@ -139,7 +139,7 @@ def test_few_parameters_that_cost_traffic_stay_whole():
     plan = plan_slices(work_on(GPT(config), 2, 32, tokens=9001), 2)
     assert "embedding.position.weight" not in plan.slices
     why = "dim 0: it is 0.26% of the parameters, and slices of it would send 16.0 KiB"
-    assert plan.kept["embedding.position.weight"].startswith(why)
+    assert plan.whole_reasons["embedding.position.weight"].startswith(why)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
