@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, read_colours
+from bigtrain.data.image_files import MOST_CHECKED, check_complete, read_colours
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -65,7 +65,7 @@ def _check_images(listed: Any) -> None:
                 f"data.path: {Path(listed.root) / name} has no image, and a class needs at least "
                 f"1. Put images there ({', '.join(listed.extensions)}), or remove the folder."
             )
-    check_whole([Path(file) for file, _ in listed.samples], MOST_LOOKED_AT)
+    check_complete([Path(file) for file, _ in listed.samples], MOST_CHECKED)
 
 
 def _transforms(size: int, augment: bool) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
 _MOST_IDX = 256 << 20
 """The most bytes of an unpacked IDX file: a small gzip file can expand to very many."""
-MOST_LOOKED_AT = 10_000
+MOST_CHECKED = 10_000
 """The most images that are checked before a run: all of VOC's, a sample of ImageNet's."""
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 """The last bytes of a complete JPEG, and of a complete PNG."""
@@ -112,7 +112,7 @@ def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
         raise _damaged(path, f"it has the label {most}, all must be below {num_classes}")
 
 
-def check_whole(files: Sequence[Path], most: int) -> None:
+def check_complete(files: Sequence[Path], most: int) -> None:
     """Refuse image files that are truncated, or no images.
 
     The header of each is read; only files that do not end as a complete JPEG or PNG are decoded.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, image_header, opened_image
+from bigtrain.data.image_files import MOST_CHECKED, check_complete, image_header, opened_image
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -132,7 +132,7 @@ def _check_pairs(files: Sequence[tuple[Path, Path]]) -> None:
                 f"data.path: {mask_file} has pixels of mode {mode}, needed are palette numbers "
                 "(P) or grey values (L) that are classes. Get the file again as VOC publishes it."
             )
-    check_whole([file for pair in files for file in pair], MOST_LOOKED_AT)
+    check_complete([file for pair in files for file in pair], MOST_CHECKED)
 
 
 @dataclass(frozen=True, kw_only=True)

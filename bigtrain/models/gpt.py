@@ -115,7 +115,7 @@ def _check_type(name: str, value: object, kind: str) -> None:
         fits, needed = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
     else:
         whole = isinstance(value, int) and not isinstance(value, bool)
-        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number from 1 on"
+        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number, at least 1"
     if not fits:
         raise ConfigError(f"model.args.{name}={value!r} needs {needed}.")
 

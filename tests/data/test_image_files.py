@@ -16,7 +16,7 @@ from PIL import Image
 
 from bigtrain.data import open_data
 from bigtrain.data.image_files import (
-    check_whole,
+    check_complete,
     decode_image,
     image_header,
     read_colours,
@@ -226,9 +226,9 @@ def test_many_files_are_looked_at_in_part(tmp_path):
     for file in files:
         Image.new("RGB", (2, 2)).save(file)
     files[3].write_bytes(b"\xff\xd8")
-    check_whole(files, most=5)
+    check_complete(files, most=5)
     with pytest.raises(ConfigError, match=r"3\.jpg cannot be read: "):
-        check_whole(files, most=10)
+        check_complete(files, most=10)
 
 
 @pytest.mark.parametrize("kind", ["bomb", "pipe", "device", "folder", "text", "no header"])
@@ -250,7 +250,12 @@ def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
         path.mkdir()
     else:
         path.write_bytes(b"a text" if kind == "text" else b"\x89PNG\r\n\x1a\nIEND\xaeB`\x82")
-    for read in (decode_image, image_header, read_colours, lambda one: check_whole([one], most=1)):
+    for read in (
+        decode_image,
+        image_header,
+        read_colours,
+        lambda one: check_complete([one], most=1),
+    ):
         with pytest.raises(ConfigError, match=r"data\.path: .*odd\.png cannot be read: .*Get this"):
             read(path)
 

@@ -176,7 +176,7 @@ def test_too_long_an_input_is_refused() -> None:
     [
         ({"hue": 3}, r"model\.args\.hue: gpt has no argument 'hue'\. Known: vocab_size"),
         ({"num_layer": 3}, r"model\.args\.num_layer: .*, did you mean 'num_layers'\?"),
-        ({"num_layers": 0}, r"model\.args\.num_layers=0 needs a whole number from 1 on\."),
+        ({"num_layers": 0}, r"model\.args\.num_layers=0 needs a whole number, at least 1\."),
         ({"num_layers": 1.5}, r"num_layers=1\.5 needs a whole number"),
         ({"width": "wide"}, r"model\.args\.width='wide' needs a whole number"),
         ({"bias": 1}, r"model\.args\.bias=1 needs true or false\."),
@@ -208,7 +208,7 @@ def test_lenet_refuses_what_it_cannot_take() -> None:
     with pytest.raises(ConfigError, match="images are 28 x 28, needed are 32 x 32. Pad or resize"):
         LeNet()(torch.randn(1, 1, 28, 28))
     for args, message in (
-        ({"num_classes": 0}, r"model\.args\.num_classes=0 needs a whole number from 1 on"),
+        ({"num_classes": 0}, r"model\.args\.num_classes=0 needs a whole number, at least 1"),
         ({"in_channels": "rgb"}, r"model\.args\.in_channels='rgb' needs a whole number"),
         ({"classes": 2}, r"args\.classes: lenet has no argument 'classes', did you mean 'num_cla"),
     ):

@@ -103,7 +103,7 @@ def test_index_buffers_are_exact() -> None:
     ("name", "args", "message"),
     [
         ("resnet18", {"num_clases": 3}, r"num_clases: resnet18 has no .*, did you mean 'num_class"),
-        ("resnet18", {"num_classes": 0}, r"args\.num_classes=0 needs a whole number from 1 on"),
+        ("resnet18", {"num_classes": 0}, r"args\.num_classes=0 needs a whole number, at least 1"),
         ("resnet18", {"num_classes": "ten"}, r"args\.num_classes='ten' needs a whole number"),
         (
             "resnet18",
