@@ -41,11 +41,21 @@ def _attention(
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
     sliced = [t for t in (query, key, value, attn_mask) if is_sliced(t)]
+    # The first operand that is sliced by heads or by samples; the others follow its slices.
     main = next((t for t in sliced if t.negative_dim <= -3), sliced[0])
     dim, group, slices = main.negative_dim, main.group, main.slices
     if dim > -3:
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return _by_value_columns(sliced, query, key, value, attn_mask, enable_gqa, options)
+        return _by_value_columns(
+            sliced,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     forget_input(group)
     times = query.shape[-3] // key.shape[-3] if enable_gqa and dim == -3 else 1
     if times > 1 and (main is key or main is value):
@@ -73,17 +83,33 @@ def _attention(
 
 
 def _by_value_columns(
-    sliced: list[Any], query: Any, key: Any, value: Any, mask: Any, shared: Any, options: Any
+    sliced: list[Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Any:
     """Attention with values sliced along their width: all ranks compute the same weights."""
     if len(sliced) > 1 or sliced[0] is not value or value.negative_dim != -1:
         return NotImplemented
     group = value.group
     q, k = as_operand(query, None, group), as_operand(key, None, group)
-    own_mask = None if mask is None else as_operand(mask, None, group)
+    whole_mask = None if mask is None else as_operand(mask, None, group)
     return value.like(
         F.scaled_dot_product_attention(
-            q, k, local_of(value), own_mask, enable_gqa=shared, **options
+            q,
+            k,
+            local_of(value),
+            whole_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     )
 
