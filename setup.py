@@ -63,7 +63,6 @@ setup(
         "bigtrain.slicing.rules",
         "bigtrain.speedup",
         "bigtrain.strategies",
-        "bigtrain.strategies.autotp",
         "bigtrain.strategies.local_sgd",
         "bigtrain.strategies.parameter_server",
         "bigtrain.strategies.pipeline",

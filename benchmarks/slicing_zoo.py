@@ -86,15 +86,15 @@ def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
         for name, p in model.named_parameters()
         if name not in sliced
     }
-    parts: list[Any] = [*plan.classes, *plan.singles]
+    parts: list[Any] = [*plan.classes, *plan.single_layers]
     largest = sorted(kept, key=lambda name: -kept[name])[:3]
     return {
         "parameters": round(plan.sliced_share(model), 4),
         "operations": round(min(1.0, sum(part.flops for part in parts) / max(1, plan.flops)), 4),
         "modules": f"{len(inside)} of {len(holders)}",
         "classes": len(plan.classes),
-        "by_themselves": len(plan.singles),
-        "kept": {name: f"{kept[name]:.2%}: {plan.kept[name]}" for name in largest},
+        "by_themselves": len(plan.single_layers),
+        "kept": {name: f"{kept[name]:.2%}: {plan.whole_reasons[name]}" for name in largest},
     }
 
 
@@ -105,8 +105,8 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
         own
         for own in groups.classes.values()
         if own.units > 1
-        and own.carried
-        and not own.looked_up
+        and own.in_activations
+        and not own.is_table
         and all(sent.kind != "all_gather" for sent in own.exchanged)
     ]
     count = len(classes)

@@ -40,7 +40,7 @@ from bigtrain.devices import current_stream, is_accelerator, on_stream, set_curr
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import is_dense
+from bigtrain.tensors.memory_format import is_dense
 
 
 class Ring(Strategy):

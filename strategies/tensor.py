@@ -1,17 +1,17 @@
-"""Tensor parallelism: each layer's weights in slices on the ranks of the tp axis.
+"""Tensor parallelism: each layer's weights are sliced over the ranks of the tp axis.
 
-Any model is sliced, without a plan by hand: what its forward pass does with each dim is traced, and
-a weight is sliced by columns where what follows goes on with slices, by rows where they are summed
-up, attention by heads, embeddings and the loss by the vocabulary.
+Any model is sliced without a plan by hand. A trace of the forward pass shows how each dim is used:
+a weight is sliced by columns where the next layers compute with slices, by rows where slices are
+summed; attention is sliced by heads, embeddings and the loss by the vocabulary.
 
-Memory: sliced parameters, their gradients and optimizer state, and what is computed with them, by
-the number of ranks; activations between sliced layers are whole, unless `sequence` splits them.
-Communication: for each pair of sliced layers an all-reduce of their output in the forward pass, and
-one of their input's gradient in the backward pass, which nothing hides. Between stages of a
-pipeline each rank sends its part, 1/tp, of what goes on and of what comes back, and the ranks that
-receive the parts gather them; what has less than 1 KiB goes whole. With `sequence` a stretch of
-activations goes as it lies, and is not gathered; a mask, or a table of positions, is.
-Constraints: the ranks should be of one node; a module has a part for each rank or stays whole.
+Memory: sliced parameters, their gradients, optimizer state and activations are divided by the
+number of ranks; activations between sliced layers are whole, unless `sequence` shards them.
+Communication: each pair of sliced layers all-reduces its output in the forward pass and the
+gradient of its input in the backward pass; nothing overlaps with these. Between pipeline stages
+each rank sends 1/tp of an activation, or of its gradient, and the receiving ranks gather it;
+tensors below 1 KiB are sent whole. With `sequence` each rank sends its sequence shard and nothing
+is gathered but masks and tables of positions.
+Constraints: the ranks should share a node; a layer with fewer units than ranks stays whole.
 Example: bigtrain train -n 2 --strategy tensor
 
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053); with `sequence` Korthikanti et al. 2022
@@ -41,19 +41,19 @@ from bigtrain.slicing.state import ModelSlices
 
 
 class TensorSlices(SliceStrategy):
-    """Layers in slices over the ranks of the tp axis."""
+    """Layers sliced over the ranks of the tp axis."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     name: ClassVar[str] = "tensor"
     role: ClassVar[Role] = "slice"
-    summary: ClassVar[str] = "each layer's weights in slices; two all-reduces for a pair of layers"
+    summary: ClassVar[str] = "layers' weights sliced over ranks; two all-reduces per pair of layers"
 
     sequence: bool = False
-    """Split activations between sliced layers along the sequence, too (sequence parallelism)."""
+    """Shard activations between sliced layers along the sequence, too (sequence parallelism)."""
     slices: dict[str, str] | None = None
-    """What is sliced, by patterns of names: `blocks.*.mlp.expand.weight: 0`, as a dry run prints
-    it; left out, it is chosen."""
+    """Slices by patterns of names, `blocks.*.mlp.expand.weight: 0`, as a dry run prints them; left
+    out, they are chosen."""
     keep: tuple[str, ...] = ()
     """Modules that stay whole, by patterns of names: `blocks.0.attention`."""
 
@@ -63,11 +63,15 @@ class TensorSlices(SliceStrategy):
         return Traits(cannot_hold=SPARSE | SECOND_BACKWARD | {"accumulate_hooks"})
 
     def check(self, plan: Plan) -> None:
-        """Refuse what goes past a module's own code, or wants whole parameters."""
+        """Refuse what bypasses a module's code or needs whole parameters.
+
+        Raises:
+            ConfigError: with the key, and what to use instead.
+        """
         if self.slices is not None and self.keep:
             raise ConfigError(
-                "strategy.slice.slices says what is sliced, and strategy.slice.keep what is not "
-                "to be chosen. Leave strategy.slice.keep out."
+                "strategy.slice.slices lists all slices, and strategy.slice.keep excludes modules "
+                "from slices that are chosen. Leave strategy.slice.keep out."
             )
         if plan.tp == 1:
             raise ConfigError(
@@ -97,7 +101,7 @@ class TensorSlices(SliceStrategy):
                 )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: activations between sliced layers whole, and split."""
+        """See `Strategy.variants`: activations between sliced layers whole, and sharded."""
         if 1 < shape.tp <= shape.most_ranks:
             for preset in ("tensor", "tensor_sequence"):
                 yield Variant(preset, preset_options(self.role, preset))
@@ -113,12 +117,18 @@ class TensorSlices(SliceStrategy):
             by_name, gathered = read_lines(self.slices, workload.model, plan.tp)
             refuse_listed(workload, by_name)
             return ModelSlices(by_name, gathered, plan.tp, sequence_dim, self.slices)
-        found = plan_slices(workload, plan.tp, keep=self.keep, repeats=workload.repeats)
-        lines, own = found.lines(), (found.slices, found.gathered)
-        return ModelSlices(*own, plan.tp, sequence_dim, lines, found.kept)
+        chosen = plan_slices(workload, plan.tp, keep=self.keep, repeats=workload.repeats)
+        return ModelSlices(
+            by_name=chosen.slices,
+            gathered=chosen.gathered,
+            size=plan.tp,
+            sequence_dim=sequence_dim,
+            lines=chosen.lines(),
+            whole_reasons=chosen.whole_reasons,
+        )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """What a micro-batch exchanges, as a run on fake tensors has it."""
+        """Return the collectives of a micro-batch, as recorded on fake tensors."""
         counts: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for exchange in profile.exchanges:

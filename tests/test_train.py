@@ -286,6 +286,7 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
         (["mesh.tp=2"], "mesh.tp=2"),
         (["--resume", "nowhere"], "checkpoint.resume: there is no checkpoint at 'nowhere'"),
         (["strategy.replicate=zeroo"], "strategy.replicate: unknown 'zeroo'"),
+        (["strategy.slice=autotp"], r"strategy.slice: autotp was removed. Use --strategy tensor"),
         (["strategy.replicate.bucket=1"], "strategy.replicate.bucket, did you mean bucket_size?"),
     ],
 )

@@ -169,7 +169,7 @@ class ActivationOffloader:
                 record.spot, wait = self._open_transfer().copy_out(record.data)
                 departing.append((weakref.ref(record), record.data, wait))
                 self.bytes_moved += record.nbytes
-                self.bytes_away += self._open_transfer().held_bytes(record.nbytes)
+                self.bytes_away += self._open_transfer().stored_bytes(record.nbytes)
                 self.peak_bytes_away = max(self.peak_bytes_away, self.bytes_away)
         self._staying.clear()
         return departing
@@ -315,7 +315,7 @@ class ActivationOffloader:
                 with contextlib.suppress(BigtrainError):
                     self._await(wait)
             if spot is not None and self._transfer is not None:
-                self.bytes_away -= self._transfer.held_bytes(nbytes)
+                self.bytes_away -= self._transfer.stored_bytes(nbytes)
                 self._transfer.free(spot)
 
     def _open_transfer(self) -> Transfer:

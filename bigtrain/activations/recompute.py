@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.global_mean import restored_scope, scope_state
-from bigtrain.slicing.saved_sums import KeptSums
+from bigtrain.slicing.saved_sums import SavedSums
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 
@@ -60,7 +60,7 @@ def checkpoint_block(
     leaves, structure = tree_flatten((args, kwargs))
     scope, original = scope_state(), [(args, kwargs)]
     policy = _SelectivePolicy()
-    sums = KeptSums(policy.keeps, policy.keep)
+    sums = SavedSums(policy.keeps, policy.keep)
     del args, kwargs  # what is kept is kept as leaves alone
 
     def run(*kept: Any) -> Any:

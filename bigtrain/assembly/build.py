@@ -10,7 +10,6 @@ from torch import nn
 from bigtrain.activations.policy import Offloader, apply_policies
 from bigtrain.assembly.materialize import Materializer
 from bigtrain.core.gradient_hooks import GradientHooks
-from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
@@ -20,10 +19,9 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import bf16_parameter_names, names_of
 from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
@@ -176,11 +174,8 @@ def _changed_modules(
     if plan.sync_batchnorm:
         convert = nn.SyncBatchNorm.convert_sync_batchnorm
         model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
-    # From here on the model's own code sees whole parameters, all others what this rank holds;
-    # but for an engine that puts layers of its own into the model, when it is there.
-    slicing = plan.techniques.get("slice")
-    replaced = isinstance(slicing, SliceStrategy) and slicing.replaces_layers
-    if slices is not None and not replaced:
+    # After this the model's code sees whole parameters, everybody else this rank's slices.
+    if slices is not None:
         slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
     return model
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from bigtrain.job.schema import Precision
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.names import named_tensors, names_of
+from bigtrain.models.parameters import named_tensors, names_of
 from bigtrain.ranks.context import RunContext
-from bigtrain.slicing.install import own_slices
+from bigtrain.slicing.install import local_slices
 from bigtrain.slicing.state import SlicedState
 
 
@@ -80,4 +80,4 @@ class Materializer:
                 tensor.data = tensor.data.to(torch.bfloat16)
             if self._slices is not None and name in self._slices.by_name:
                 slices = self._slices.by_name[name]
-                tensor.data = own_slices(tensor, slices, self._slices.group)
+                tensor.data = local_slices(tensor, slices, self._slices.group)

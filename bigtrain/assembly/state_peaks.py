@@ -26,7 +26,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
-from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import Any, ClassVar
 
 from bigtrain.activations.policy import BlockPolicy
-from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.core.workload import Workload
 from bigtrain.slicing.state import ModelSlices
 
@@ -26,22 +24,6 @@ class RecomputeStrategy(Strategy):
 
 class SliceStrategy(Strategy):
     """A technique that lays each layer over the ranks of the tp axis."""
-
-    replaces_layers: ClassVar[bool] = False
-    """Its engine's layers stand in for the model's own, whose code sees what one rank has; else
-    that code sees whole tensors."""
-
-    def replace_layers(self, assembly: Assembly, closing: ExitStack) -> dict[str, Any]:
-        """Put the engine's layers into a model that holds this rank's slices. Collective.
-
-        Args:
-            assembly: its model has values.
-            closing: takes what is to be undone at the end.
-
-        Returns:
-            What the engine is to be told of it.
-        """
-        raise NotImplementedError
 
     def most_ranks(self, workload: Workload) -> int:
         """Over how many ranks something of the model can be sliced; 1: over none.

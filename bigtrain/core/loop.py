@@ -29,10 +29,9 @@ from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.recorder.blocks import unmark_blocks
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.sliced_tensor import whole_of
-from bigtrain.tensors.dtensors import is_distributed
 from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
-from bigtrain.tensors.shards import SavedTensor, StateTensor
+from bigtrain.tensors.shards import SavedTensor, StateTensor, is_distributed
 
 
 class StepRunner:

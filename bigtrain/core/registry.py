@@ -13,6 +13,7 @@ from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import load_object
 from bigtrain.job.load import format_validation_error
 from bigtrain.job.schema import Role, RoleConfig
+from bigtrain.job.strategy_words import REMOVED
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     },
     "slice": {
         "tensor": "bigtrain.strategies.tensor:TensorSlices",
-        "autotp": "bigtrain.strategies.autotp:AutoTP",
     },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
@@ -99,6 +99,8 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
     name, _ = TECHNIQUE_ALIASES.get(role, {}).get(name, (name, {}))
     entry = table.get(name, name)
     target = entry.options if isinstance(entry, Engines) else entry
+    if target in REMOVED:
+        raise ConfigError(f"strategy.{role}: {target} was removed. {REMOVED[target]}")
     if ":" not in target:
         raise ConfigError(
             f"strategy.{role}: unknown {name!r}{did_you_mean(name, table)} "

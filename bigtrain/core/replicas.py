@@ -20,7 +20,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import flat_view
+from bigtrain.tensors.memory_format import flat_view
 from bigtrain.units import MIB
 from bigtrain.versions.torch_versions import FORWARD_SYNC_BUFFERS
 

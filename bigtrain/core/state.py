@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from bigtrain.errors import CheckpointError
 from bigtrain.files.parse import parse_json
 from bigtrain.optim.update import Update
-from bigtrain.tensors.dtensors import local_tensor
-from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
+from bigtrain.tensors.shards import SavedTensor, StateTensor, local_tensor, read_like
 
 
 def module_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from bigtrain.cutting.traced_model import Numerics
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
-from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.units import MIB, format_bytes, format_count

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bigtrain.cutting.cut_points import CutRules, OuterCalls, crossing_values, storage_id
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.scatter_gather import Crossing, dealt, sent_meta, undealt
+from bigtrain.slicing.scatter_gather import Crossing, gather_boundary, scatter_boundary, sent_meta
 from bigtrain.slicing.sliced_tensor import SlicedTensor, as_operand, whole_of
 from bigtrain.tensors.tree import map_tensors, nested_tensors
 from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, ModuleCall
@@ -48,32 +48,34 @@ class BoundaryTensor:
 
     def send(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         """What a rank sends of it, contiguous."""
-        lies = crossing.in_stretches(self.meta)
+        lies = crossing.sequence_shard(self.meta)
         if lies is None:
-            return dealt(self._pack(whole_of(tensor)), crossing.dealers)
+            return scatter_boundary(self._pack(whole_of(tensor)), crossing.scatter_group)
         return self._pack(as_operand(tensor, *lies))
 
     def receive(self, sent: Tensor, crossing: Crossing) -> Tensor:
         """As it was, strides included; a new tensor object, on the same memory if it can be."""
-        lies = crossing.in_stretches(self.meta)
+        lies = crossing.sequence_shard(self.meta)
         if lies is None:
-            return self._unpack(undealt(sent, self._packed(self.meta.shape), crossing.dealers))
+            return self._unpack(
+                gather_boundary(sent, self._packed(self.meta.shape), crossing.scatter_group)
+            )
         return SlicedTensor.of(self._unpack(sent), *lies)
 
     def sent_meta(self, crossing: Crossing) -> Tensor:
         """Shape and type of what a rank sends, on the meta device."""
-        lies = crossing.in_stretches(self.meta)
+        lies = crossing.sequence_shard(self.meta)
         if lies is None:
-            return sent_meta(self._packed(self.meta.shape), crossing.dealers)
+            return sent_meta(self._packed(self.meta.shape), crossing.scatter_group)
         slices, group = lies
         return self._packed(slices.local_shape(self.meta.shape, group.rank, group.size))
 
     def gathered_bytes(self, crossing: Crossing) -> int:
         """The bytes of all parts, where it is sent in parts that are gathered."""
-        if crossing.in_stretches(self.meta) is not None:
+        if crossing.sequence_shard(self.meta) is not None:
             return 0
         whole = self._packed(self.meta.shape)
-        return 0 if sent_meta(whole, crossing.dealers) is whole else whole.nbytes
+        return 0 if sent_meta(whole, crossing.scatter_group) is whole else whole.nbytes
 
     def _pack(self, tensor: Tensor) -> Tensor:
         return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()

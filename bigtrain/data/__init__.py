@@ -1,7 +1,7 @@
 """Samples: sources by name, one global order for any number of ranks, and micro-batches.
 
-Each data source; the order of samples; which samples a rank gets; padding; random numbers of
-augmentation.
+Decides: the built-in data sources; the order of samples; which samples a rank gets; padding; random
+numbers of augmentation.
 """
 
 from bigtrain.data.catalog import SOURCES, check_data, open_data, prepare_data

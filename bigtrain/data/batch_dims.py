@@ -1,4 +1,4 @@
-"""Which dim of each tensor of a batch goes along its rows, and which tensors have none."""
+"""The batch dim of each tensor of a batch; some tensors have none."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 BatchDims = tuple[int | None, ...]
-"""The batch dim of each tensor of (inputs, targets) in order; None: it belongs to all rows."""
+"""The batch dim of each tensor of (inputs, targets) in order; None if it belongs to all rows."""
 
 
 def batch_tensors(inputs: Any, targets: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a batch in the order of `map_tensors`, each with what a key calls it.
+    """Return the tensors of a batch with their names, in the order of `map_tensors`.
 
-    Names are as `inputs`, `inputs.position_ids`, `inputs[1]`, `targets`.
+    Names are those of `data.batch_dims`: `inputs`, `inputs.position_ids`, `inputs[1]`, `targets`.
     """
     return [*_named("inputs", inputs), *_named("targets", targets)]
 
@@ -38,12 +38,12 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def count_rows(inputs: Any, targets: Any, expected: int | None = None) -> int:
-    """The rows of a batch: the first size of most of its tensors; 0 where it has no tensor.
+    """Return the rows of a batch: the most frequent first size of its tensors; 0 without tensors.
 
     Args:
         inputs: of one rank.
         targets: of one rank.
-        expected: as many as the job's keys say; taken where some tensor begins with them.
+        expected: the rows that the job's keys say; returned if the first size of some tensor.
     """
     sizes = [t.shape[0] for _, t in batch_tensors(inputs, targets) if t.dim()]
     if not sizes:
@@ -51,7 +51,7 @@ def count_rows(inputs: Any, targets: Any, expected: int | None = None) -> int:
     if expected in sizes:
         return expected
     several = [size for size in sizes if size != 1] or sizes
-    return Counter(several).most_common(1)[0][0]  # of equally many the first
+    return Counter(several).most_common(1)[0][0]  # the first one of a tie
 
 
 def find_batch_dims(
@@ -62,21 +62,21 @@ def find_batch_dims(
     explicit: Mapping[str, int | None],
     example: tuple[Sequence[Tensor], int] | None = None,
 ) -> BatchDims:
-    """The batch dim of each tensor.
+    """Find the batch dim of each tensor.
 
-    A tensor that begins with the rows is cut along its first dim, one of no dims or of one row
-    belongs to all rows. Any other needs the example: where a dim has its rows there and the
-    batch's rows here, and all other dims agree, that is the one.
+    If the first size is the number of rows, the first dim is the batch dim; a tensor without dims,
+    or with one row, belongs to all rows. Any other tensor needs the example: its batch dim is the
+    one that has the example's rows there and the batch's rows here, if all other dims agree.
 
     Args:
         inputs: of one rank.
         targets: of one rank.
-        rows: what `count_rows` says.
+        rows: from `count_rows`.
         explicit: the job's `data.batch_dims`, by name.
         example: the tensors of a micro-batch with another number of rows, and that number.
 
     Raises:
-        ConfigError: a name that no tensor has; a tensor for which it is not clear.
+        ConfigError: `explicit` has a name that no tensor has, or a batch dim cannot be found.
     """
     named = batch_tensors(inputs, targets)
     unknown = sorted(set(explicit) - {name for name, _ in named})
@@ -86,20 +86,20 @@ def find_batch_dims(
             f"data.batch_dims: the batch has no tensor {unknown[0]!r}. Its tensors are {names}."
         )
     before = example[0] if example is not None and len(example[0]) == len(named) else None
-    found: list[int | None] = []
+    dims: list[int | None] = []
     for number, (name, tensor) in enumerate(named):
         if name in explicit:
-            found.append(_checked(name, tensor, explicit[name], rows))
+            dims.append(_checked(name, tensor, explicit[name], rows))
         elif not tensor.dim() or tensor.shape[0] == rows:
-            found.append(0 if tensor.dim() else None)
+            dims.append(0 if tensor.dim() else None)
         else:
             dim = None
             if example is not None and before is not None and example[1] != rows:
                 dim = _grown(tensor, before[number], rows, example[1])
             if dim is None and tensor.shape[0] != 1:
                 raise ConfigError(_unclear(name, tensor, rows))
-            found.append(dim)
-    return tuple(found)
+            dims.append(dim)
+    return tuple(dims)
 
 
 def _checked(name: str, tensor: Tensor, dim: int | None, rows: int) -> int | None:
@@ -115,7 +115,7 @@ def _checked(name: str, tensor: Tensor, dim: int | None, rows: int) -> int | Non
 
 
 def _grown(tensor: Tensor, before: Tensor, rows: int, rows_before: int) -> int | None:
-    """The dim that has grown with the rows, where all others stayed."""
+    """Return the only dim that changed, if it changed with the rows; otherwise None."""
     if tensor.dim() != before.dim():
         return None
     sizes = list(zip(before.shape, tensor.shape, strict=True))
@@ -129,7 +129,7 @@ def _unclear(name: str, tensor: Tensor, rows: int) -> str:
     dim = next((dim for dim, size in enumerate(tensor.shape) if size == rows), None)
     return (
         f"step: {name} has the shape {tuple(tensor.shape)} and the batch {rows} rows: it is not "
-        "clear along which dim it is cut into micro-batches. Say it by "
+        "clear along which dim it is cut into micro-batches. Name the dim with "
         f'prepare(..., data__batch_dims={{"{name}": {dim}}}), None for a tensor that belongs to '
         "all rows."
     )

@@ -1,4 +1,4 @@
-"""The sources by name: the literal table, and the checks of what a job says about them."""
+"""The table of data sources by name, and checks of a job's `data` section."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def open_data(
     """Open a source for training.
 
     Args:
-        name: `data.name`, a built-in source, or `package.module:callable`: a function that takes
-            what it names of `path`, `seed`, `sequence_length` and its own arguments and returns
-            a `Data`, or a class like the built-in ones (see `Source`).
+        name: `data.name`, a built-in source, or `package.module:callable`: a function that returns
+            a `Data` and may take `path`, `seed`, `sequence_length` and any other arguments, or a
+            class like the built-in ones (see `Source`).
         path: `data.path`.
         args: `data.args`.
         seed: `train.seed`.
-        sequence_length: tokens per sample that the model takes, where it says so.
+        sequence_length: tokens per sample of the model; None if it has no such length.
 
     Raises:
-        ConfigError: the source, an argument or the path is not known or does not fit.
+        ConfigError: the source, an argument or the path is unknown or invalid.
     """
     data = _source(name, path, args).open(seed=seed, sequence_length=sequence_length)
     if not isinstance(data, Data):
@@ -69,24 +69,25 @@ def open_data(
 
 
 def _check_samples(name: str, part: str, samples: Any, path: str | None) -> None:
-    """Refuse what samples cannot be drawn from by their numbers.
+    """Refuse a data set from which samples cannot be drawn by index.
 
     Raises:
-        ConfigError: it has no length, no samples, or is read from its beginning only.
+        ConfigError: it has no length, no samples, or can only be iterated.
     """
     kind = type(samples).__name__
-    # torch's own base of all data sets has a `__getitem__` that only raises.
-    own = getattr(type(samples), "__getitem__", None) not in (None, Dataset.__getitem__)
-    if isinstance(samples, IterableDataset) or not own or not hasattr(samples, "__len__"):
-        lacks = "__getitem__" if not own or isinstance(samples, IterableDataset) else "__len__"
+    # `__getitem__` of torch's base class only raises.
+    has_getitem = getattr(type(samples), "__getitem__", None) not in (None, Dataset.__getitem__)
+    if isinstance(samples, IterableDataset) or not has_getitem or not hasattr(samples, "__len__"):
+        lacks = (
+            "__getitem__" if not has_getitem or isinstance(samples, IterableDataset) else "__len__"
+        )
         raise ConfigError(
             f"data.name: {name} gives a {kind} in {part}, which has no {lacks}: samples are drawn "
-            "by their numbers, in an order that a resumed run goes on with. Give a map-style data "
-            "set, with __len__ and __getitem__; a stream is for a loop of your own around "
-            "bigtrain.prepare."
+            "by index, in an order that a resumed run continues. Give a map-style data set, with "
+            "__len__ and __getitem__; for a stream write your own loop around bigtrain.prepare."
         )
     if not len(samples):
-        hint = f"Check data.path={path}" if path is not None else "Look at what it makes them of"
+        hint = f"Check data.path={path}" if path is not None else "Check the function's files"
         raise ConfigError(
             f"data.name: {name} has no samples in {part} (a {kind} of length 0), at least 1 is "
             f"needed. {hint}."
@@ -97,18 +98,18 @@ def check_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
     """Check name, arguments, path and packages without reading the data.
 
     Raises:
-        ConfigError: as `open_data`, as far as it can be known cheaply.
+        ConfigError: as `open_data`, for what can be known without the data.
     """
     _source(name, path, args).check()
 
 
 def prepare_data(name: str, path: str | None, args: Mapping[str, Any]) -> None:
-    """Download or build what a node's processes share; for one of them, the others wait.
+    """Download or build files that a node's processes share. One process calls it, others wait.
 
-    Doing it again does nothing. Another process never sees a half-built file.
+    A second call does nothing. Other processes never see a partial file.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the files cannot be made.
     """
     _source(name, path, args).prepare()
 
@@ -122,10 +123,10 @@ class _Function:
     args: Mapping[str, Any]
 
     def check(self) -> None:
-        """Nothing more than what the call has told."""
+        """Do nothing: the arguments are checked already."""
 
     def prepare(self) -> None:
-        """Nothing: the function is called on every rank."""
+        """Do nothing: the function is called on every rank."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
         arguments = {
@@ -173,7 +174,11 @@ def _load(name: str) -> Callable[..., Any]:
 
 
 def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, known by name and of the type that the source states."""
+    """Return the arguments, converted to the types of the source's annotations.
+
+    Raises:
+        ConfigError: one is unknown, missing or of the wrong type.
+    """
     parameters = inspect.signature(factory).parameters
     accepted = [key for key in parameters if key not in ("path", "seed")]
     checked = dict(args)
@@ -197,10 +202,10 @@ def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) ->
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the arguments, as far as they can be known here."""
+    """Return the types of the arguments whose annotations can be resolved."""
     parameters = inspect.signature(factory).parameters.items()
-    plain = {key: p.annotation for key, p in parameters if p.annotation is not p.empty}
-    hints = {key: hint for key, hint in plain.items() if not isinstance(hint, str)}
+    annotations = {key: p.annotation for key, p in parameters if p.annotation is not p.empty}
+    hints = {key: hint for key, hint in annotations.items() if not isinstance(hint, str)}
     inner = vars(factory).get("__init__") if isinstance(factory, type) else None
     for annotated in (factory, inner or factory):
         # A user's annotation may be one that only a type checker can resolve.
@@ -219,4 +224,4 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     except ValidationError as error:
         raise ConfigError(describe_fault(error.errors()[0], f"data.args.{key}")) from None
     except (PydanticUserError, TypeError):
-        return value  # a type that cannot be checked is the source's own business
+        return value  # pydantic cannot check this type

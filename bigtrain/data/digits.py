@@ -14,7 +14,7 @@ from bigtrain.data.source import Data, PositiveCount, TensorSamples
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask
 
-# Of all pixels in [0, 1]; rounded, as they only bring the inputs near mean 0 and deviation 1.
+# Of all pixels in [0, 1]; rounded: inputs need only be near mean 0 and deviation 1.
 _MEAN, _DEVIATION = 0.305, 0.376
 _SPLIT_SEED = 0
 
@@ -25,10 +25,10 @@ class DigitsSource:
 
     path: Path | None = None
     size: PositiveCount = 32
-    """Pixels on a side after resizing; 32 is what LeNet takes."""
+    """Pixels on a side after resizing; LeNet takes 32."""
 
     def check(self) -> None:
-        """Refuse where scikit-learn is missing."""
+        """Refuse if scikit-learn is missing."""
         if importlib.util.find_spec("sklearn") is None:
             raise ConfigError(
                 "data.name=digits needs scikit-learn, which is not installed. "
@@ -36,10 +36,10 @@ class DigitsSource:
             )
 
     def prepare(self) -> None:
-        """Nothing: the images come with the package."""
+        """Do nothing: the images come with the package."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Four fifths for training; which ones does not depend on the seed."""
+        """Return four fifths for training, independent of the seed, and the rest for validation."""
         del seed, sequence_length
         self.check()
         from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Images in one folder per class: ImageNet, and anyone's own."""
+"""Images in one folder per class: ImageNet, and any other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, read_colours
+from bigtrain.data.image_files import MOST_CHECKED, check_complete, read_colours
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -35,7 +35,7 @@ _SPLIT_SEED = 0
 
 
 def _classes(folder: Path) -> list[str]:
-    """The class folders of a folder.
+    """Return the names of a folder's class folders.
 
     Raises:
         ConfigError: there are none.
@@ -50,7 +50,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _check_images(listed: Any) -> None:
-    """Refuse a class without an image, and images that are cut off.
+    """Refuse a class without an image, and truncated images.
 
     Args:
         listed: torchvision's ImageFolder.
@@ -65,15 +65,15 @@ def _check_images(listed: Any) -> None:
                 f"data.path: {Path(listed.root) / name} has no image, and a class needs at least "
                 f"1. Put images there ({', '.join(listed.extensions)}), or remove the folder."
             )
-    check_whole([Path(file) for file, _ in listed.samples], MOST_LOOKED_AT)
+    check_complete([Path(file) for file, _ in listed.samples], MOST_CHECKED)
 
 
 def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
-    """For training and for validation; inputs become (3, size, size)."""
+    """Return the transforms of training and of validation, to inputs (3, size, size)."""
     from torchvision.transforms import v2
 
     last = final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION)
-    # The customary 256 to 224: validation sees the middle 7/8 of the shorter side.
+    # As is customary (256 to 224), validation sees the middle 7/8 of the shorter side.
     centre = [v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)]
     crop = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()] if augment else centre
     return v2.Compose([*crop, *last]), v2.Compose([*centre, *last])
@@ -81,7 +81,7 @@ def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolderSource:
-    """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... beside val."""
+    """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... and val/CLASS/..."""
 
     path: Path | None = None
     size: PositiveCount = 224
@@ -89,7 +89,7 @@ class ImageFolderSource:
     augment: bool = True
     """Crop and flip at random in training."""
     validation_fraction: SampleFraction = 0.1
-    """Share of the images that is held out where there is no folder val."""
+    """Fraction of the images that is held out for validation if there is no folder val."""
 
     @property
     def _name(self) -> str:
@@ -98,23 +98,25 @@ class ImageFolderSource:
     def _folders(self) -> tuple[Path, Path | None]:
         needs = "give the folder with one folder of images per class."
         root = existing_folder(self.path, needs)
-        beside = [root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)]
+        validation_folders = [
+            root / name for name in _VALIDATION_FOLDERS if os.path.isdir(root / name)
+        ]
         train = root / "train"
-        # Only if it holds classes; else it may be a class itself, of vehicles.
+        # Only if it holds classes: otherwise "train" may be a class, of vehicles.
         if os.path.isdir(train) and any(os.path.isdir(train / n) for n in names_in(train)):
-            return root / "train", beside[0] if beside else None
+            return root / "train", validation_folders[0] if validation_folders else None
         return root, None
 
     def check(self) -> None:
-        """Refuse where torchvision, the folder or its classes are missing."""
+        """Refuse if torchvision, the folder or its classes are missing."""
         need_torchvision(self._name)
         train, validation = self._folders()
         classes = _classes(train)
         if validation is not None and _classes(validation) != classes:
-            other = _classes(validation)
-            odd = sorted(set(classes) ^ set(other))[0]
+            others = _classes(validation)
+            odd = sorted(set(classes) ^ set(others))[0]
             raise ConfigError(
-                f"data.path: {train} has {len(classes)} classes and {validation} {len(other)}; "
+                f"data.path: {train} has {len(classes)} classes and {validation} {len(others)}; "
                 f"{odd!r} is only in one of them. Make the class folders the same in both."
             )
 
@@ -123,23 +125,26 @@ class ImageFolderSource:
         self.check()
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """List the images; which are held out does not depend on the seed."""
+        """List the images; the held-out ones do not depend on the seed."""
         del seed, sequence_length
         self.check()
         from torchvision.datasets import ImageFolder
 
-        folder, beside = self._folders()
-        augmented, plain = _transforms(self.size, self.augment)
+        folder, validation_folder = self._folders()
+        augmented, unaugmented = _transforms(self.size, self.augment)
         with explain_data_errors(self._name, folder):
             images = ImageFolder(folder, transform=augmented, allow_empty=True, loader=read_colours)
             second = ImageFolder(
-                beside or folder, transform=plain, allow_empty=True, loader=read_colours
+                validation_folder or folder,
+                transform=unaugmented,
+                allow_empty=True,
+                loader=read_colours,
             )
-        for listed in (images, second) if beside is not None else (images,):
+        for listed in (images, second) if validation_folder is not None else (images,):
             _check_images(listed)
         train: Samples = LabelledImages(images, deterministic=not self.augment)
         validation: Samples | None = LabelledImages(second, deterministic=True)
-        if beside is None:
+        if validation_folder is None:
             train, validation = self._held_out(train, LabelledImages(second, deterministic=True))
         return Data(
             train=train,
@@ -149,7 +154,7 @@ class ImageFolderSource:
             f"{len(validation) if validation is not None else 0} held out",
         )
 
-    def _held_out(self, train: Samples, plain: Samples) -> tuple[Samples, Samples | None]:
+    def _held_out(self, train: Samples, unaugmented: Samples) -> tuple[Samples, Samples | None]:
         total = len(train)
         number = round(total * self.validation_fraction)
         if not number:
@@ -161,7 +166,7 @@ class ImageFolderSource:
             )
         order = permute_indices(range(total), total, _SPLIT_SEED).tolist()
         return SampleSubset(train, sorted(order[number:])), SampleSubset(
-            plain, sorted(order[:number])
+            unaugmented, sorted(order[:number])
         )
 
 
@@ -176,7 +181,7 @@ class ImageNetSource:
     """Crop and flip at random in training."""
 
     def check(self) -> None:
-        """Refuse where a folder is missing or the classes of the two differ."""
+        """Refuse if a folder is missing or the classes of the two differ."""
         needs = "imagenet needs the folder that holds train and val."
         root = existing_folder(self.path, needs)
         for name in ("train", "val"):

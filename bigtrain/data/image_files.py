@@ -1,8 +1,8 @@
-"""The files of image data sets as they are published, and what is wrong with one.
+"""Readers of published image files, with messages that say what is wrong with a file.
 
-IDX (MNIST; the form is described at the end of LeCun's page yann.lecun.com/exdb/mnist), the binary
-version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html), and whether an image file is whole. Nothing
-here reads a pickle.
+They read IDX (MNIST; the format is described at the end of LeCun's page
+yann.lecun.com/exdb/mnist), the binary version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html) and
+images, and check whether an image file is complete. Nothing here reads a pickle.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from bigtrain.errors import ConfigError, UnreadableError
 from bigtrain.files.regular import is_there, open_regular, read_bytes
 
 _UNSIGNED_BYTE = 8
-"""The code of an IDX file's type that all of MNIST's have."""
+"""The data type code of an IDX file; all of MNIST's files have this one."""
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
 _MOST_IDX = 256 << 20
-"""Bytes that an IDX file may be unpacked to: few packed ones can stand for very many."""
-MOST_LOOKED_AT = 10_000
-"""Images whose ends are looked at before a run: all of VOC's, an even part of ImageNet's."""
+"""The most bytes of an unpacked IDX file: a small gzip file can expand to very many."""
+MOST_CHECKED = 10_000
+"""The most images that are checked before a run: all of VOC's, a sample of ImageNet's."""
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
-"""The last bytes of a whole JPEG, and of a whole PNG."""
+"""The last bytes of a complete JPEG, and of a complete PNG."""
 
 
 def packed_or_plain(path: Path) -> Path | None:
-    """The file, or beside it the same with .gz; None where neither is there."""
+    """Return the file, or the same name with .gz; None if neither exists."""
     return next((file for file in (path, Path(f"{path}.gz")) if is_there(file)), None)
 
 
 def read_idx(path: Path, num_dims: int) -> Tensor:
-    """The numbers of an IDX file of unsigned bytes, gzipped where its name ends in .gz.
+    """Read an IDX file of unsigned bytes, gzipped if its name ends in .gz.
 
     Returns:
-        uint8, of the shape that the header states.
+        uint8, of the shape in the header.
 
     Raises:
-        ConfigError: the magic number is another one, or the file is shorter or longer than its
-            header says.
+        ConfigError: the magic number is wrong, or the file is shorter or longer than its header
+            says.
     """
     try:
         with open_regular(path) as packed:
@@ -82,11 +82,10 @@ def read_idx(path: Path, num_dims: int) -> Tensor:
 
 
 def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
-    """The images (number, 3, 32, 32), uint8, and labels (number,), int64, of a binary batch.
+    """Read a binary batch: images (number, 3, 32, 32), uint8, and labels (number,), int64.
 
     Raises:
-        ConfigError: the file is not a whole number of records of 3073 bytes, or a label is not
-            below 10.
+        ConfigError: the size is not a multiple of 3073 bytes, or a label is not below 10.
     """
     try:
         content = np.frombuffer(bytearray(read_bytes(path)), dtype=np.uint8)
@@ -103,7 +102,7 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
-    """Refuse labels that no class has.
+    """Refuse labels that are no class.
 
     Raises:
         ConfigError: one is not below `num_classes`.
@@ -113,17 +112,17 @@ def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
         raise _damaged(path, f"it has the label {most}, all must be below {num_classes}")
 
 
-def check_whole(files: Sequence[Path], most: int) -> None:
-    """Refuse images that are cut off, or are none.
+def check_complete(files: Sequence[Path], most: int) -> None:
+    """Refuse image files that are truncated, or no images.
 
-    Of all the header is read; only those are decoded whose last bytes are not an end.
+    The header of each is read; only files that do not end as a complete JPEG or PNG are decoded.
 
     Args:
-        files: JPEG, PNG or what else Pillow reads.
-        most: as many are looked at, evenly spread, as a set of a million takes minutes.
+        files: JPEG, PNG or any other format of Pillow's.
+        most: the most files that are checked, evenly spread: a million would take minutes.
 
     Raises:
-        ConfigError: one cannot be read to its end; it is named.
+        ConfigError: with the first file that cannot be read to its end.
     """
     number = min(len(files), most)
     for place in range(number):
@@ -145,11 +144,11 @@ def check_whole(files: Sequence[Path], most: int) -> None:
 
 @contextlib.contextmanager
 def opened_image(path: Path) -> Iterator[Any]:
-    """A Pillow image, of which the header is read.
+    """Open a Pillow image in a `with` block; only its header is read.
 
     Raises:
-        ConfigError: it is no image, has more pixels than Pillow takes for a harmless one, is no
-            file or is not there; where it is used in the block, also for what is found then.
+        ConfigError: there is no such file, it is no image, or it has more pixels than Pillow
+            accepts; also for errors of decoding inside the block.
     """
     from PIL import Image
 
@@ -167,17 +166,17 @@ def opened_image(path: Path) -> Iterator[Any]:
 
 
 def decode_image(path: Path) -> None:
-    """Read an image to its end.
+    """Decode an image.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: it cannot be decoded.
     """
     with opened_image(path) as image:
         image.load()
 
 
 def read_colours(path: str | Path) -> Any:
-    """An image with three colours, whatever it has in the file, as `ImageFolder` loads one.
+    """Read an image as RGB, whatever its mode: a loader for `ImageFolder`.
 
     Raises:
         ConfigError: it cannot be read.
@@ -187,10 +186,10 @@ def read_colours(path: str | Path) -> Any:
 
 
 def image_header(path: Path) -> tuple[tuple[int, int], str]:
-    """Width and height in pixels, and Pillow's name of the mode; the pixels are not read.
+    """Return (width, height) in pixels and Pillow's mode, without decoding the pixels.
 
     Raises:
-        ConfigError: it is no image, or is not there.
+        ConfigError: there is no such file, or it is no image.
     """
     with opened_image(path) as image:
         return image.size, image.mode

@@ -1,7 +1,7 @@
-"""MNIST and CIFAR-10, and what image sources share: transforms, downloads.
+"""MNIST and CIFAR-10, and code that image sources share: transforms, downloads.
 
 torchvision is imported when a source is opened. Random transforms draw from torch's generator,
-which `seeding` sets for each sample.
+which `loader.SeededSamples` seeds for each sample.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class PixelSamples:
-    """Images in memory, transformed when they are read.
+    """Images in memory, transformed at each read.
 
     Args:
         images: (number, channels, height, width), uint8.
@@ -52,7 +52,7 @@ class PixelSamples:
 
 
 class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images with whole numbers as targets, which become int64 tensors."""
+    """Images whose targets, Python integers, become int64 tensors."""
 
     def __init__(self, images: Samples, deterministic: bool) -> None:
         self.images = images
@@ -64,7 +64,7 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         try:
             image, target = self.images[index]
-        except (OSError, SyntaxError) as error:  # Pillow's, of a file that is cut off
+        except (OSError, SyntaxError) as error:  # raised by Pillow for a truncated file
             named = getattr(self.images, "samples", None)
             where = f"image {index}" if named is None else named[index][0]
             raise ConfigError(
@@ -74,7 +74,7 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def need_torchvision(name: str) -> None:
-    """Refuse where torchvision is missing.
+    """Refuse if torchvision is missing.
 
     Raises:
         ConfigError: with the command that installs it.
@@ -87,7 +87,7 @@ def need_torchvision(name: str) -> None:
 
 
 def final_transforms(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
-    """The last transforms of every image: to float32 (channels, height, width), normalised."""
+    """Return the last transforms of every image: normalised float32 (channels, height, width)."""
     from torchvision.transforms import v2
 
     return [
@@ -100,14 +100,14 @@ def final_transforms(mean: Sequence[float], deviation: Sequence[float]) -> list[
 
 @contextlib.contextmanager
 def explain_data_errors(name: str, path: Path) -> Iterator[None]:
-    """Turn torchvision's complaints about files into one line that names the key.
+    """Turn torchvision's errors about files into one line that names the key.
 
     Raises:
-        ConfigError: for what torchvision raises about damaged files.
+        ConfigError: for errors that torchvision raises about damaged files.
     """
     try:
         yield
-    except ConfigError:  # one of ours, which names its file; it is a ValueError, too
+    except ConfigError:  # a ValueError as well, but it already names its file
         raise
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -118,29 +118,29 @@ def explain_data_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
-    """Run a download beside its place, then move the files there one by one.
+    """Download into a temporary folder, then move the files to their place one by one.
 
-    Archives that already lie in the folder are used.
+    Archives that are already in the folder are used.
 
     Args:
         name: of the source.
-        path: `data.path`, made if it is not there.
-        fetch: downloads into the folder that it is given.
+        path: `data.path`, created if it does not exist.
+        fetch: downloads into the folder that it is called with.
 
     Raises:
         ConfigError: it failed, with the reason.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path, prefix=".download-") as beside:
+        with tempfile.TemporaryDirectory(dir=path, prefix=".download-") as temporary:
             for archive in path.glob("*.tar*"):
                 with contextlib.suppress(OSError):  # a file system without hard links
-                    os.link(archive, Path(beside) / archive.name)
-            fetch(Path(beside))
-            # Backwards by name: VOC's lists, by which it is known to be whole, follow its images.
-            for file in sorted(Path(beside).rglob("*"), reverse=True):
+                    os.link(archive, Path(temporary) / archive.name)
+            fetch(Path(temporary))
+            # In reverse order of names: VOC's lists, which show that it is complete, come last.
+            for file in sorted(Path(temporary).rglob("*"), reverse=True):
                 if file.is_file():
-                    target = path / file.relative_to(beside)
+                    target = path / file.relative_to(temporary)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(file, target)
     except (OSError, RuntimeError) as error:  # urllib's URLError is an OSError
@@ -159,7 +159,7 @@ class _Downloadable:
     download: bool = False
     """Fetch the data set into `data.path` if it is not there."""
     augment: bool = True
-    """Crop (and flip, where a flipped image keeps its class) at random in training."""
+    """Crop at random in training, and flip if a flipped image keeps its class."""
 
     @property
     def _name(self) -> str:
@@ -169,20 +169,20 @@ class _Downloadable:
         raise NotImplementedError
 
     def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
-        """torchvision's, which can download."""
+        """Return torchvision's data set, which can download."""
         raise NotImplementedError
 
     def _samples(self, root: Path, train: bool, transform: Any) -> Samples:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse where torchvision or the files are missing and no download is asked for."""
+        """Refuse if torchvision is missing, or the files are and no download is asked for."""
         need_torchvision(self._name)
         if self.path is None or not self.download:
             self._root()
 
     def prepare(self) -> None:
-        """Download, if that was asked for and the files are not there."""
+        """Download the files if that was asked for and they are missing."""
         self.check()
         if self.path is not None and self.download and self._missing(self.path):
             root = self.path
@@ -220,7 +220,7 @@ class _Downloadable:
 class MnistSource(_Downloadable):
     """`mnist`: inputs (1, size, size), ten classes.
 
-    IDX files, gzipped or not, in `data.path`/MNIST/raw (where torchvision downloads them to) or in
+    IDX files, gzipped or not, in `data.path`/MNIST/raw (torchvision's download folder) or in
     `data.path`.
     """
 
@@ -241,7 +241,7 @@ class MnistSource(_Downloadable):
         return [file for file in files if packed_or_plain(file) is None]
 
     def _raw(self, root: Path) -> Path:
-        """Where torchvision puts the files; else the folder itself, as they were downloaded."""
+        """Return torchvision's download folder, or the folder itself if it has the files."""
         inner = root / "MNIST" / "raw"
         return inner if inner.is_dir() or not self._holds_files(root) else root
 
@@ -255,19 +255,19 @@ class MnistSource(_Downloadable):
 
     def _samples(self, root: Path, train: bool, transform: Any) -> Samples:
         part = "train" if train else "t10k"
-        found = [packed_or_plain(self._raw(root) / f"{part}-{kind}") for kind in self._KINDS]
-        image_file, label_file = (file for file in found if file is not None)
+        files = [packed_or_plain(self._raw(root) / f"{part}-{kind}") for kind in self._KINDS]
+        image_file, label_file = (file for file in files if file is not None)
         images, labels = read_idx(image_file, 3), read_idx(label_file, 1).long()
         check_labels(label_file, labels, 10)
         if len(images) != len(labels):
             raise ConfigError(
-                f"data.path: {image_file} has {len(images)} images, and {label_file.name} beside "
-                f"it {len(labels)} labels. Get both files again."
+                f"data.path: {image_file} has {len(images)} images, and {label_file.name} has "
+                f"{len(labels)} labels. Get both files again."
             )
         return PixelSamples(images[:, None], labels, transform)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """The 60000 and the 10000 images."""
+        """Return the 60000 training and the 10000 test images."""
         del seed, sequence_length
         self.prepare()
         from torchvision.transforms import v2
@@ -282,9 +282,9 @@ class MnistSource(_Downloadable):
 class Cifar10Source(_Downloadable):
     """`cifar10`: inputs (3, size, size), ten classes.
 
-    The binary version (`data.path`/cifar-10-batches-bin) is read by its own reader; the Python
-    version (cifar-10-batches-py) is made of pickles, and is read by torchvision, which first holds
-    them to the checksums of the published files.
+    The binary version (`data.path`/cifar-10-batches-bin) is read without pickle; the Python version
+    (cifar-10-batches-py) consists of pickles, and is read by torchvision, which first verifies the
+    checksums of the published files.
     """
 
     size: PositiveCount = 32
@@ -321,7 +321,7 @@ class Cifar10Source(_Downloadable):
         return PixelSamples(images, labels, transform)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """The 50000 and the 10000 images."""
+        """Return the 50000 training and the 10000 test images."""
         del seed, sequence_length
         self.prepare()
         from torchvision.transforms import v2

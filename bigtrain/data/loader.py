@@ -1,25 +1,28 @@
 """From a data set to the micro-batches of one rank, step after step.
 
-torch's DataLoader reads ahead; what it reads is planned here, one step at a time, so memory
-holds a few micro-batches whatever the length of the epoch.
+torch's DataLoader reads ahead from a plan that is made one step at a time, so memory holds a few
+micro-batches whatever the length of the epoch. Random augmentation depends on (seed, epoch, sample)
+alone.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from bigtrain.data.batch_dims import BatchDims
-from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split_global_batch
-from bigtrain.data.seeding import SampleKey, SeededSamples
+from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, derive_seed, split_global_batch
 from bigtrain.data.source import Samples
 from bigtrain.devices import accelerator
 from bigtrain.errors import ConfigError
@@ -31,64 +34,64 @@ Collate = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward's worth of samples of one rank."""
+    """The samples of one forward pass of one rank."""
 
     inputs: Any
     """A tensor (rows, ...), or tuples, mappings of any class and dataclasses of such."""
     targets: Any
     count: int | float
-    """Valid targets; 0 for padding, whose loss must be multiplied by nothing."""
+    """Valid targets; 0 for padding, whose loss must be multiplied by 0."""
     rows: int
     """Samples; 0 for padding."""
     totals: tuple[float, ...] | None = None
-    """What the means of a loss divide by, added up over the global batch, after its rows; None
-    where the loss has its count from the targets alone. See `losses.global_mean`."""
+    """Sums over the global batch: its rows, then the divisors of the means of a loss; None if the
+    loss counts the targets alone. See `losses.global_mean`."""
     dims: BatchDims | None = None
-    """The batch dim of each tensor, in the order of `tensors`; None: the first dim, where it has as
-    many as there are rows."""
+    """The batch dim of each tensor, in the order of `tensors`; None for the first dim of tensors
+    with as many rows as the micro-batch."""
 
     @property
     def padding(self) -> bool:
-        """It is there only because all ranks must do the same number of forwards."""
+        """Whether it exists only because all ranks must do the same number of forward passes."""
         return self.rows == 0
 
     @property
     def tokens_per_sample(self) -> int:
-        """Targets of a sample where it has many (text), else 1."""
+        """Targets of a sample of text; 1 for any other sample."""
         targets = self.targets
         if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
             return targets.shape[1]
         return 1
 
     def tensors(self) -> list[Tensor]:
-        """Those of the inputs and of the targets."""
+        """Return the tensors of the inputs and of the targets."""
         return tree_tensors((self.inputs, self.targets))
 
     def map(self, change: Callable[[Tensor], Any]) -> MicroBatch:
-        """The same with every tensor changed; what is no tensor stays."""
+        """Return a micro-batch with a function applied to every tensor."""
         inputs, targets = (map_tensors(tree, change) for tree in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same on a device."""
+        """Return the micro-batch on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def double(self) -> MicroBatch:
-        """The same with fp64 in place of lower precision; integers stay."""
+        """Return the micro-batch in fp64; integers stay."""
         return self.map(lambda t: t.double() if t.is_floating_point() else t)
 
     def fake(self, device: torch.device, *, double: bool = False) -> MicroBatch:
-        """Tensors of the same shapes without numbers, made under the current fake mode."""
+        """Return tensors of the same shapes without values, made under the current fake mode."""
         return self.map(lambda tensor: fake_tensor(tensor, device, double=double))
 
     def row_dims(self) -> BatchDims:
-        """The batch dim of each tensor."""
+        """Return the batch dim of each tensor."""
         if self.dims is not None:
             return self.dims
         return tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
 
     def map_rows(self, change: Callable[[Tensor, int], Tensor]) -> MicroBatch:
-        """The same with every tensor that has rows changed, given its batch dim."""
+        """Return a micro-batch with `change(tensor, batch dim)` applied to tensors with rows."""
         places = iter(self.row_dims())
 
         def changed(tensor: Tensor) -> Tensor:
@@ -98,14 +101,67 @@ class MicroBatch:
         return self.map(changed)
 
     def part(self, start: int, stop: int) -> MicroBatch:
-        """Some of its rows, as views; what has no rows is in all parts. The count stays."""
+        """Return views of some rows; tensors without rows are in all parts. The count stays."""
         cut = self.map_rows(lambda tensor, dim: tensor.narrow(dim, start, stop - start))
         return replace(cut, rows=stop - start)
 
     def first_rows(self, rows: int, count: Callable[[Any], int | float]) -> MicroBatch:
-        """The first rows, or all where there are fewer; `count` is a loss's."""
+        """Return the first rows, or all if there are fewer; `count` is a loss's."""
         cut = self.part(0, min(rows, self.rows))
         return replace(cut, count=count(cut.targets), totals=None)
+
+
+SampleKey = tuple[int, int]
+"""Epoch and index of a sample."""
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators that a transform may draw from inside a `with` block."""
+    python, others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed: that would also reset the accelerator's generators, and
+        # with them every dropout mask of a run that reads in the training process.
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(others)
+
+
+class SeededSamples(Dataset[Any]):
+    """A data set read by (epoch, index), each sample under a seed derived from both.
+
+    Which rank or loading process reads a sample changes with the mesh, but the model must see the
+    same augmentation. So torch's CPU generator, Python's and numpy's are seeded by (seed, epoch,
+    sample) for each read, and restored after it.
+
+    A data set with `deterministic = True` draws no random numbers; it is read without seeding, and
+    through its `__getitems__` if it has one.
+    """
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: SampleKey) -> Any:
+        epoch, index = key
+        if getattr(self.samples, "deterministic", False):
+            return self.samples[index]
+        with _seeded(derive_seed(self.seed, epoch, index)):
+            return self.samples[index]
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> list[Any]:
+        many = getattr(self.samples, "__getitems__", None)
+        if many is not None and getattr(self.samples, "deterministic", False):
+            return list(many([index for _, index in keys]))
+        return [self[key] for key in keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +169,7 @@ class Step:
     """One rank's part of a global batch."""
 
     micro_batches: list[MicroBatch]
-    """As many on every rank that computes a loss."""
+    """Equally many on every rank that computes a loss."""
     samples: int
     """Rows of the whole global batch, over all ranks."""
     epoch: int
@@ -133,24 +189,24 @@ class _StepPlan:
 
 
 class StepLoader:
-    """The steps of one rank, for ever, from a position in the global order.
+    """Yields the steps of one rank, endlessly, from a position in the global order.
 
-    Iterating anew starts again at `samples_seen`. The caller keeps the position: it grows by
-    `step.samples` with every step that was taken.
+    A new iteration starts at `samples_seen` again. The caller keeps the position: it grows by
+    `step.samples` with every step.
 
     Args:
         dataset: samples of (input, target).
         order: the global order; its seed is also that of the augmentation.
         count: number of valid targets of a batch of targets on the CPU (a loss's `count`).
-        dp_rank: this rank's place among those that see different samples; None where it computes
-            no loss (`Plan.data_rank`), and gets one micro-batch of padding a step.
-        dp_size: number of these.
-        micro_batch_size: rows per forward and rank, at most.
+        dp_rank: this rank's place among ranks with different samples; None for a rank that computes
+            no loss (`Plan.data_rank`), which gets one micro-batch of padding per step.
+        dp_size: number of ranks with different samples.
+        micro_batch_size: the most rows of a forward pass of a rank.
         samples_seen: global samples that are already done.
-        on_read: told before each micro-batch is waited for which of its step it is, from 1.
-        workers: processes that read ahead; 0 reads in this process.
-        pin_memory: put batches in page-locked memory, where there is a CUDA device.
-        collate: makes (inputs, targets) of a list of samples; None is torch's way of stacking.
+        on_read: called before each micro-batch is waited for, with its number in the step, from 1.
+        workers: processes that read ahead; 0 to read in this process.
+        pin_memory: whether to put batches in pinned memory, if there is a CUDA device.
+        collate: makes (inputs, targets) of a list of samples; None for torch's default.
 
     Raises:
         ConfigError: a number is out of range.
@@ -176,7 +232,8 @@ class StepLoader:
         self.samples_seen = samples_seen
         self._count = count
         self._on_read = on_read or (lambda _number: None)
-        self._layout = (dp_rank, dp_size, micro_batch_size)
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._micro_batch_size = micro_batch_size
         self._reader = _Reader(dataset, order.seed, workers, pin_memory, collate)
 
     def __iter__(self) -> Iterator[Step]:
@@ -194,7 +251,10 @@ class StepLoader:
             epoch, indices = self.order.batch_at(position)
             position += len(indices)
             ends = position % self.order.samples_per_epoch == 0
-            yield _StepPlan(epoch, len(indices), split_global_batch(indices, *self._layout), ends)
+            micro_batches = split_global_batch(
+                indices, self._dp_rank, self._dp_size, self._micro_batch_size
+            )
+            yield _StepPlan(epoch, len(indices), micro_batches, last_in_epoch=ends)
 
 
 def validation_batches(
@@ -209,9 +269,9 @@ def validation_batches(
     collate: Collate | None = None,
     seed: int = 0,
 ) -> Iterator[MicroBatch]:
-    """Every validation sample exactly once over all ranks, in as many micro-batches on each.
+    """Yield every validation sample exactly once over all ranks, in equally many micro-batches.
 
-    Arguments are those of `StepLoader`; `seed` serves data sets that draw random numbers.
+    Arguments are those of `StepLoader`; `seed` is for data sets that draw random numbers.
 
     Raises:
         ConfigError: a number is out of range, or the data set is empty.
@@ -252,7 +312,7 @@ def _micro_batch(
 
 @dataclass(frozen=True)
 class _Once:
-    """An iterable over an iterator, as DataLoader asks for a batch sampler."""
+    """An iterable over an iterator: DataLoader needs one as its batch sampler."""
 
     keys: Iterable[list[SampleKey]]
 
@@ -262,7 +322,7 @@ class _Once:
 
 @dataclass(frozen=True)
 class _Reader:
-    """DataLoader with the settings that all our reading shares."""
+    """A DataLoader with the settings that training and validation share."""
 
     dataset: Samples
     seed: int
@@ -271,7 +331,7 @@ class _Reader:
     collate: Collate | None
 
     def read(self, keys: Iterable[list[SampleKey]]) -> Iterator[Any]:
-        """The batches of lists of keys, in order; keys are drawn a few batches ahead."""
+        """Yield the batch of each list of keys, in order; keys are drawn a few batches ahead."""
         loader: DataLoader[Any] = DataLoader(
             SeededSamples(self.dataset, self.seed),
             batch_sampler=_Once(keys),
@@ -279,17 +339,17 @@ class _Reader:
             pin_memory=self.pin_memory and accelerator() is not None,
             collate_fn=self.collate or default_collate,
             worker_init_fn=_start_worker if self.workers else None,
-            # Its own generator, else every new iterator would advance the training's.
+            # With torch's default generator every new iterator would advance the training's.
             generator=torch.Generator().manual_seed(0),
         )
         return iter(loader)
 
 
 def _start_worker(worker: int) -> None:
-    """Let a reading process outlive the signals that ask the *training* process to stop.
+    """Let a loading process ignore the signals that ask the *training* process to stop.
 
-    A scheduler signals the whole process group; a reader that died of it would take the
-    training process down before that has saved. Only the parent's SIGTERM ends a reader.
+    A scheduler signals the whole process group; a loading process that died of it would end the
+    training process before it has saved. Only the parent's SIGTERM ends a loading process.
     """
     del worker
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):

@@ -2,7 +2,7 @@
 
 The sequence depends on the seed alone, and a position in it is counted in global samples, so a
 run resumed with other ranks, micro-batches or batch size continues it exactly. It is never
-stored: where a sample stands is computed, in memory that does not grow with the data set.
+stored: each position is computed, in memory that does not grow with the data set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROUNDS = 8
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed that is a function of all the parts and of nothing else."""
+    """Return a 64-bit seed that depends on all the parts and nothing else."""
     text = ",".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -35,11 +35,12 @@ def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def permute_indices(positions: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
-    """Where the given positions of 0..size-1 go under a pseudo-random permutation.
+    """Return the images of positions in 0..size-1 under a pseudo-random permutation.
 
-    A Feistel network over a table of about sqrt(size) x sqrt(size) cells: a row is shifted by a
-    hash of the column, a column by a hash of the row, in turns, each of which can be undone. The
-    table may have a few cells more than `size`; who lands there walks on until it is inside.
+    It is a Feistel network over a table of about sqrt(size) x sqrt(size) cells: rounds alternately
+    shift the row by a hash of the column and the column by a hash of the row, and each round can
+    be inverted. The table may have a few cells more than `size`; a position that lands there goes
+    through the network again until it is inside (cycle walking).
     """
     rows = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
     columns = np.uint64(-(-size // int(rows)))
@@ -71,8 +72,8 @@ class GlobalBatch(NamedTuple):
 class GlobalOrder:
     """The endless sequence of samples, epoch after epoch, cut in global batches.
 
-    Every sample comes once an epoch; no batch spans two epochs, so the last one of an epoch may
-    be smaller. With `drop_last` what does not fill a batch is left out of that epoch.
+    Every sample comes once per epoch; no batch spans two epochs, so the last one of an epoch may
+    be smaller. With `drop_last` samples that do not fill a batch are left out of that epoch.
 
     Raises:
         ConfigError: there are no samples, or fewer than one batch under `drop_last`.
@@ -104,7 +105,7 @@ class GlobalOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Global samples that an epoch goes through."""
+        """Samples of an epoch over all ranks."""
         left_out = self.num_samples % self.global_batch_size if self.drop_last else 0
         return self.num_samples - left_out
 
@@ -114,7 +115,7 @@ class GlobalOrder:
         return -(-self.samples_per_epoch // self.global_batch_size)
 
     def batch_at(self, samples_seen: int) -> GlobalBatch:
-        """The global batch that follows after `samples_seen` global samples.
+        """Return the global batch after the first `samples_seen` global samples.
 
         The next position is `samples_seen + len(indices)`.
         """
@@ -128,7 +129,7 @@ class GlobalOrder:
 
 
 class MicroBatchPlan(NamedTuple):
-    """The samples of one micro-batch of one rank; those of padding must weigh nothing."""
+    """The samples of one micro-batch of one rank; padding must not contribute to the loss."""
 
     indices: Sequence[int]
     padding: bool = False
@@ -137,15 +138,15 @@ class MicroBatchPlan(NamedTuple):
 def split_global_batch(
     indices: Sequence[int], dp_rank: int | None, dp_size: int, micro_batch_size: int
 ) -> list[MicroBatchPlan]:
-    """One rank's micro-batches of a global batch.
+    """Return one rank's micro-batches of a global batch.
 
-    Rows are dealt in contiguous, nearly equal parts to the ranks, and a part is cut in
-    micro-batches of at most `micro_batch_size` rows. Every rank gets the same number of them, as
-    sharded parameters are gathered by all ranks at every forward: who has fewer gets padding,
-    the batch's first samples, as many as a whole micro-batch has (so that compiled shapes are not
-    met with one row, and batch normalisation not with one sample many times: its running
-    statistics follow every forward). The parts without the padding are exactly the batch. A rank
-    that computes no loss, whose `dp_rank` is None, gets one micro-batch of padding.
+    The ranks get contiguous, nearly equal parts of the rows, and a part is cut in micro-batches of
+    at most `micro_batch_size` rows. Every rank gets the same number of them, since all ranks gather
+    sharded parameters at every forward pass: a rank with fewer gets padding. Padding is the batch's
+    first samples, a whole micro-batch of them, so that compiled shapes see no new size and the
+    running statistics of BatchNorm, which follow every forward pass, see no sample many times. The
+    parts without padding are exactly the batch. A rank that computes no loss (`dp_rank` None) gets
+    one micro-batch of padding.
     """
     padding = MicroBatchPlan(indices[:micro_batch_size], padding=True)
     if dp_rank is None:

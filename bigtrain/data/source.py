@@ -1,4 +1,4 @@
-"""What a source of data hands over, and the pieces that sources share."""
+"""The interface of data sources, and code that sources share."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SampleFraction = Annotated[float, Field(ge=0, lt=1)]
 class Samples(Protocol):
     """A map-style data set: `samples[i]` is (input, target).
 
-    Two things are optional: `deterministic = True` says that reading draws no random numbers,
-    and then `__getitems__(indices) -> list` reads many at once.
+    Two attributes are optional: `deterministic = True` means that reading draws no random numbers;
+    then `__getitems__(indices) -> list` may read many samples in one call.
     """
 
     def __len__(self) -> int:
@@ -40,30 +40,30 @@ class Samples(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """One sample, (input, target)."""
+        """Return one sample, (input, target)."""
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run is trained and validated on."""
+    """The data sets and the task of a run."""
 
     train: Samples
     validation: Samples | None
     task: Task = field(default_factory=UntoldTask)
-    """What is learned, and how it is measured. Left out, or None, the loss alone is: `loss`, the
-    job's `model.loss`, or what targets and outputs tell (see `engine.untold_loss`)."""
+    """The loss and the validation figures. Left out, or None, there are no figures but the loss:
+    `loss`, the job's `model.loss`, or one chosen from targets and outputs."""
     baseline: Mapping[str, float] = field(default_factory=dict)
-    """Figures that a model which learned nothing would reach, under the task's names."""
+    """Validation figures of a model that learned nothing, by the task's names."""
     description: str = ""
     """One line for the log."""
     collate: Callable[[Sequence[Any]], Any] | None = None
-    """Makes (inputs, targets) of a list of samples; None is torch's own way of stacking."""
+    """Makes (inputs, targets) of a list of samples; None for torch's default."""
     loss: Loss | Callable[[Any, Any], Tensor] | None = None
-    """A mean loss of (output, targets) to train with, in the place of the task's own."""
+    """A mean loss of (output, targets) that replaces the task's loss."""
 
     def __post_init__(self) -> None:
-        if vars(self)["task"] is None:  # whatever the types say
+        if vars(self)["task"] is None:  # untyped callers pass None
             object.__setattr__(self, "task", UntoldTask())
 
 
@@ -71,20 +71,20 @@ class Source(Protocol):
     """A data source with its arguments, before anything large is read."""
 
     def check(self) -> None:
-        """Refuse cheaply what cannot work: a missing path, package or file."""
+        """Refuse a missing path, package or file, without reading the data."""
         ...
 
     def prepare(self) -> None:
-        """Download or build what all processes of a node share; may be repeated."""
+        """Download or build files that all processes of a node share; may be called again."""
         ...
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """The data sets."""
+        """Return the data sets."""
         ...
 
 
 class TensorSamples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that are rows of two tensors in memory."""
+    """Samples that are the rows of two tensors in memory."""
 
     deterministic = True
 
@@ -124,11 +124,11 @@ class SampleSubset(Dataset[Any]):
 
 
 def existing_folder(path: Path | None, needs: str) -> Path:
-    """The folder of a source.
+    """Return the folder of a source.
 
     Args:
         path: `data.path`.
-        needs: what is expected in it, and what else to set, for the message.
+        needs: the expected contents and the fix, for the message.
 
     Raises:
         ConfigError: not given, or not a folder.

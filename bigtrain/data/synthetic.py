@@ -19,7 +19,7 @@ SyntheticTask = Literal["classification", "segmentation", "language"]
 
 
 class RandomSamples(Dataset[tuple[Tensor, Tensor]]):
-    """Samples made when they are asked for, each from the seed and its index alone."""
+    """Samples that are generated when they are read, each from the seed and its index alone."""
 
     deterministic = True
 
@@ -59,16 +59,16 @@ class SyntheticSource:
     vocabulary: PositiveCount = 256
     """Different tokens of `language`."""
     length: PositiveCount | None = None
-    """Tokens per sample of `language`; left out, what the model says, or 128."""
+    """Tokens per sample of `language`; left out, the model's sequence length, or 128."""
     samples: PositiveCount = 1024
     validation_samples: NonNegativeCount = 0
-    """0 leaves validation out."""
+    """0 for no validation."""
     ignore_fraction: SampleFraction = 0.0
-    """Share of the targets that the loss is to leave out."""
+    """Fraction of the targets that the loss ignores."""
 
     @property
     def ignore_index(self) -> int:
-        """The value of a target that is left out."""
+        """The value of an ignored target."""
         return 255 if self.kind == "segmentation" else -100
 
     def check(self) -> None:
@@ -87,10 +87,10 @@ class SyntheticSource:
             )
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Samples that depend on the seed."""
+        """Return samples that depend on the seed."""
         self.check()
         length = self.length or sequence_length or 128
         task: Task

@@ -1,7 +1,7 @@
 """Next-byte prediction over text files, memory-mapped.
 
-Files are joined once into a cache that all ranks of a node map, so a corpus costs no memory
-beyond the pages in use. A single file is mapped where it is.
+Files are concatenated once into a cache that all ranks of a node map, so a corpus costs no memory
+beyond the pages in use. A single file is mapped directly.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from bigtrain.units import MIB, format_bytes
 _TEXT = "csv html json jsonl log md rst sql tex toml tsv txt xml yaml yml cfg ini"
 _PROGRAMS = "c cc cpp css go h hpp java js py rb rs sh ts"
 SUFFIXES = frozenset(f".{suffix}" for suffix in f"{_TEXT} {_PROGRAMS}".split())
-"""The files of a folder that are read when `data.args.pattern` is not given."""
+"""Suffixes of the files that are read without `data.args.pattern`."""
 
 DEFAULT_SEQUENCE_LENGTH = 128
 _BLOCK = MIB
 _BASELINE_BLOCKS = 256
 _LEFT_FREE = 1 << 30
-"""Bytes of a disk that a cache leaves free, or a twentieth of a small one."""
+"""Bytes that the cache leaves free on a disk, at most a twentieth of the disk."""
 _READABLE = "Make it readable, or leave it out with data.args.pattern."
 
 
@@ -57,13 +57,13 @@ class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
     def _map(self) -> None:
         size = len(self) * self.sequence_length
         data = _mapped(self.path)
-        # Two views of the same pages, the second one byte further: a row is one sample.
+        # Two views of the same pages, the second shifted by one byte: a row is one sample.
         rows = (len(self), self.sequence_length)
         self._inputs = data[self.start : self.start + size].reshape(rows)
         self._targets = data[self.start + 1 : self.start + 1 + size].reshape(rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickled for a reading process: it maps the file anew, numpy would send the bytes.
+        # A loading process maps the file again; pickling the arrays would send the bytes.
         return {k: v for k, v in self.__dict__.items() if k not in ("_inputs", "_targets")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,28 +84,28 @@ class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """`text`: a file, a folder, or the source of Python's own library where no path is given."""
+    """`text`: a file, a folder, or without a path the source of Python's standard library."""
 
     path: Path | None = None
     sequence_length: PositiveCount | None = None
-    """Bytes per sample; left out, what the model says, or 128."""
+    """Bytes per sample; left out, the model's sequence length, or 128."""
     pattern: str | None = None
     """Glob for the files of a folder, at any depth; left out, the usual text suffixes."""
     validation_fraction: SampleFraction = 0.05
-    """Share of the bytes, at the end, that is held out."""
+    """Fraction of the bytes, at the end, that is held out for validation."""
     validation_samples: PositiveCount = 512
-    """Held-out samples that a validation reads at most, evenly spread."""
+    """The most held-out samples that a validation reads, evenly spread."""
 
     def check(self) -> None:
-        """Refuse a path that is not there, or files without a byte."""
+        """Refuse a path that does not exist, or files without a byte."""
         self._files()
 
     def prepare(self) -> None:
-        """Join the files into the cache."""
+        """Concatenate the files into the cache."""
         self._joined()
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """Map the bytes and hold the last ones out; the order of bytes does not need a seed."""
+        """Map the bytes and hold the last ones out; no seed is needed."""
         del seed
         length = self.sequence_length or sequence_length or DEFAULT_SEQUENCE_LENGTH
         path, files = self._joined()
@@ -149,7 +149,7 @@ class TextSource:
         return str(self.path) if self.path else "the Python library"
 
     def _files(self) -> list[tuple[str, Path, os.stat_result]]:
-        """Relative name, path and state of the files, in the order in which they are joined."""
+        """Return relative name, path and stat of the files, in the order of concatenation."""
         if self.path is not None and not is_there(self.path):
             raise ConfigError(
                 f"data.path: {self.path} does not exist. Give a file or a folder, or leave "
@@ -168,7 +168,7 @@ class TextSource:
                 "files "
                 f"(pattern: {self.pattern or 'text suffixes'}). Set data.args.pattern='*'."
             )
-        # By a hash of the name: folders are mixed, and the held-out end is no single folder.
+        # By a hash of the name: this mixes folders, so that the held-out end is no single folder.
         return sorted(files, key=lambda entry: hashlib.sha256(os.fsencode(entry[0])).digest())
 
     def _matches(self, root: Path) -> list[Path]:
@@ -193,7 +193,7 @@ class TextSource:
         ]
 
     def _joined(self) -> tuple[Path, int]:
-        """The file that holds all bytes, made now if it is not there, and the number of files."""
+        """Return the file with all bytes, creating it if necessary, and the number of files."""
         files = self._files()
         if len(files) == 1:
             return files[0][1], 1
@@ -228,23 +228,23 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def _cache_folders() -> Iterator[Path]:
-    """Where the cache may lie: the user's own place, else one under the temporary folder."""
+    """Yield folders for the cache: the user's cache folder, then one in the temporary folder."""
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")
-    if os.path.isabs(chosen):  # the XDG rule: a relative one is to be ignored
+    if os.path.isabs(chosen):  # the XDG specification says to ignore a relative one
         yield Path(chosen) / "bigtrain"
     elif os.path.isabs(home):
         yield Path(home) / ".cache" / "bigtrain"
     temporary = Path(tempfile.gettempdir()) / f"bigtrain-{os.getuid()}"
     if not temporary.exists() or temporary.stat().st_uid == os.getuid():
-        yield temporary  # anyone may write there, and what another made is not to be trusted
+        yield temporary  # anyone can create it: one of another user is not trusted
 
 
 def _check_room(folder: Path, size: int) -> None:
-    """Refuse a folder that the cache would fill; what is left of the disk is others'.
+    """Refuse a folder on a disk that the cache would nearly fill.
 
     Raises:
-        OSError: there is too little room, or it cannot be known.
+        OSError: there is too little space, or the free space is unknown.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     remove_left_drafts(folder)
@@ -252,22 +252,22 @@ def _check_room(folder: Path, size: int) -> None:
     free, whole = (blocks * stats.f_frsize for blocks in (stats.f_bavail, stats.f_blocks))
     left = min(_LEFT_FREE, whole // 20)
     if size + left > free:
-        kept = f", of which {format_bytes(left)} have to stay" if size <= free else ""
+        kept = f", of which {format_bytes(left)} must stay free" if size <= free else ""
         raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free{kept}")
 
 
 def _of_which_written(state: os.stat_result) -> str:
-    """Words on a file with holes: it takes less of a disk than it is long."""
+    """Return words on a sparse file, which occupies fewer bytes than its length."""
     written = state.st_blocks * 512
     return f", of which {format_bytes(written)} are written" if 2 * written < state.st_size else ""
 
 
 def _join(files: Sequence[tuple[str, Path, os.stat_result]], target: Path) -> None:
-    """Write the files one after another; the target appears whole or not at all.
+    """Concatenate the files; the target appears complete or not at all.
 
     Raises:
-        ConfigError: one cannot be read, or has other bytes than were counted.
-        OSError: they cannot be written.
+        ConfigError: a file cannot be read, or its size changed.
+        OSError: the target cannot be written.
     """
     with replacing_file(target) as joined:
         for _, path, state in files:
@@ -301,7 +301,7 @@ def _readable(file: Path) -> FileIO:
 
 
 def _histogram(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """How often each byte occurs; of a long text, in 256 evenly spread blocks of 1 MiB."""
+    """Count the occurrences of each byte; of a long text, in 256 evenly spread blocks of 1 MiB."""
     counts = np.zeros(256, dtype=np.float64)
     blocks = max(1, min(_BASELINE_BLOCKS, math.ceil(len(data) / _BLOCK)))
     for block in range(blocks):
@@ -311,9 +311,9 @@ def _histogram(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
 
 
 def _bits_per_byte(data: npt.NDArray[np.uint8], cut: int) -> float:
-    """Cross entropy, in bits, of the held-out bytes under the frequencies of the others.
+    """Return the cross entropy, in bits, of the held-out bytes under the others' frequencies.
 
-    One is added to each count, as a byte that training never saw would cost infinitely much.
+    One is added to each count: a byte that training never saw would cost infinitely many bits.
     """
     seen, held_out = _histogram(data[:cut]) + 1, _histogram(data[cut:])
     bits = -np.log2(seen / seen.sum())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, image_header, opened_image
+from bigtrain.data.image_files import MOST_CHECKED, check_complete, image_header, opened_image
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -26,29 +26,29 @@ from bigtrain.losses.tasks import SegmentationTask
 
 NUM_CLASSES = 21
 IGNORED = 255
-"""What a mask says of pixels that are not to be judged, such as the borders of things."""
+"""The class of ignored pixels in a mask, such as the borders of objects."""
 Year = Literal["2007", "2008", "2009", "2010", "2011", "2012"]
 
 
 _FILL_IMAGE = [round(255 * mean) for mean in IMAGENET_MEAN]
-"""What is added beside an image: the mean colour, which is 0 after normalisation."""
+"""The colour of padding: the mean colour, which is 0 after normalisation."""
 
 
 class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images with masks, cut and flipped together.
+    """Images with masks, which are cropped and flipped together.
 
-    Inputs (3, size, size), targets (size, size) int64 with 255 for what is not to be judged: what
-    the mask says so of, and what was added where an image is smaller than `size`.
+    Inputs (3, size, size), targets (size, size) int64 with 255 for ignored pixels: those that the
+    mask marks, and padding of an image that is smaller than `size`.
 
-    In training an image is scaled so that its longer side is half to twice `size`, or what `scale`
-    says, and a square is cut out at random (Chen et al. 2017, arXiv 1706.05587, section 4.1). In
-    validation the whole image is judged: made smaller only where it is larger than `size`.
+    In training an image is scaled so that its longer side is half to twice `size` (or as `scale`
+    says) and cropped to a random square (Chen et al. 2017, arXiv 1706.05587, section 4.1). In
+    validation the whole image is used, and scaled down only if it is larger than `size`.
 
     Args:
-        files: an image and its mask, each.
+        files: pairs of an image and its mask.
         size: pixels on a side.
-        augment: whether as in training.
-        scale: least and most of the longer side in training, as multiples of `size`.
+        augment: whether to scale, crop and flip at random.
+        scale: range of the longer side in training, as multiples of `size`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
         return self._image(image), target
 
     def _whole(self, image: Any, mask: Any) -> tuple[Any, Any]:
-        """All of both, in the upper left of a square."""
+        """Return the whole image and mask in the upper left of a square."""
         from torchvision.transforms import v2
         from torchvision.transforms.v2 import functional
 
@@ -99,9 +99,9 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
             sides = [max(1, round(side * self.size / longer)) for side in image.shape[-2:]]
             image, mask = v2.Resize(sides)(image, mask)
         height, width = image.shape[-2:]
-        beside = [0, 0, self.size - width, self.size - height]
-        kept = [functional.pad(part, beside, self._fill[type(part)]) for part in (image, mask)]
-        return kept[0], kept[1]
+        padding = [0, 0, self.size - width, self.size - height]
+        padded = [functional.pad(part, padding, self._fill[type(part)]) for part in (image, mask)]
+        return padded[0], padded[1]
 
 
 def _check_classes(mask_file: Path, mask: Tensor) -> None:
@@ -109,12 +109,12 @@ def _check_classes(mask_file: Path, mask: Tensor) -> None:
     if len(odd):
         raise ConfigError(
             f"data.path: {mask_file} has the class {int(odd[0])}, and voc has 0 to "
-            f"{NUM_CLASSES - 1}, and {IGNORED} for what is not to be judged. Correct this mask."
+            f"{NUM_CLASSES - 1}, and {IGNORED} for ignored pixels. Correct this mask."
         )
 
 
 def _check_pairs(files: Sequence[tuple[Path, Path]]) -> None:
-    """Refuse a mask that is missing, of another size, or in colours instead of classes.
+    """Refuse a mask that is missing, of another size than its image, or in colours, not classes.
 
     Raises:
         ConfigError: with the file.
@@ -132,7 +132,7 @@ def _check_pairs(files: Sequence[tuple[Path, Path]]) -> None:
                 f"data.path: {mask_file} has pixels of mode {mode}, needed are palette numbers "
                 "(P) or grey values (L) that are classes. Get the file again as VOC publishes it."
             )
-    check_whole([file for pair in files for file in pair], MOST_LOOKED_AT)
+    check_complete([file for pair in files for file in pair], MOST_CHECKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class VocSource:
     augment: bool = True
     """Scale, crop and flip at random in training."""
     scale: tuple[PositiveFactor, PositiveFactor] = (0.5, 2.0)
-    """Of the longer side in training: least and most, as multiples of `size`."""
+    """Range of an image's longer side in training, as multiples of `size`."""
     download: bool = False
     """Fetch the data set into `data.path` if it is not there."""
 
@@ -162,12 +162,12 @@ class VocSource:
         return [path for path in self._lists(root) if not is_there(path)]
 
     def check(self) -> None:
-        """Refuse where torchvision or the files are missing and no download is asked for."""
+        """Refuse if torchvision is missing, or the files are and no download is asked for."""
         need_torchvision("voc")
         if self.scale[0] > self.scale[1]:
             raise ConfigError(
-                f"data.args.scale={list(self.scale)} must be the least and then the most. Write it "
-                f"as {as_word('data.args.scale', self.scale[::-1])}."
+                f"data.args.scale={list(self.scale)} needs the smaller number first. Use "
+                f"{as_word('data.args.scale', self.scale[::-1])}."
             )
         if self.path is None or not self.download:
             self._root()
@@ -187,7 +187,7 @@ class VocSource:
         return root
 
     def prepare(self) -> None:
-        """Download, if that was asked for and the files are not there."""
+        """Download the files if that was asked for and they are missing."""
         self.check()
         if self.path is not None and self.download and self._missing(self.path):
             root = self.path
@@ -199,7 +199,7 @@ class VocSource:
         return VOCSegmentation(root, year=self.year, image_set="train", download=True)
 
     def _pairs(self, part: Path) -> list[tuple[Path, Path]]:
-        """The image and the mask of each name in a list."""
+        """Return the image and the mask of each name in a list."""
         folder = part.parents[2]
         with explain_data_errors("voc", part):
             names = read_text(part).split()
@@ -215,7 +215,7 @@ class VocSource:
         return files
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        """The train and the val list of the year."""
+        """Return the train and the val list of the year."""
         del seed, sequence_length
         self.prepare()
         root = self._root()

@@ -38,7 +38,7 @@ from bigtrain.losses.tasks import CustomTask, UntoldTask
 from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
-from bigtrain.models.pretrained import begin_with
+from bigtrain.models.pretrained import use_pretrained
 from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.ranks.agreement import Facts
@@ -291,7 +291,7 @@ def _described(job: Job, data: Data) -> Blueprint:
     args = {**defaults, **model.args}
     blueprint = describe(lambda: make_model(model.name, args))
     if model.pretrained is not None:
-        begin_with(blueprint, model.name, model.pretrained, model.pretrained_except)
+        use_pretrained(blueprint, model.name, model.pretrained, model.pretrained_except)
     return blueprint
 
 

@@ -43,9 +43,8 @@ from bigtrain.files.parse import parse_json
 from bigtrain.job.schema import Job
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import independent_blocks
-from bigtrain.models.names import named_tensors
+from bigtrain.models.parameters import bf16_parameter_names, named_tensors
 from bigtrain.prediction.fake_runs.runs import resize_micro_batch
 from bigtrain.prediction.shorten import shorten_model
 from bigtrain.prediction.whole_model import WHOLE_MODEL

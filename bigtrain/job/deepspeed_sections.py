@@ -69,7 +69,7 @@ REFUSED = {
     "sequence_parallel_size": "Use --strategy tensor_sequence, and leave it out",
     "sparse_attention": "Leave it out: attention is the model's own",
     "sparse_gradients": "Leave it out: it has been removed from DeepSpeed, too",
-    "tensor_parallel": "Use --strategy autotp mesh.tp=N, and leave it out",
+    "tensor_parallel": "Use --strategy tensor mesh.tp=N, and leave it out",
     "torch_autocast": "Use train.precision=bf16, and leave it out",
     "weight_quantization": "Leave it out: models are trained as they are",
 }

@@ -26,6 +26,10 @@ KIND = "strategies"
 """The folder of the presets, below configs/."""
 PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
 """What a strategy or plan file may say about a job."""
+REMOVED = {
+    "autotp": "Use --strategy tensor (or zero1_torch+tensor, which shards optimizer state, too).",
+}
+"""Strategies of earlier versions: the fix."""
 _WHOLE = (("strategy", "cut"), ("strategy", "replicate"))
 """Roles with several techniques are said by one word; to the options of the others words add."""
 _SPELLED_OUT = frozenset({"cut", "replicate", "deepspeed"})
@@ -169,6 +173,8 @@ def _read_preset_word(word: str, asked: str) -> ConfigTree:
             f"{asked}: {word!r} is a class, and here are the names of presets and files. "
             f"Use strategy.replicate={word}, or the role that it has, or name a YAML file with it."
         )
+    if word in REMOVED:
+        raise ConfigError(f"{asked}: {word} was removed. {REMOVED[word]}")
     names = preset_names(KIND)
     base, _, value = word.rpartition("_")
     if word not in names and base in names and value[:1].isdigit():

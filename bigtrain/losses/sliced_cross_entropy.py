@@ -24,12 +24,12 @@ from bigtrain.slicing.exchange import (
     SliceGroup,
     all_gather,
     all_reduce,
-    part_of,
+    copied_to_ranks,
     reduce_scatter,
+    scattered,
     summed,
-    to_all,
 )
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of, rule
 from bigtrain.slicing.slices import Slices
 
 
@@ -59,13 +59,13 @@ def _chunked_cross_entropy(
     if is_sliced(bias):
         if not bias.slices.same(slices, group.size):
             return NotImplemented
-        bias = held(bias)
+        bias = local_of(bias)
     elif bias is not None:
-        bias = part_of(bias, slices, group)
+        bias = scattered(bias, slices, group)
     dealt = hidden.slices if is_sliced(hidden) else None
     make = partial(_VocabularyPass, slices=slices, group=group, dealt=dealt)
-    own = held(hidden) if is_sliced(hidden) else hidden
-    return loss_of_chunks(make, (own, held(weight), bias), target, *options)
+    own = local_of(hidden) if is_sliced(hidden) else hidden
+    return loss_of_chunks(make, (own, local_of(weight), bias), target, *options)
 
 
 def _by_targets(
@@ -74,8 +74,8 @@ def _by_targets(
     """A whole head: each rank has the losses of the targets of its part of the input."""
     group = hidden.group
     own = hidden.slices.local(target, group.rank, group.size)
-    head = (to_all(weight, group), None if bias is None else to_all(bias, group))
-    return summed(loss_of_chunks(ChunkedPass, (held(hidden), *head), own, *options), group)
+    head = (copied_to_ranks(weight, group), None if bias is None else copied_to_ranks(bias, group))
+    return summed(loss_of_chunks(ChunkedPass, (local_of(hidden), *head), own, *options), group)
 
 
 class _VocabularyPass(ChunkedPass):

@@ -1,6 +1,6 @@
-"""Models by name, described on the meta device and given values later; and their blocks.
+"""Models by name, described on the meta device and initialised later; and their blocks.
 
-Built-in models, torchvision's, import paths; initial weights by seed and name (deferred
+Decides: built-in models, torchvision's, import paths; initial weights by seed and name (deferred
 initialisation); what counts as a block; which parameters may be bf16.
 """
 
@@ -34,7 +34,7 @@ _OWN = (*PRESETS, "lenet")
 
 
 def list_models() -> list[str]:
-    """Every built-in name, bigtrain's own first.
+    """Return every built-in name, bigtrain's first, then torchvision's.
 
     Raises:
         ConfigError: torchvision cannot be imported.
@@ -64,7 +64,7 @@ def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def check_model(name: str, args: Mapping[str, Any]) -> None:
-    """Refuse a model that cannot be made; allocates nothing and constructs no user's model.
+    """Refuse a model that cannot be made, without memory and without calling user code.
 
     Raises:
         ConfigError: with the key, `model.name` or `model.args.X`, and the fix.
@@ -84,22 +84,24 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
 def model_defaults(
     name: str, *, num_classes: int | None, sequence_length: int | None
 ) -> dict[str, Any]:
-    """What the data says of a model's arguments; those that the user gave go before them.
+    """Return arguments of a model that follow from the data; the user's arguments take precedence.
 
     Args:
-        name: as in `make_model`; a user's own model gets nothing.
+        name: as in `make_model`; a model by import path gets no arguments.
         num_classes: classes of the targets; for a language model, its vocabulary.
-        sequence_length: tokens of a sample, where samples are tokens.
+        sequence_length: tokens of a sample, if samples are tokens.
     """
     if ":" in name:
         return {}
     if name in PRESETS:
-        # A model that is named for its size keeps its vocabulary where the data need less of it:
-        # it is the model that people mean, in parameters and in the memory of its logits.
-        own = PRESETS[name]["vocab_size"]
-        keeps = own == GPT2_VOCABULARY and (num_classes or 0) <= own
+        # A model named for its size keeps its vocabulary even if the data need less: its number of
+        # parameters and the memory of its logits are what users expect of that name.
+        preset_vocabulary = PRESETS[name]["vocab_size"]
+        keeps_preset = (
+            preset_vocabulary == GPT2_VOCABULARY and (num_classes or 0) <= preset_vocabulary
+        )
         arguments = {
-            "vocab_size": None if keeps else num_classes,
+            "vocab_size": None if keeps_preset else num_classes,
             "sequence_length": sequence_length,
         }
     else:
@@ -108,7 +110,7 @@ def model_defaults(
 
 
 def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
-    """The most tokens in a sample, for bigtrain's language models; None for all others.
+    """Return the most tokens of a sample of a built-in language model; None for other models.
 
     Raises:
         ConfigError: an argument is unknown or does not fit.
@@ -117,7 +119,7 @@ def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
 
 
 def task_of(name: str) -> str | None:
-    """The task that a built-in model is for, as in `loss_curves.tasks`; None for a user's."""
+    """Return the task of a built-in model, see `losses.tasks`; None for one by import path."""
     if ":" in name:
         return None
     if name in PRESETS:

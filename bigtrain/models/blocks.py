@@ -1,4 +1,4 @@
-"""The blocks of a model: the repeated pieces that are sharded, recomputed or cut as one."""
+"""The blocks of a model: repeated modules that are sharded, recomputed or cut as a unit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated pieces of any module tree, by name, in the order of the tree.
+    """Return the blocks of any module tree, by name, in the order of the tree.
 
-    A container (ModuleList, ModuleDict, Sequential) counts as repeated where at least two of its
-    children are of one class and themselves made of modules; its children are then blocks, or,
-    where a child is such a container again (the stages of a vision model), what is in it. A
-    model without any has its own children as blocks, of a list of modules what is in it, and of a
-    plain `nn.Module()` that only holds others, which has no forward pass. A
-    stage of a cut model says itself which of the whole model's blocks it computes
-    (`own_blocks`).
+    A container (ModuleList, ModuleDict, Sequential) is repeated if at least two of its children are
+    of one class and contain modules themselves. Its children are then blocks; if a child is a
+    repeated container as well (the stages of a vision model), the blocks are the children of that.
+    In a model without repeated containers the blocks are its direct children, and the elements of
+    lists and of plain `nn.Module()` containers, which have no forward pass. A stage of a cut model
+    names the blocks of the whole model that it computes (`own_blocks`).
     """
     named_blocks = getattr(model, "own_blocks", None)
     if named_blocks is not None:
@@ -36,7 +35,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks that can be handled by themselves: they share no parameter with anything else."""
+    """Return the blocks that share no parameter with any other module."""
     named = find_blocks(model)
     blocks = [block for _, block in named]
     uses: dict[int, set[int]] = {}
@@ -56,15 +55,16 @@ def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """The modules of these names, in the order of the tree; `*` stands for one part of a name.
+    """Return the modules that match names, in the order of the tree.
 
     Args:
         model: the whole model.
-        patterns: names as `named_modules` has them.
+        patterns: names as in `named_modules`; `*` matches within one dotted part.
         key: of the job, for messages.
 
     Raises:
-        ConfigError: one matches nothing or a mere list of modules, or one is inside of another.
+        ConfigError: a pattern matches nothing, or a list of modules; or a matched module is inside
+            another.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     matched: set[str] = set()
@@ -86,7 +86,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> lis
         outer = next((other for other in matched if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"{key}: {name} is inside of {outer}, which is named, too. Leave one out."
+                f"{key}: {name} is inside {outer}, which is named as well. Leave one out."
             )
     return [name for name in modules if name in matched]
 
@@ -117,7 +117,7 @@ def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children with weights; a list is never called itself, those in it are."""
+    """Yield the called children with weights: of a list, which is never called, its elements."""
     for name, child in module.named_children():
         if isinstance(child, _LISTS) or _is_namespace(child):
             yield from _called(f"{path}{name}.", child)
@@ -126,7 +126,7 @@ def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """A block that stands in two places under its first name."""
+    """Return blocks without repetition: one that occurs twice has its first name."""
     seen: set[int] = set()
     blocks = []
     for name, block in named:
@@ -137,7 +137,7 @@ def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]
 
 
 def _is_repeated(module: nn.Module) -> bool:
-    """At least two children of one class that are modules of modules, not single layers."""
+    """Whether at least two children are of one class and contain modules."""
     kinds = Counter(type(child) for child in module.children() if _is_composite(child))
     return bool(kinds) and max(kinds.values()) >= 2
 
@@ -148,7 +148,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_namespace(module: nn.Module) -> bool:
-    """Whether a module has no forward pass: it only holds others."""
+    """Whether a module has no forward pass and only contains others."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 

@@ -1,15 +1,15 @@
 """Models described first and materialised later, tensor by tensor.
 
-A description costs no memory: the constructor runs on the meta device while what it does to
-each tensor is recorded. Materialising replays, on the CPU, just the operations that one tensor
+A description costs no memory: the constructor runs on the meta device while its operations on
+each tensor are recorded. Materialising replays, on the CPU, just the operations that one tensor
 depends on, with the random generator seeded by the run's seed and the tensor's name. So the
-initial weights are the same whatever the order, the rank, the world size or the device, and a
-rank that holds a part of the model pays for that part only; the price is that the numbers are
-not those of torch.manual_seed(seed) followed by the constructor.
+initial weights do not depend on the order, the rank, the world size or the device, and a rank that
+holds a part of the model pays for that part only. The price: the numbers are not those of
+torch.manual_seed(seed) followed by the constructor.
 
-A random draw that several tensors depend on (halves of one `randn`, the norm of a weight, a
-deep copy of a layer) belongs to the first of them in the order of the model, so that they
-agree with each other as they do in a model that was built at once.
+A random draw that several tensors depend on (both chunks of one `randn`, the norm of a weight, a
+deep copy of a layer) belongs to the first of them in the order of the model, so that they are as
+consistent as in a model that was built in one go.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.models.caches import NOTE, switch_off_caches, switch_on_caches
 from bigtrain.models.init_recorder import InitRecorder
 from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
+from bigtrain.models.parameters import first_named_tensors, named_tensors
 from bigtrain.tensors.shards import StateTensor
 
 
 def initial_seed(seed: int, name: str) -> int:
-    """The seed of one tensor's random numbers: stable over processes, versions and machines.
+    """Return the seed of one tensor's random numbers, equal in all processes, versions, machines.
 
     Args:
         seed: the run's seed.
@@ -52,7 +53,7 @@ def initial_seed(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class _Origin:
-    """How a named tensor comes to be: its place in its storage, and what fills that."""
+    """A tensor's view of its storage, and the operations that fill the storage."""
 
     spec: TensorSpec
     closure: list[int]
@@ -60,21 +61,21 @@ class _Origin:
 
 @dataclass
 class Blueprint:
-    """A model whose tensors are filled in when, where and as far as they are wanted."""
+    """A model whose tensors are materialised on demand, all or some of them, on any device."""
 
     model: nn.Module
-    """The modules; deferred, their tensors are on meta until they are materialised."""
+    """The modules. If deferred, their tensors are on meta until they are materialised."""
     reason: str = ""
-    """Why the model is not deferred, in one line; empty where it is."""
+    """Why the model is not deferred, in one line; '' if it is."""
     values: Mapping[str, StateTensor] = field(default_factory=dict)
-    """What tensors begin with in place of their initial values, by their first names."""
+    """Values that replace initial ones, by the tensors' first names."""
     _make: Callable[[], nn.Module] | None = None
     _recording: InitRecording | None = None
     _origins: dict[str, _Origin] = field(default_factory=dict)
     _owners: dict[int, str] = field(default_factory=dict)
     """For each random operation, the name that its seed is made from."""
     _first_names: dict[str, str] = field(default_factory=dict)
-    """Every name of every tensor -> its first one, also when that part of the model is gone."""
+    """Every name of every tensor -> its first one; complete even if other stages are dropped."""
     _uncached: list[Any] = field(default_factory=list)
     """Configurations whose `use_cache` was switched off."""
 
@@ -83,16 +84,16 @@ class Blueprint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to say of how the model is trained."""
+        """Lines to print about how the model is trained."""
         return (NOTE,) if self._uncached else ()
 
     def give_back(self) -> None:
-        """Put the configuration of a caller's own module back as it was."""
+        """Restore the configurations that were changed, of a caller's module."""
         switch_on_caches(self._uncached)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """The configuration as it was, for as long as it is written down."""
+        """Restore the configurations inside a `with` block, in which they are saved."""
         switch_on_caches(self._uncached)
         try:
             yield
@@ -101,13 +102,13 @@ class Blueprint:
 
     @classmethod
     def of(cls, module: nn.Module) -> Blueprint:
-        """Wrap a module that already has its values; materialising only moves them.
+        """Wrap a module that already has values; materialising only moves them.
 
         Raises:
-            ConfigError: it has tensors without values.
+            ConfigError: it has tensors on the meta device, or without a shape.
         """
         _refuse_lazy(module)
-        for name, tensor in _named_tensors(module).items():
+        for name, tensor in first_named_tensors(module).items():
             if tensor.is_meta:
                 raise ConfigError(
                     f"model: {name!r} is on the meta device and has no values. Give the function "
@@ -122,18 +123,18 @@ class Blueprint:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes that every rank holds while it builds the model; 0 where it is deferred."""
-        tensors = () if self.deferred else _named_tensors(self.model).values()
+        """Bytes that every rank holds while it builds the model; 0 if it is deferred."""
+        tensors = () if self.deferred else first_named_tensors(self.model).values()
         return sum(tensor.nbytes for tensor in tensors)
 
     def change(self, change: Callable[[nn.Module], nn.Module]) -> None:
-        """Change the module, in place, and those that are made by the same constructor later."""
+        """Apply a function to the module, and to modules that the constructor makes later."""
         self.model, make = change(self.model), self._make
         if make is not None:
             self._make = lambda: change(make())
 
     def twin(self) -> Blueprint:
-        """The same model described anew, or a copy of one that was given already built."""
+        """Describe the model again; a module that was passed already built is copied."""
         if self._make is None:
             return Blueprint.of(copy.deepcopy(self.model))
         twin = describe(self._make)
@@ -145,16 +146,15 @@ class Blueprint:
     ) -> nn.Module:
         """Give parameters and buffers their initial values, in place.
 
-        The tensor objects stay the same (but in modules that watch theirs, as nn.RNN does), so
-        ties, and references that others already hold, stay valid. Of a deferred model, about
-        one tensor more than the result is in memory at any time; one that is not deferred is
-        built whole.
+        The tensor objects stay the same (except in modules that hold weak references to theirs,
+        such as nn.RNN), so ties and existing references stay valid. A deferred model needs memory
+        for about one tensor in addition to the result; any other is built whole.
 
         Args:
             device: where the tensors go; the values are made on the CPU.
-            seed: the run's seed; without effect on a model given already built.
-            only: names as in named_parameters and named_buffers (any name of a tied tensor);
-                None is all of them. The others stay as they are.
+            seed: the run's seed; ignored for a module that was passed already built.
+            only: names as in named_parameters and named_buffers (any name of a tied tensor), or
+                None for all. The others are not changed.
 
         Returns:
             `model`.
@@ -179,18 +179,18 @@ class Blueprint:
 
     @torch.no_grad()
     def _take_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put the values of a file in the place of initial ones, a tensor at a time."""
+        """Copy `values` over initial values, a tensor at a time."""
         for name, tensor in tensors.items():
             saved = self.values.get(self._first_names.get(name, name))
             if saved is not None:
                 tensor.copy_(saved.values().view(tensor.shape))
 
     def _chosen(self, only: Collection[str] | None) -> dict[str, torch.Tensor]:
-        """The wanted tensors by their first name, in the order of the model."""
-        tensors = _named_tensors(self.model)
+        """Return the chosen tensors by first name, in the order of the model."""
+        tensors = first_named_tensors(self.model)
         if only is None:
             return tensors
-        aliases = _aliases(self.model)
+        aliases = named_tensors(self.model)
         for name in only:
             if name not in aliases:
                 hint = did_you_mean(name, aliases) or "."
@@ -230,10 +230,10 @@ class Blueprint:
 
 
 def describe(make: Callable[[], nn.Module]) -> Blueprint:
-    """Run a model's constructor without memory, remembering how to fill in the values.
+    """Run a model's constructor on the meta device and record how to compute the values.
 
-    A constructor that cannot run so (it reads random values, draws on the CPU, uses an
-    operation without a meta kernel, ...) is run on the CPU instead; `reason` says why.
+    If that is impossible (the constructor reads random values, draws on the CPU, uses an
+    operation without a meta kernel, ...) it is run on the CPU instead; `reason` says why.
 
     Args:
         make: builds the model; called once, or once on meta and once on the CPU.
@@ -246,7 +246,7 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
     except CannotDefer as finding:
         reason = str(finding)
     except Exception as error:
-        # Whatever it is: the construction on the CPU tells whether the model is at fault.
+        # Any error: the construction on the CPU shows whether the model is at fault.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     with kept_random_state():
         torch.default_generator.manual_seed(0)
@@ -255,7 +255,7 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
 
 
 def as_blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blueprint:
-    """What describes a model: given as such, as a module, or as what makes one."""
+    """Return a blueprint of a model: itself, or made from a module or from its constructor."""
     if isinstance(model, Blueprint):
         return model
     return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
@@ -273,7 +273,7 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     for module in model.modules():
         if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
             raise CannotDefer("transformers leaves its initialisation out on meta")
-    tensors = _named_tensors(model)
+    tensors = first_named_tensors(model)
     for name, tensor in tensors.items():
         if tensor.device.type != "meta":
             raise CannotDefer(f"it puts {name!r} on {tensor.device} itself")
@@ -281,7 +281,7 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
         raise CannotDefer(f"it keeps a tensor at {name!r} that is no parameter or buffer")
     blueprint = Blueprint(model, _make=make, _recording=recording)
     first = {id(tensor): name for name, tensor in tensors.items()}
-    blueprint._first_names = {name: first[id(t)] for name, t in _aliases(model).items()}
+    blueprint._first_names = {name: first[id(t)] for name, t in named_tensors(model).items()}
     for name, tensor in tensors.items():
         spec = recording.spec(tensor)
         closure = recording.closure(spec.storage)
@@ -315,21 +315,9 @@ def _refuse_lazy(model: nn.Module) -> None:
                 )
 
 
-def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, each under its first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _aliases(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
 def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that modules keep in plain attributes, or in lists or mappings there."""
-    registered = {id(tensor) for tensor in _named_tensors(model).values()}
+    """Return tensors that modules keep in plain attributes, or in lists or mappings there."""
+    registered = {id(tensor) for tensor in first_named_tensors(model).values()}
     loose: dict[str, torch.Tensor] = {}
 
     def collect(path: str, value: object) -> None:
@@ -351,15 +339,15 @@ def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
-    """Give a model, which keeps its tensor objects, the values of another construction."""
-    old = {**_named_tensors(target), **_loose_tensors(target)}
+    """Construct the model again and move the values into the tensor objects of `target`."""
+    old = {**first_named_tensors(target), **_loose_tensors(target)}
     shapes = {name: tensor.shape for name, tensor in old.items()}
     apart = len({tensor.untyped_storage()._cdata for tensor in old.values()}) == len(old)
-    if apart:  # the first values go before the second come
+    if apart:  # free the first values before the second are made
         for tensor in old.values():
             tensor.data = tensor.data.new_empty(0)
     source = make()
-    new = {**_named_tensors(source), **_loose_tensors(source)}
+    new = {**first_named_tensors(source), **_loose_tensors(source)}
     for name in new.keys() | shapes.keys():
         if name not in new or shapes.get(name) != new[name].shape:
             raise ConfigError(
@@ -376,7 +364,7 @@ def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
 def _trimmed(
     storage: torch.UntypedStorage, spec: TensorSpec
 ) -> tuple[torch.UntypedStorage, TensorSpec]:
-    """Drop the memory around a view, so that a slice does not hold the whole."""
+    """Copy a view out of its storage, so that a slice does not keep the whole alive."""
     span = 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
     if 0 in spec.size or span * spec.dtype.itemsize == storage.nbytes():
         return storage, spec
@@ -393,7 +381,7 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
 
 @torch.no_grad()
 def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Make a tensor object of the model hold these values, whatever device it was on."""
+    """Give a tensor object of the model these values, whatever its device."""
     kind = type(tensor)
     fresh = values
     if kind is not torch.Tensor:
@@ -402,15 +390,15 @@ def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
     fresh.__dict__.update(tensor.__dict__)
     hooks, later_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     try:
-        # The device of a tensor cannot be assigned; what the object refers to can be exchanged.
+        # The device of a tensor cannot be assigned, but two tensors can be swapped.
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # something watches the object, as nn.RNN does: put another in its place
+    except RuntimeError:  # nn.RNN holds weak references, which forbid a swap: replace the object
         for module in model.modules():
             for name, held in (*module._parameters.items(), *module._buffers.items()):
                 if held is tensor:
                     setattr(module, name, fresh)
         tensor = fresh
-    # Autograd knows of hooks by what has been exchanged: it is told of them again.
+    # The swap exchanged autograd's metadata, which knows the hooks: register them again.
     if hooks:
         tensor._backward_hooks = None
         tensor._backward_hooks = hooks
@@ -452,7 +440,7 @@ def _seed_others(seed: int) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[_RandomState]:
-    """Put the random generators of the CPU back at the end of a `with` block."""
+    """Restore the random generators of the CPU at the end of a `with` block."""
     state = _RandomState()
     try:
         yield state

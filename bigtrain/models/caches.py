@@ -1,9 +1,8 @@
-"""Keys and values that a model keeps for generating text: of no use in training, and in the way.
+"""Switch off key-value caches, which serve text generation and only hinder training.
 
-The models of transformers, and those written like them, answer a forward pass with the keys and
-values of every layer where `config.use_cache` is true, which is their default. One object collects
-them on the way through the layers, so that no pipeline could be cut between two of them; and they
-live until the step ends.
+Models of transformers, and similar ones, return the keys and values of every layer if
+`config.use_cache` is true, which is the default. One object collects them through the layers, so no
+pipeline could be cut between two layers; and they stay alive until the step ends.
 """
 
 from __future__ import annotations
@@ -15,16 +14,20 @@ from typing import Any
 from torch import nn
 
 NOTE = "use_cache=False for this run: keys and values for generating text are not kept in training"
-"""What is said where it was switched off."""
+"""The line that a run prints if a cache was switched off."""
 
 
 def switch_off_caches(model: nn.Module) -> list[Any]:
-    """Set `use_cache` to False in the configurations of a model's modules; those it was set in."""
+    """Set `use_cache` to False in the configurations of a model's modules.
+
+    Returns:
+        The configurations that were changed.
+    """
     changed: list[Any] = []
     for config in _configurations(model):
         if getattr(config, "use_cache", None) is not True:
             continue
-        with suppress(Exception):  # a configuration of another kind may be frozen
+        with suppress(Exception):  # another library's configuration may be frozen
             config.use_cache = False
             changed.append(config)
     return changed
@@ -37,7 +40,7 @@ def switch_on_caches(configurations: Sequence[Any]) -> None:
 
 
 def _configurations(model: nn.Module) -> Iterator[Any]:
-    """The `config` of every module, and the configurations of parts that these hold."""
+    """Yield the `config` of every module, and nested configurations in it."""
     seen: set[int] = set()
     for module in model.modules():
         config = vars(module).get("config")

@@ -1,7 +1,7 @@
-"""Blocks compiled one by one (`train.compile=blocks`), inside of all hooks.
+"""Compile blocks one by one (`train.compile=blocks`), inside all hooks.
 
-Blocks that are alike share one compiled program, and what shards, recomputes or cuts them sees the
-modules as they were. Source: PyTorch's recipe of regional compilation.
+Blocks of one class share compiled programs, and techniques that shard, recompute or cut them see
+the same modules as without compilation. Source: PyTorch's recipe "regional compilation".
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from bigtrain.models.blocks import find_blocks
 from bigtrain.models.fake_programs import fake_program
 
 PROGRAMS = 64
-"""Programs that one class of blocks may have, for sizes, precisions and training or not."""
+"""The most programs of a class of blocks, for different sizes, precisions and modes."""
 
 
 def compile_blocks(root: nn.Module, policies: Mapping[str, str]) -> None:
     """Compile the blocks of a model or of a stage, each at its first call.
 
-    In place, without a change of any name; a copy made afterwards does the same. Left as they are:
-    blocks with `selective` recomputation, which looks at single operations, those that a cut goes
-    through, and those that have a forward pass of their own beside their class.
+    In place, without changing names; copies made later are compiled as well. Not compiled are
+    blocks with `selective` recomputation, which observes single operations, blocks that a cut goes
+    through, and blocks whose instance overrides `forward`.
 
     Args:
-        root: the model or a stage, before recomputation wraps its blocks. A fake twin gets the
-            same programs, without the kernels in them.
-        policies: what blocks keep for the backward pass, by their names in the whole model.
+        root: the model or a stage, before recomputation wraps its blocks. A fake copy gets the
+            same programs without their kernels.
+        policies: recomputation policies by the block's name in the whole model.
     """
     cut_through = getattr(root, "cut_through", ())
     fake = any(isinstance(parameter, FakeTensor) for parameter in root.parameters())
     if not fake:
         announce_buffers()
     for name, block in find_blocks(root):
-        is_own = "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
-        if not (is_own or name in cut_through or policies.get(name) == "selective"):
+        is_overridden = "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
+        if not (is_overridden or name in cut_through or policies.get(name) == "selective"):
             block.forward = partial(_forward, block, fake)
 
 
 def remove_compiled(root: nn.Module) -> None:
     """Undo `compile_blocks`, for all modules of a tree."""
     for module in root.modules():
-        own = module.__dict__.get("forward")
-        if isinstance(own, partial) and own.func is _forward:
+        override = module.__dict__.get("forward")
+        if isinstance(override, partial) and override.func is _forward:
             del module.__dict__["forward"]
 
 
 def programs_for_every_size() -> AbstractContextManager[None]:
-    """Let a class have as many programs as its blocks have sizes; torch gives up at eight.
+    """Raise torch's limit of eight programs per class, and keep a block one program under DDP.
 
-    And let a block be one program in DDP, too, which would cut it where a bucket is full.
+    torch would split a program under DDP where a bucket is full.
     """
     from torch._dynamo import config
 
@@ -68,10 +68,10 @@ def programs_for_every_size() -> AbstractContextManager[None]:
 
 
 def check_compiler(device_type: str) -> None:
-    """Refuse to compile without what torch compiles with.
+    """Refuse to compile if torch's compiler cannot run here.
 
     Raises:
-        ConfigError: a C++ compiler is missing, for a CPU; or Triton, for a GPU.
+        ConfigError: on a CPU there is no C++ compiler, or on a GPU no Triton.
     """
     if device_type == "cpu":
         asked = os.environ.get("CXX", "")
@@ -93,7 +93,7 @@ def _forward(block: nn.Module, fake: bool, *args: Any, **kwargs: Any) -> Any:  #
 
 @cache
 def _program(forward: Callable[..., Any], *, fake: bool) -> Callable[..., Any]:
-    """Of one class; dropout draws the numbers that it draws uncompiled."""
+    """Compile the forward pass of a class; dropout draws the same numbers as uncompiled."""
     options: dict[str, Any] = {"fallback_random": True}
     if fake:
         return fake_program(forward, options)

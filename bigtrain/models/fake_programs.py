@@ -1,7 +1,7 @@
-"""Inductor's programs on fake tensors: every buffer is made and goes as in the run, nothing else.
+"""Inductor's programs on fake tensors: they allocate and free as in a run, without kernels.
 
 Inductor lowers, fuses and plans as it does for a run, and writes the program that calls the
-kernels. That program is run as it was written; the kernels in it are not compiled, and do nothing.
+kernels. That program is run unchanged; its kernels are not compiled and do nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bigtrain.memory.program_buffers import announce_kernel
 
 
 def fake_program(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """As `torch.compile` makes it of a function, but that takes fake tensors.
+    """Compile a function as `torch.compile` does, for fake tensors.
 
     Args:
-        forward: what is compiled, at the first call for each size.
+        forward: the function; it is compiled at the first call for each size.
         options: of inductor.
     """
     backend = _FakeBackend(options)
@@ -32,7 +32,7 @@ def fake_program(forward: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
 
 class _FakeBackend:
-    """A backend of `torch.compile`. Nothing of it is kept where a run looks for programs."""
+    """A backend of `torch.compile` that bypasses the caches in which a run looks for programs."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = {**options, "fx_graph_cache": False, "fx_graph_remote_cache": False}
@@ -46,7 +46,7 @@ class _FakeBackend:
 
 
 def _lower(graph: torch.fx.GraphModule, example: Any, **settings: Any) -> Any:
-    """One graph, of a forward or a backward pass; the latter comes with the first such pass."""
+    """Lower the graph of a forward pass, or of a backward pass when that first runs."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
@@ -55,7 +55,7 @@ def _lower(graph: torch.fx.GraphModule, example: Any, **settings: Any) -> Any:
 
 
 def _load(lowered: Any, written: Any) -> SimpleNamespace:
-    """In place of writing a file, importing it, and compiling its kernels meanwhile."""
+    """Execute a written program, instead of importing it from a file and compiling its kernels."""
     source = written.value
     names: dict[str, Any] = {"__name__": "fake_program"}
     names |= {**lowered.constants, **lowered.torchbind_constants}
@@ -76,17 +76,17 @@ def _no_kernels() -> Iterator[None]:
 
 
 class _NoKernels:
-    """Stands for what compiles the kernels in a program."""
+    """Replaces inductor's `AsyncCompile`, which compiles a program's kernels."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_args, **_kwargs: _NO_KERNEL
 
     def wait(self, _names: dict[str, Any]) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: no kernel is being compiled."""
 
 
 class _NoKernel:
-    """A kernel that writes nothing: where it would write is there already."""
+    """A kernel that writes nothing: the program has allocated its outputs."""
 
     def __call__(self, *args: Any, **_kwargs: Any) -> None:
         announce_kernel([argument for argument in args if isinstance(argument, Tensor)])
@@ -120,4 +120,4 @@ _ON_FAKES: dict[str, Any] = {
     **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped"), _nothing),
     **dict.fromkeys(("assert_alignment", "assert_tensor_metadata"), _nothing),
 }
-"""What a program calls that looks into memory, or makes tensors past all dispatch modes."""
+"""Replacements of functions that read memory, or allocate tensors without any dispatch mode."""

@@ -1,4 +1,4 @@
-"""A user's own model, named by its import path: `package.module:Class`."""
+"""Models by import path: `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from bigtrain.job.import_path import first_line, load_object
 
 
 def make_from_path(path: str, args: Mapping[str, Any]) -> nn.Module:
-    """Import and construct it.
+    """Import and construct a model.
+
+    Args:
+        path: `package.module:Class`, or a function that returns a module.
+        args: arguments of the constructor.
 
     Raises:
         ConfigError: it cannot be imported, does not take these arguments, or is no module.
@@ -40,13 +44,13 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
     """Compare arguments with a constructor's signature, without calling it.
 
     Raises:
-        ConfigError: one is unknown, or a required one is missing; so of the fields in a mapping
-            `config`, where the class says what its configuration is made by.
+        ConfigError: an argument is unknown or missing; or a field of the mapping `config` is, if
+            the class names its configuration class.
     """
     try:
         parameters = inspect.signature(constructor).parameters.values()
     except (TypeError, ValueError):
-        return  # written in C, without a signature: the call will tell
+        return  # written in C, without a signature: the call checks the arguments
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if all(p.kind is not p.VAR_KEYWORD for p in parameters):
         for key in args:
@@ -69,9 +73,9 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
 
 
 def _config_class(constructor: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What makes the configuration of a model, where its class says so, as transformers' do."""
-    found = getattr(constructor, "config_class", None)
-    return found if isinstance(found, type) else None
+    """Return the class of a model's configuration, if its class names one as transformers' do."""
+    config_class = getattr(constructor, "config_class", None)
+    return config_class if isinstance(config_class, type) else None
 
 
 def _check_configuration(
@@ -82,14 +86,14 @@ def _check_configuration(
     Raises:
         ConfigError: one is unknown.
     """
-    kind, given = _config_class(constructor), args.get("config")
-    if kind is None or not isinstance(given, Mapping):
+    kind, fields = _config_class(constructor), args.get("config")
+    if kind is None or not isinstance(fields, Mapping):
         return
     parameters = inspect.signature(kind).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    # Other names of the same fields, and what is set by way of a property, as num_labels is.
+    # Aliases of fields; properties such as num_labels are checked by `hasattr`.
     known += getattr(kind, "attribute_map", {})
-    for key in given:
+    for key in fields:
         if known and key not in known and not hasattr(kind, key):
             raise ConfigError(
                 f"model.args.config.{key}: {kind.__name__}, which {name} is made from, has no "
@@ -100,16 +104,16 @@ def _check_configuration(
 def _with_configuration(
     path: str, constructor: Callable[..., Any], args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments, with a mapping `config` made the object that the class asks for.
+    """Return the arguments with the mapping `config` replaced by a configuration object.
 
     Raises:
-        ConfigError: a value is not one that the configuration takes.
+        ConfigError: the configuration class refuses a value.
     """
-    kind, given = _config_class(constructor), args.get("config")
-    if kind is None or not isinstance(given, Mapping):
+    kind, fields = _config_class(constructor), args.get("config")
+    if kind is None or not isinstance(fields, Mapping):
         return dict(args)
     try:
-        return {**args, "config": kind(**given)}
+        return {**args, "config": kind(**fields)}
     except Exception as error:
         said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise ConfigError(

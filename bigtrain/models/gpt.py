@@ -1,8 +1,8 @@
-"""A decoder-only transformer, and the sizes of it that people name.
+"""A decoder-only transformer, and presets of well-known sizes.
 
 Pre-LayerNorm blocks, learned positions, GELU, causal attention through torch's fused kernel.
 The presets gpt2 to gpt2-xl have the shapes of GPT-2 (Radford et al. 2019, Table 2) and, with its
-vocabulary and 1024 places, its number of parameters to the last one. Those from gpt-124m on have
+vocabulary and 1024 positions, exactly its number of parameters. Those from gpt-124m on have
 the shapes of GPT-3 (Brown et al. 2020, Table 2.1), where the table multiplies out: 16 heads and not
 24 at 1.3B (24 x 128 is not 2048), width 5120 and not 5140 at 13B (40 x 128).
 """
@@ -35,7 +35,7 @@ _MOST = {
     "vocab_size": 1 << 30,
     "sequence_length": 1 << 32,
 }
-"""Beyond what is trained anywhere: larger numbers would only take the time and memory of a try."""
+"""Limits beyond any trained model: a larger number is a mistake, refused before it takes memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ class GPTConfig:
     """The most tokens in one sample."""
     num_layers: int = 4
     width: int = 256
-    """Length of the vector that stands for a token between blocks."""
+    """Length of a token's vector between blocks."""
     num_heads: int = 4
     dropout: float = 0.0
-    """Share of values dropped after embedding, attention and each branch, in training."""
+    """Probability of dropout after the embedding, in attention and after each branch."""
     bias: bool = True
     """Biases in LayerNorm and in all projections but the output."""
     tie_embeddings: bool = True
-    """The output projection is the token embedding."""
+    """Whether the output projection is the token embedding."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -93,7 +93,7 @@ class GPTConfig:
 
     @classmethod
     def from_preset(cls, name: str, args: Mapping[str, Any]) -> GPTConfig:
-        """A preset with some fields replaced.
+        """Return a preset with some fields replaced.
 
         Raises:
             ConfigError: no such field, or a value that does not fit.
@@ -115,7 +115,7 @@ def _check_type(name: str, value: object, kind: str) -> None:
         fits, needed = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
     else:
         whole = isinstance(value, int) and not isinstance(value, bool)
-        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number from 1 on"
+        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number, at least 1"
     if not fits:
         raise ConfigError(f"model.args.{name}={value!r} needs {needed}.")
 
@@ -193,14 +193,14 @@ class MLP(nn.Module):
         self.output = nn.Linear(4 * config.width, config.width, bias=config.bias)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Transform each token independently."""
         hidden_BTF = self.activation(self.expand(x_BTW))
         out_BTW: Tensor = self.output(hidden_BTF)
         return out_BTW
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normalised input and added to it."""
+    """Attention, then MLP, each on a normalised input and with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class GPT(nn.Module):
         self._initialize()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Predict, at each place, the token that follows.
+        """Predict, at each position, the next token.
 
         Raises:
             ConfigError: the input is longer than the model's sequence length.

@@ -1,9 +1,9 @@
-"""Runs a constructor on meta and records what it does to its tensors.
+"""Run a constructor on the meta device and record its operations on tensors.
 
-A constructor under `InitRecorder` allocates nothing: its tensors are on meta, and every operation
-that makes or changes one is kept. Where torch drops on meta what the replay needs (the values
-of `torch.tensor([...])`, initialisers that return early) it is caught on the way; where that
-is not possible `CannotDefer` says why, and the constructor is to be run for real.
+Under `InitRecorder` a constructor allocates nothing: its tensors are on meta, and every operation
+that makes or changes one is recorded. torch drops some information on meta that the replay needs
+(the values of `torch.tensor([...])`, initialisers that return early); such calls are intercepted.
+Where that is impossible `CannotDefer` says why, and the constructor must be run on the CPU.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class InitRecorder:
-    """A context in which tensors are made on meta and what is done to them is recorded.
+    """A context in which tensors are made on meta and operations on them are recorded.
 
-    Two modes share it: one below autograd sees every operation; one above sees the few calls
-    that never arrive below with their meaning intact, because torch drops their values on meta.
+    It consists of two modes: one below autograd sees every operation; one above autograd sees the
+    few calls whose values torch drops on meta before they reach the lower mode.
     """
 
     def __init__(self) -> None:
         self.recording = InitRecording()
         self.busy = False
-        """While True, torch works for the recorder itself and nothing is recorded."""
-        self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Real tensors that lie over someone else's memory, and what was in it."""
+        """Whether the recorder itself is calling torch; nothing is then recorded."""
+        self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Real tensors over the memory of an array, with copies of their values."""
         self._modes = (torch.device("meta"), _Calls(self), _Operations(self))
 
     def __enter__(self) -> InitRecorder:
@@ -62,17 +62,17 @@ class InitRecorder:
             mode.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Confirm, after the construction, that what was taken for constant stayed so.
+        """Confirm, after the construction, that arrays used as constants did not change.
 
         Raises:
-            CannotDefer: it did not.
+            CannotDefer: one did.
         """
-        if not all(torch.equal(tensor, before) for tensor, before in self._lent):
+        if not all(torch.equal(tensor, before) for tensor, before in self._shared):
             raise CannotDefer("it changes an array after making a tensor of it")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let torch calls through unseen."""
+        """Record no torch calls inside a `with` block."""
         before, self.busy = self.busy, True
         try:
             yield
@@ -80,7 +80,7 @@ class InitRecorder:
             self.busy = before
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a meta tensor, as a CPU tensor, where they are not random.
+        """Return the values of a meta tensor, if they are not random, as a CPU tensor.
 
         Raises:
             CannotDefer: they are random, and the seed is not known yet.
@@ -94,16 +94,16 @@ class InitRecorder:
             return view_storage(storage, spec).clone()
 
     def constant(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make a tensor of given values for real, and record its copy to meta."""
+        """Make a tensor of constant values on the CPU, and record its copy to meta."""
         with self.paused():
             real = function(*args, **{**kwargs, "device": CPU})
         return real.detach().to("meta").requires_grad_(real.requires_grad)
 
     def adopted(self, real: torch.Tensor) -> torch.Tensor:
-        """Put on meta, and record, a tensor that torch made over an array's memory."""
+        """Copy a tensor over an array's memory to meta, and record that."""
         with self.paused():
             values = real.detach().clone()
-            self._lent.append((real, values))
+            self._shared.append((real, values))
             kwargs = {"device": torch.device("meta")}
             copy = torch.ops.aten._to_copy.default
             result: torch.Tensor = copy(values, **kwargs)
@@ -111,12 +111,12 @@ class InitRecorder:
         return result
 
     def initialization(self, tensor: torch.Tensor, frame: FrameType) -> bool:
-        """Answer `tensor.is_meta`; a function of torch.nn.init that asks is recorded whole.
+        """Answer `tensor.is_meta`; if a function of torch.nn.init asks, record the function.
 
         Such functions return early on meta, so their operations are never seen.
 
         Raises:
-            CannotDefer: someone else asks, and may skip what we must record.
+            CannotDefer: other code asks, and may skip operations that must be recorded.
         """
         code = frame.f_code
         function = getattr(torch.nn.init, code.co_name, None)
@@ -138,7 +138,7 @@ class InitRecorder:
         overwrites: bool = False,
         random: bool = False,
     ) -> None:
-        """Add one call to the recording, after it was made."""
+        """Add a call to the recording, after it was made."""
         with self.paused():
             recording = self.recording
             leaves = tree_leaves((args, kwargs))
@@ -172,7 +172,7 @@ class InitRecorder:
         if _on_meta(leaf):
             return self.recording.spec(leaf)
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()  # it may be changed after this call
+            return leaf.detach().clone()  # the constructor may change it after this call
         if isinstance(leaf, torch.device):
             return CPU
         return leaf
@@ -199,7 +199,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             outputs = tree_leaves(result)
         if name == "set_" or not any(map(_on_meta, (*tree_leaves((args, kwargs)), *outputs))):
-            return result  # the tensor changes its storage, no storage changes; or all is real
+            return result  # `set_` changes no storage's content; without meta there is nothing new
         if name in _ALLOCATIONS:
             recorder.recording.adopt(result)
             return result
@@ -258,7 +258,7 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The meta tensors among the arguments that the operator's schema says it writes."""
+    """Return the meta tensors among the arguments that the operator's schema says it writes."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

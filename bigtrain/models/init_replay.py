@@ -1,9 +1,8 @@
-"""Operations on meta tensors, kept so that they can be run again on the CPU.
+"""Recorded operations on meta tensors, which can be replayed on the CPU.
 
-Of all that a constructor did, the operations that one chosen tensor depends on, and no others,
-are replayed. The bookkeeping is per storage and not per tensor: an argument is remembered as
-(storage, dtype, size, stride, offset), so views need no replay, and a Parameter is the tensor
-that it was made of.
+Only the operations that a chosen tensor depends on are replayed. The bookkeeping is per storage,
+not per tensor: an argument is recorded as (storage, dtype, size, stride, offset), so views need no
+replay, and a Parameter is the same as the tensor it was made from.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class CannotDefer(BaseException):
-    """The constructor does something that a recording on meta cannot repeat; says what.
+    """The constructor does something that cannot be replayed; the message says what.
 
     Not an Exception, so that a constructor's own `except Exception` does not swallow it.
     """
@@ -29,7 +28,7 @@ class CannotDefer(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where a tensor lies: the key of its storage, and its view of it (offset in elements)."""
+    """A tensor's storage, by its key, and its view of it (offset in elements)."""
 
     storage: int
     dtype: torch.dtype
@@ -46,11 +45,11 @@ class RecordedCall:
     args: Any
     kwargs: dict[str, Any]
     fresh: tuple[TensorSpec | None, ...]
-    """For each output in order, its spec where its storage is new."""
+    """For each output in order, its spec if its storage is new, otherwise None."""
     reads: tuple[int, ...]
     """Storages whose contents matter, those written in part included."""
     overwritten: int | None
-    """A storage of which no earlier content remains."""
+    """A storage that the call overwrites completely."""
     random: bool
     default_dtype: torch.dtype
 
@@ -73,7 +72,7 @@ class InitRecording:
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def adopt(self, tensor: torch.Tensor) -> bool:
-        """Note the storage of an output; True where it was not known before."""
+        """Record the storage of an output; return whether it is new."""
         storage = tensor.untyped_storage()
         return self.storages.setdefault(storage._cdata, storage) is storage
 
@@ -81,7 +80,7 @@ class InitRecording:
         """Describe a meta tensor.
 
         Raises:
-            CannotDefer: its origin is not in the recording, or a flag turns its values.
+            CannotDefer: its storage was not recorded, or it is lazily conjugated or negated.
         """
         key = tensor.untyped_storage()._cdata
         if key not in self.storages:
@@ -99,7 +98,7 @@ class InitRecording:
         self.operations.append(operation)
 
     def closure(self, storage: int) -> list[int]:
-        """The operations, in order, that the present content of a storage depends on."""
+        """Return the operations, in order, that the current content of a storage depends on."""
         needed: set[int] = set()
         pending = [(storage, len(self.operations))]
         while pending:
@@ -156,7 +155,7 @@ class InitRecording:
             if spec is None:
                 continue
             if (output.stride(), output.storage_offset()) != (spec.stride, spec.offset):
-                # Kernels may lay their output out otherwise than meta says; views rely on meta.
+                # A kernel's output may have other strides than meta's; views rely on meta's.
                 laid_out = view_storage(self._storage(real, spec.storage, blank=True), spec)
                 laid_out.copy_(output)
             else:
@@ -173,7 +172,7 @@ class InitRecording:
 
 
 def view_storage(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
-    """The tensor that a spec describes, over another storage."""
+    """Return the tensor that a spec describes, over another storage."""
     empty = torch.empty(0, dtype=spec.dtype, device=storage.device)
     return empty.set_(storage, spec.offset, spec.size, spec.stride)
 

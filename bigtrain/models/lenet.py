@@ -18,14 +18,14 @@ class LeNet(nn.Module):
         in_channels: 1 for grey, 3 for colour.
 
     Raises:
-        ConfigError: an argument is not a whole number from 1 on.
+        ConfigError: an argument is not a whole number, at least 1.
     """
 
     def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
         super().__init__()
         for name, value in (("num_classes", num_classes), ("in_channels", in_channels)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"model.args.{name}={value!r} needs a whole number from 1 on.")
+                raise ConfigError(f"model.args.{name}={value!r} needs a whole number, at least 1.")
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5),
             nn.Tanh(),

@@ -1,6 +1,6 @@
-"""Weights that a model begins with, from a file: all of its names, or those that are asked for.
+"""Pretrained weights of a model, from a file: for all tensors, or all but some modules.
 
-Nothing is downloaded. Of torchvision's models the file may be the one in torchvision's own cache.
+Nothing is downloaded. For torchvision's models the file may be the one in torchvision's cache.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import torch
 from bigtrain.checkpoint.foreign.state_dicts import is_state_dict, open_state_dict
 from bigtrain.errors import CheckpointError, ConfigError, as_word
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.names import named_tensors
+from bigtrain.models.parameters import named_tensors
 from bigtrain.models.torchvision_models import cached_weights
 from bigtrain.tensors.shards import StateTensor
 
 CACHE = "cache"
-"""In place of a path: the file that torchvision has fetched before."""
+"""`model.pretrained=cache` means the file that torchvision has downloaded before."""
 _LISTED = 3
 
 
-def begin_with(blueprint: Blueprint, name: str, source: str, kept: Sequence[str]) -> Path:
-    """Let a described model begin with the values of a file instead of initial ones.
+def use_pretrained(blueprint: Blueprint, name: str, source: str, excluded: Sequence[str]) -> Path:
+    """Set the values of a blueprint to those of a file.
 
     Args:
         blueprint: of the model; it is changed.
         name: of the model (`model.name`).
         source: the path of a state dict, or `cache`.
-        kept: modules or tensors that begin with initial values (`model.pretrained_except`).
+        excluded: modules or tensors that keep initial values (`model.pretrained_except`).
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: there is no such file, it holds no state dict, or a name or a shape is another.
+        ConfigError: there is no such file, it is no state dict, or its names or shapes differ.
     """
     path = cached_weights(name) if source == CACHE else Path(source)
     key = f"model.pretrained={source}"
     if not path.exists():
         raise ConfigError(
             f"{key}: there is no file {path}. Give the path of a state dict (.pth, .safetensors), "
-            f"or {CACHE} for what torchvision has fetched."
+            f"or {CACHE} for the file that torchvision has downloaded."
         )
     if not is_state_dict(path):
         raise ConfigError(
@@ -52,10 +52,10 @@ def begin_with(blueprint: Blueprint, name: str, source: str, kept: Sequence[str]
         saved = open_state_dict(path).model
     except CheckpointError as error:
         raise ConfigError(f"{key}: {error}. Give a state dict of {name}.") from None
-    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, kept)}
+    saved = {n: tensor for n, tensor in saved.items() if not _is_in(n, excluded)}
     wanted = named_tensors(blueprint.model)
-    _check_kept(kept, wanted)
-    wanted = {n: tensor for n, tensor in wanted.items() if not _is_in(n, kept)}
+    _check_excluded(excluded, wanted)
+    wanted = {n: tensor for n, tensor in wanted.items() if not _is_in(n, excluded)}
     _check(key, name, saved, wanted)
     blueprint.values = saved
     return path
@@ -65,8 +65,8 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _check_kept(kept: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
-    for module in kept:
+def _check_excluded(excluded: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> None:
+    for module in excluded:
         if not any(_is_in(name, [module]) for name in wanted):
             known = sorted({name.split(".")[0] for name in wanted})
             raise ConfigError(
@@ -80,7 +80,7 @@ def _check(
     saved: Mapping[str, StateTensor],
     wanted: Mapping[str, torch.Tensor],
 ) -> None:
-    """Refuse what would leave a tensor with other values than the file is meant to give."""
+    """Refuse a file whose names or shapes differ from the model's."""
     others = [n for n in wanted if n in saved and tuple(wanted[n].shape) != saved[n].shape]
     if others:
         first = others[0]
@@ -91,7 +91,7 @@ def _check(
             f"another model. Set {as_word('model.pretrained_except', modules)} to begin there "
             "with initial weights."
         )
-    # Files of before torch 0.4.1 have no such counters; torch takes 0 for them, too.
+    # Files from before torch 0.4.1 have no such counters; torch also assumes 0.
     missing = [n for n in wanted if n not in saved and not n.endswith(".num_batches_tracked")]
     spare = [n for n in saved if n not in wanted]
     for found, where, how in (
@@ -108,7 +108,7 @@ def _check(
             raise ConfigError(
                 f"{key}: {where} {', '.join(found[:_LISTED])}{_more(found, _LISTED)}: it is of "
                 f"another model than {model}, or its names have a prefix. Give a state dict of "
-                f"{model}; bigtrain checkpoint convert and export make one of a checkpoint."
+                f"{model}; bigtrain checkpoint convert and export make one from a checkpoint."
             )
 
 

@@ -1,6 +1,6 @@
 """torchvision's classification and segmentation models, without its downloads.
 
-torchvision takes seconds to import, so only a model that is one of its own pays for that.
+torchvision takes seconds to import, so it is imported only for its own models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALL_IMAGES = "small_images"
 
 
 def torchvision_names() -> list[str]:
-    """Every model of both kinds, by torchvision's name.
+    """Return the names of torchvision's classification and segmentation models.
 
     Raises:
         ConfigError: torchvision cannot be imported.
@@ -37,19 +37,19 @@ def torchvision_names() -> list[str]:
 
 
 def segmentation_names() -> list[str]:
-    """The models that give a class to each pixel."""
+    """Return the names of torchvision's segmentation models."""
     models = _models()
     return [str(name) for name in models.list_models(module=models.segmentation)]
 
 
 def make_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """Construct one, with initial weights and no download.
+    """Construct a model with initial weights, without a download.
 
-    One argument is bigtrain's own: with `small_images=True` a ResNet has the first layer for images
-    of 32 x 32 (He et al. 2016, arXiv 1512.03385, section 4.2): 3 x 3 at stride 1, and no pooling.
+    bigtrain adds one argument: with `small_images=True` a ResNet has the first layer for images of
+    32 x 32 (He et al. 2016, arXiv 1512.03385, section 4.2): 3 x 3 at stride 1, and no pooling.
 
     Raises:
-        ConfigError: it does not take these arguments, or they ask for a download.
+        ConfigError: the model does not take these arguments, or they ask for a download.
     """
     builder = _models().get_model_builder(name)
     _refuse(name, args)
@@ -79,13 +79,13 @@ def _set_small_stem(name: str, model: nn.Module) -> None:
         )
     first = model.conv1.out_channels
     model.conv1 = nn.Conv2d(3, first, kernel_size=3, stride=1, padding=1, bias=False)
-    # As torchvision's ResNet gives values to all of its convolutions.
+    # torchvision's ResNet initialises all of its convolutions so.
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
 
 
 def check_torchvision(name: str, args: Mapping[str, Any]) -> None:
-    """Refuse wrong arguments, by a construction that takes no memory.
+    """Refuse wrong arguments, by a construction on the meta device.
 
     Raises:
         ConfigError: as `make_torchvision`.
@@ -94,10 +94,11 @@ def check_torchvision(name: str, args: Mapping[str, Any]) -> None:
 
 
 def cached_weights(name: str) -> Path:
-    """The file of a model's trained weights where torchvision keeps what it has fetched.
+    """Return the file of a model's trained weights in torchvision's download cache.
 
     Raises:
-        ConfigError: it is none of torchvision's models, has no trained weights, or none are there.
+        ConfigError: it is none of torchvision's models, has no trained weights, or they are not in
+            the cache.
     """
     known = torchvision_names() if ":" not in name else []
     if name not in known:
@@ -111,7 +112,7 @@ def cached_weights(name: str) -> Path:
     files = [folder / url.rpartition("/")[2] for url in urls]
     there = next((file for file in files if file.is_file()), None)
     if there is None:
-        wanted = f"no {files[0].name} in {folder}" if files else "none to be had"
+        wanted = f"no {files[0].name} in {folder}" if files else f"no trained {name}"
         raise ConfigError(
             f"model.pretrained=cache: there is {wanted}, and nothing is downloaded. Fetch it with "
             f"python -c \"import torchvision; torchvision.models.get_model('{name}', "
@@ -121,7 +122,7 @@ def cached_weights(name: str) -> Path:
 
 
 def _default(weights: Any) -> list[Any]:
-    """The best of a model's trained weights, where there are any."""
+    """Return the default of a model's trained weights, if there are any."""
     return [weights.DEFAULT] if len(weights) else []
 
 
@@ -143,7 +144,7 @@ def _refuse(name: str, args: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"model.args.{key}={args[key]!r}: {name} starts from initial weights, nothing is "
                 f"downloaded. Leave model.args.{key} out; model.pretrained=FILE (or cache, for "
-                "what torchvision has fetched) has it begin with trained ones."
+                "torchvision's download cache) starts from trained weights."
             )
     small_images = args.get(_SMALL_IMAGES, False)
     if not isinstance(small_images, bool):
@@ -153,7 +154,7 @@ def _refuse(name: str, args: Mapping[str, Any]) -> None:
         )
     classes = args.get("num_classes", 1)
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
-        raise ConfigError(f"model.args.num_classes={classes!r} needs a whole number from 1 on.")
+        raise ConfigError(f"model.args.num_classes={classes!r} needs a whole number, at least 1.")
 
 
 def _explained(

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bigtrain.devices import is_accelerator
-from bigtrain.tensors.dtensors import flat_view, is_dense, local_tensor
+from bigtrain.tensors.memory_format import flat_view, is_dense
+from bigtrain.tensors.shards import local_tensor
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements that are updated at a time on a CPU: 1 MiB for each temporary tensor in fp32."""

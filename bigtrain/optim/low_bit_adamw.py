@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.optim.lean_adamw import MOMENTS, LeanAdamW, chunks
-from bigtrain.tensors.dtensors import flat_view, local_tensor
+from bigtrain.tensors.memory_format import flat_view
+from bigtrain.tensors.shards import local_tensor
 
 QUANTIZATION_BLOCK = {8: 256, 4: 128}
 """Numbers that share a scale, by the bits of a number: torchao's."""

@@ -25,16 +25,13 @@ from bigtrain.optim.update import (
     steps_on_device,
 )
 from bigtrain.optim.whole import WholeOptimizer
-from bigtrain.tensors.dtensors import (
-    flat_view,
-    is_dense,
-    local_tensor,
-)
+from bigtrain.tensors.memory_format import flat_view, is_dense
 from bigtrain.tensors.shards import (
     Extent,
     SavedTensor,
     StateTensor,
     extents_of,
+    local_tensor,
     read_whole,
     slice_extents,
     whole_extents,

@@ -22,7 +22,7 @@ from bigtrain.memory.disk import SpaceRequest, find_shortage, free_disk_bytes
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.optim.update import MakeOptimizer, state_bytes_per_parameter_byte
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import flat_view
+from bigtrain.tensors.memory_format import flat_view
 from bigtrain.tensors.transfer import BouncedFile, HostCopies, ScratchFile
 from bigtrain.units import format_bytes
 
@@ -121,7 +121,7 @@ class DiskStateStore(StateStore):
         self._buffer_used = 0
         self._file = ScratchFile(folder, "The optimizer's state lives there")
         copies = copies or HostCopies(context.device)
-        self._bounced = BouncedFile(self._file, copies) if copies.beside else None
+        self._bounced = BouncedFile(self._file, copies) if copies.is_asynchronous else None
 
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
@@ -247,7 +247,7 @@ class HostStateStore(StateStore):
         self._copies.copy(staging, gradient)
         wait = self._copies.host_wait()
         # A stream that reads it does not keep the allocator from handing it out again.
-        read = [gradient] if self._copies.beside else []
+        read = [gradient] if self._copies.is_asynchronous else []
 
         def wait_and_get() -> Tensor:
             wait()

@@ -11,8 +11,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from bigtrain.optim.whole import MakeOptimizer as MakeOptimizer
 from bigtrain.optim.whole import WholeOptimizer
-from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
-from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
+from bigtrain.tensors.shards import (
+    SavedTensor,
+    StateTensor,
+    as_dtensor_like,
+    local_tensor,
+    read_like,
+    read_whole,
+)
 
 
 class Update(Protocol):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
+from bigtrain.tensors.shards import as_dtensor_like, local_tensor
 
 TiedParameter = tuple[str, tuple[int, ...]]
 """A parameter's first name in the whole model, and the stages that use it."""

@@ -16,7 +16,7 @@ from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.slicing.scatter_gather import Crossing
-from bigtrain.slicing.sliced_tensor import held, is_sliced, leaves_of
+from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, local_of
 from bigtrain.tensors.fake_mode import VIEWS
 from bigtrain.tensors.op_cost import REPEAT_COUNT, ProductSize
 
@@ -218,7 +218,7 @@ class SectionHooks:
             sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
             wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
             stretches = [leaf for leaf in leaves_of((args, kwargs)) if _is_stretch(leaf)]
-            sent = sum(held(leaf).nbytes for leaf in stretches)
+            sent = sum(local_of(leaf).nbytes for leaf in stretches)
             self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted), sent)))
 
         return hook
@@ -260,4 +260,7 @@ class SectionHooks:
 
 def _is_stretch(leaf: Any) -> bool:
     """Whether it would go from stage to stage as it lies."""
-    return is_sliced(leaf) and Crossing(leaf.group).in_stretches(leaf) == (leaf.slices, leaf.group)
+    return is_sliced(leaf) and Crossing(leaf.group).sequence_shard(leaf) == (
+        leaf.slices,
+        leaf.group,
+    )

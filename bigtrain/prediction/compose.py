@@ -17,7 +17,7 @@ from bigtrain.prediction.sections import (
     concatenate_sections,
 )
 from bigtrain.slicing.exchange import TensorExchange
-from bigtrain.slicing.scatter_gather import part_bytes
+from bigtrain.slicing.scatter_gather import scattered_bytes
 
 _MOST = 0.75
 _NUMBER_BYTES = 8
@@ -141,13 +141,13 @@ def wire_bytes(section: Section, ranks: int) -> tuple[int, int]:
         section: a block that a stage begins with.
         ranks: over which is dealt what all of them have.
     """
-    there, back = (part_bytes(whole, ranks) for whole in _whole(section))
+    there, back = (scattered_bytes(whole, ranks) for whole in _whole(section))
     return section.stretches + there, section.stretches + back
 
 
 def _gathered(section: Section | None, ranks: int) -> tuple[int, int]:
     """Of those the bytes of all parts, where such are sent, and gathered."""
-    there, back = (n if part_bytes(n, ranks) < n else 0 for n in _whole(section))
+    there, back = (n if scattered_bytes(n, ranks) < n else 0 for n in _whole(section))
     return there, back
 
 

@@ -29,9 +29,9 @@ from bigtrain.devices import tracing_device
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.compiled import programs_for_every_size
+from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
 from bigtrain.optim.update import state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
@@ -354,7 +354,7 @@ def _step(
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
             groups, passes, begins = [], [], list[int | None]()
-            for own, there, times in products.together():
+            for own, there, times in products.gathered_together():
                 pairs = zip(there[::2], there[1::2], strict=False)
                 passes.append(tuple(pair for pair in pairs if ticks[0] <= pair[0]))
                 groups.append(tuple(known[p] for p in own if p in known))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
 from bigtrain.slicing.exchange import TensorExchange
-from bigtrain.slicing.scatter_gather import part_bytes
+from bigtrain.slicing.scatter_gather import scattered_bytes
 
 DETAILED_ENDS = 2
 """Sections at either end of a row of equal ones that are laid out tick by tick."""
@@ -160,7 +160,7 @@ class SectionPass:
         """Where a stage begins (0) or ends (1) with it, whose wires so many ranks deal out."""
         found = list(self.storages)
         for place in self.wires[side]:
-            whole, sent = found[place], part_bytes(found[place].nbytes, ranks)
+            whole, sent = found[place], scattered_bytes(found[place].nbytes, ranks)
             found += [] if ranks == 1 else [whole]  # what is gathered goes as between blocks
             found[place] = whole._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(found))

@@ -1,5 +1,5 @@
-"""Which tensors of any model can lie in slices over the ranks of the tp axis, and which do.
+"""Which tensors of a model are sliced over the ranks of the tp axis.
 
-What is read off a forward pass of each dim; which slices go together, and what they send;
-the best choice among them; how slices are written as lines.
+Decides: what is read from a forward pass about each dim; which dims must be sliced together, and
+what that sends; the best choice; how slices are written as text.
 """

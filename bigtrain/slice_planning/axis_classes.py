@@ -1,4 +1,4 @@
-"""Classes of axes: what is sliced together if anything of it is, and what that costs and saves."""
+"""Classes of axes, which are sliced together or not at all, with what that costs and saves."""
 
 from __future__ import annotations
 
@@ -16,42 +16,45 @@ from bigtrain.slicing.slices import Slices, SliceSection
 
 @dataclass(frozen=True)
 class SliceExchange:
-    """One exchange of a micro-batch, because of slices."""
+    """One collective of a micro-batch that slices cause."""
 
     kind: CommOp
     nbytes: int
     """Of the whole tensor."""
     where: str
+    """The module in whose code it happens."""
     backward: bool = False
     of: int = field(default=0, repr=False, compare=False)
-    """Which whole tensor's gradient is added up, which is done once for all who use it; else 0."""
+    """The id of the whole tensor whose gradient is summed, once for all its users; otherwise 0."""
 
 
 @dataclass
 class SliceClass:
-    """Axes that are sliced together, by what they are unified or joined with."""
+    """Axes that are sliced together, because they are unified, or joined in one dim."""
 
     slices: dict[str, Slices] = field(default_factory=dict)
-    """By the plain name of each parameter and buffer; of tied ones by one."""
+    """Slices of parameters and buffers by plain name; of tied ones under one of the names."""
     exchanged: list[SliceExchange] = field(default_factory=list)
+    """The collectives of a micro-batch."""
     flops: int = 0
-    """Of a forward pass: divided by the ranks."""
+    """Of a forward pass, in operations that the ranks share."""
     parameter_bytes: int = 0
+    """Of the whole parameters."""
     activation_bytes: int = 0
-    """Of what autograd keeps for the backward pass."""
-    looked_up: bool = False
-    """It is summed over by a look-up in a table."""
-    carried: bool = False
-    """Activations have it, and not parameters alone."""
+    """Of whole tensors that are saved for the backward pass."""
+    is_table: bool = False
+    """Whether it is the rows of an embedding table."""
+    in_activations: bool = False
+    """Whether activations have the axes, not only parameters."""
 
     @property
     def units(self) -> int:
-        """How many ranks can have a part of each tensor."""
+        """The largest number of ranks of which each gets a part of every tensor."""
         return min(slices.most_ranks for slices in self.slices.values())
 
     @property
     def name(self) -> str:
-        """The largest tensor of it, and its dim."""
+        """The name of its largest tensor, and the sliced dim."""
         name = max(self.slices, key=lambda n: (self.slices[n].total, -len(n)))
         return f"{name} dim {self.slices[name].dim}"
 
@@ -62,35 +65,35 @@ Ids = set[int]
 def sections_of(
     dim: Dim, wanted: Ids, before: Ids | None = None
 ) -> tuple[SliceSection, ...] | None:
-    """How a dim lies in slices, where these axes are sliced.
+    """Return the sections of a dim if these axes are sliced.
 
     Args:
         dim: of a tensor.
-        wanted: ids of axes; one factor of each product has some.
-        before: ids of axes of which one stands before each of them, and is sliced with it as one.
+        wanted: ids of the axes that are sliced.
+        before: ids of axes one of which precedes each wanted axis; the two are then sliced as one.
 
     Returns:
-        None where a part of it has none of the axes, or a product more than one.
+        None if a part of a sum has none of the axes, or a product has several.
     """
     axes = expanded(dim)
     inner = dim_length(axes)
-    found: tuple[SliceSection, ...] | None = None
+    sections: tuple[SliceSection, ...] | None = None
     outer = 1
     for n, axis in enumerate(axes):
         inner //= axis.length
-        own = _sections_of_axis(axis, wanted, before)
-        if own is not None:
-            if found is not None:
+        axis_sections = _sections_of_axis(axis, wanted, before)
+        if axis_sections is not None:
+            if sections is not None:
                 return None
             if before is not None and not axis.parts:
                 if n == 0 or id(axes[n - 1]) not in before:
                     return None
                 outer //= axes[n - 1].length
-                own = (SliceSection(axes[n - 1].length * axis.length),)
-            scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in own)
-            found = scaled * outer
+                axis_sections = (SliceSection(axes[n - 1].length * axis.length),)
+            scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in axis_sections)
+            sections = scaled * outer
         outer *= axis.length
-    return found
+    return sections
 
 
 def _sections_of_axis(
@@ -133,7 +136,7 @@ class AxisClasses:
 
     @cached_property
     def classes(self) -> dict[int, SliceClass]:
-        """All of them, by their number."""
+        """The classes that have parameters and take part in the forward pass, by number."""
         members = self._members
         found: dict[int, SliceClass] = {root: SliceClass() for root in members}
         seen: set[int] = set()
@@ -162,11 +165,11 @@ class AxisClasses:
                 members[root].add(key)
         return members
 
-    def widened(self) -> list[SliceClass]:
-        """Classes together with the one that stands before them wherever they are.
+    def merged_with_outer(self) -> list[SliceClass]:
+        """Return classes merged with the axis that precedes them in every dim.
 
-        Queries that share keys in groups have (keys' heads x heads of a group) as their heads:
-        where neither is enough for all ranks, both as one are, and keys and values stay whole.
+        With grouped queries the heads are (key heads x queries of a group). If neither factor has
+        enough units for all ranks, the product may; keys and values then stay whole.
         """
         before: dict[int, set[int]] = defaultdict(set)
         repeated = self.repeated
@@ -176,7 +179,7 @@ class AxisClasses:
                     root = self._root(id(second))
                     if (root, tensor) not in repeated:
                         before[root].add(self._root(id(first)) if first is not None else -1)
-        found = []
+        merged = []
         for root, own in self.classes.items():
             outer = next(iter(before[root])) if len(before[root]) == 1 else -1
             if outer not in self._members:
@@ -189,31 +192,34 @@ class AxisClasses:
                 if (sections := sections_of(dim, self._members[root], self._members[outer]))
             }
             if slices.keys() == own.slices.keys():
-                found.append(replace(own, slices=slices))
-        return found
+                merged.append(replace(own, slices=slices))
+        return merged
 
     @cached_property
     def repeated(self) -> set[tuple[int, HeldTensor]]:
-        """Classes in tensors that have them by repeating what has not: whole ones may do so."""
-        found: set[tuple[int, HeldTensor]] = set()
+        """Classes, with the tensors that have them only by repeating a tensor that has not.
+
+        Such a tensor may stay whole on every rank.
+        """
+        repeated_in: set[tuple[int, HeldTensor]] = set()
         for record in self._trace.records:
             for tensor in record.outputs:
                 for root in self.of(tensor):
                     having = [held for held in record.inputs if root in self.of(held)]
-                    if tensor not in having and all((root, held) in found for held in having):
-                        found.add((root, tensor))
-        return found
+                    if tensor not in having and all((root, held) in repeated_in for held in having):
+                        repeated_in.add((root, tensor))
+        return repeated_in
 
     def of(self, held: HeldTensor) -> frozenset[int]:
-        """The classes that a tensor has in any of its dims."""
+        """Return the classes of all dims of a tensor."""
         return frozenset[int]().union(*map(self._in_dim, held.dims))
 
     def of_dim(self, dim: Dim) -> frozenset[int]:
-        """The classes that a dim has."""
+        """Return the classes of a dim."""
         return self._in_dim(dim)
 
     def why_not(self, dim: Dim) -> str:
-        """Why a dim cannot be sliced in a class; '' where it can."""
+        """Return why a dim cannot be sliced; '' if it can."""
         reasons = [self._blocked.get(self._root(id(axis)), "") for axis in leaves(dim)]
         if not reasons:
             return "it has length 1"
@@ -226,11 +232,11 @@ class AxisClasses:
         return key
 
     def _in_dim(self, dim: Dim) -> frozenset[int]:
-        """Classes that slice all parts of a dim."""
-        found: set[int] = set()
+        """Return the classes that slice a dim: of a sum those in all parts."""
+        classes: set[int] = set()
         for axis in expanded(dim):
-            found |= self._in_axis(axis)
-        return frozenset(found)
+            classes |= self._in_axis(axis)
+        return frozenset(classes)
 
     def _in_axis(self, axis: DimAxis) -> frozenset[int]:
         if not axis.parts:
@@ -240,7 +246,11 @@ class AxisClasses:
         return first.intersection(*others)
 
     def _settle_sums(self) -> bool:
-        """Parts of a sum are sliced all or none; whether anything was changed."""
+        """Merge or block classes so that of a sum all parts are sliced or none.
+
+        Returns:
+            Whether a class changed: the caller repeats until none does.
+        """
         changed = False
         seen: set[int] = set()
         for tensor in self._trace.tensors:
@@ -258,13 +268,13 @@ class AxisClasses:
         if shared == every:
             return False
         if not shared and all(parts):
-            # Independent parts, as the features that are joined in a DenseNet: sliced together.
+            # Independent parts, such as a DenseNet's concatenated features, are sliced together.
             first, *others = (self._outermost(part) for part in axis.parts)
             for other in others:
                 self._group[self._root(other)] = self._root(first)
             return True
         for root in every - shared:
-            self._blocked[root] = "it lies beside others in one dim that cannot be sliced like it"
+            self._blocked[root] = "it shares a dim with others that cannot be sliced like it"
         return True
 
     def _outermost(self, dim: Dim) -> int:
@@ -274,7 +284,7 @@ class AxisClasses:
         raise ValueError("a dim without a class")
 
     def _block_repeated(self) -> None:
-        """A class that is in two dims of one activation cannot be sliced."""
+        """Block classes that occur twice in one activation: only one dim can be sliced."""
         for tensor in self._trace.tensors:
             counts: dict[int, int] = defaultdict(int)
             for dim in tensor.dims:
@@ -292,7 +302,7 @@ class AxisClasses:
 
 
 def _neighbours(dim: Dim) -> Iterable[tuple[DimAxis | None, DimAxis]]:
-    """Each axis at the bottom of a dim with the one before it in its product."""
+    """Yield each atomic axis of a dim with the axis that precedes it in its product, or None."""
     last: DimAxis | None = None
     for axis in expanded(dim):
         for part in axis.parts:
@@ -313,7 +323,11 @@ def _sums(dim: Dim) -> Iterable[DimAxis]:
 def _add_costs(
     groups: AxisClasses, trace: AxisTrace, classes: Mapping[int, SliceClass]
 ) -> set[int]:
-    """Add what classes cost and save; those that the forward pass has to do with."""
+    """Add to each class its exchanges, FLOPs and saved bytes.
+
+    Returns:
+        The classes that the forward pass uses.
+    """
     used: set[int] = set()
     entered: set[tuple[int, int]] = set()
     whole = groups.repeated
@@ -324,10 +338,10 @@ def _add_costs(
             own = classes[root]
             used.add(root)
             if not any(root in groups.of(t) and (root, t) not in whole for t in record.inputs):
-                continue  # what has it by repeating is whole, until it meets slices
+                continue  # a repeated tensor stays whole until it meets slices
             own.flops += record.flops
-            own.looked_up |= record.name == "embedding"
-            own.carried |= any(
+            own.is_table |= record.name == "embedding"
+            own.in_activations |= any(
                 root in groups.of(made) for made in record.outputs if not made.of_weights
             )
             if root not in given_out:
@@ -351,7 +365,7 @@ def _add_costs(
 
 
 def entry(tensor: HeldTensor, record: OpRecord) -> SliceExchange:
-    """A whole tensor that each rank uses in its own way: gradients are added up."""
+    """Return the all-reduce of the gradient of a whole tensor that is used with slices."""
     number = id(tensor.root)
     return SliceExchange("all_reduce", tensor.nbytes, record.where, backward=True, of=number)
 
@@ -361,6 +375,6 @@ def _whole_sum(record: OpRecord) -> SliceExchange:
 
 
 def _gathered(tensor: HeldTensor, record: OpRecord) -> list[SliceExchange]:
-    """A product whose weight has the class in both dims: its input is gathered."""
+    """Return the exchanges of a product that gathers its input: the weight has the same slices."""
     back = SliceExchange("reduce_scatter", tensor.nbytes, record.where, backward=True)
     return [SliceExchange("all_gather", tensor.nbytes, record.where), back]

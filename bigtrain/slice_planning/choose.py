@@ -1,4 +1,4 @@
-"""Which axes of a model are sliced: each weight along one dim at most, at the least cost."""
+"""The choice of slices: each weight along one dim at most, at the least cost."""
 
 from __future__ import annotations
 
@@ -18,46 +18,47 @@ from bigtrain.slice_planning.axis_trace import AxisTrace, trace_axes
 from bigtrain.slice_planning.dim_axes import dim_length
 from bigtrain.slice_planning.plan import SlicingPlan
 from bigtrain.slice_planning.set_packing import Option, Point, frontier
-from bigtrain.slice_planning.single_layers import SingleForm, single_forms
+from bigtrain.slice_planning.single_layers import SingleLayer, single_layers
 from bigtrain.slice_planning.slice_specs import kept_names
 from bigtrain.slicing.slices import Slices
 from bigtrain.units import format_bytes
 
 ENOUGH = 0.9
-"""Share of the parameters that is to be sliced where nothing else is asked for."""
+"""Without prices, weights are sliced until this fraction of the parameters is."""
 SMALL = 0.01
-"""Share of the parameters below which a table stays whole, where enough is sliced without it."""
+"""A table with a smaller fraction of the parameters stays whole if enough is sliced without it."""
 NEARLY_MOST = 0.98
-"""Share of the most bytes that classes can slice with which the one that sends least is content."""
-Sliced = SliceClass | SingleForm
+"""Among sets of classes that slice this fraction of the most possible bytes, the one that sends
+least is chosen."""
+Candidate = SliceClass | SingleLayer
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What exchanges cost and computing saves."""
+    """The cost of exchanges and of arithmetic."""
 
     exchange: Callable[[CommOp, float], float]
-    """Seconds of an exchange of a tensor of so many bytes over the tp axis."""
+    """Returns the seconds of a collective over the tp axis, from its kind and its bytes."""
     seconds_per_flop: float = 0.0
     """Of one rank, forward and backward."""
     state_bytes: float = 4.0
-    """What is held for each byte of a parameter: itself, its gradient, the optimizer's state."""
+    """Bytes held per byte of a parameter: itself, its gradient, the optimizer state."""
 
 
 class SlicedWork(Protocol):
-    """What is sliced; `bigtrain.core.workload.Workload` is one."""
+    """A model, its loss and a micro-batch; `bigtrain.core.workload.Workload` is one."""
 
     @property
     def model(self) -> nn.Module:
-        """Whole, on any device."""
+        """The whole model, on any device."""
 
     @property
     def micro_batch(self) -> Any:
-        """With `inputs`, of which only shapes matter."""
+        """An object with `inputs`, of which only shapes matter."""
 
     @property
     def loss(self) -> Any:
-        """With `class_dim`, where it is a cross entropy along that dim of the output."""
+        """The loss; a cross entropy along a dim of the output has that dim as `class_dim`."""
 
 
 def plan_slices(
@@ -68,39 +69,43 @@ def plan_slices(
     keep: Sequence[str] = (),
     repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> SlicingPlan:
-    """The slices of a model over a number of ranks.
+    """Choose the slices of a model over a number of ranks.
 
-    Without prices and a limit as much as can be is sliced in whole classes, then the largest of
-    the other weights by themselves until `ENOUGH` is. Else it is what takes the least time; without
-    prices that is what sends the fewest bytes. Where no slices pay, nothing is sliced.
+    Without prices and a limit, as many bytes as possible are sliced in classes, then the largest of
+    the other weights alone until `ENOUGH` of the parameters is sliced. With prices, the choice
+    takes the least time; with a limit alone, it sends the fewest bytes. If no slices pay, nothing
+    is sliced.
 
     Args:
         workload: the model, its loss and a micro-batch.
         ranks: of the tp axis.
-        prices: what exchanges and computing take.
-        limit: bytes of a rank for parameters with gradients and optimizer state, and activations.
+        prices: seconds of exchanges and arithmetic.
+        limit: bytes per rank for parameters, gradients, optimizer state and saved activations.
         keep: modules or parameters that stay whole, by patterns of names.
-        repeats: for how many blocks of a longer model one stands: its parameters and exchanges
-            count so often, and where no prices are given the choice is that of the longer model.
+        repeats: how many blocks of a deeper model a block represents, by the block's name: its
+            parameters and exchanges count as often, so that without prices the choice is that of
+            the deeper model.
 
     Raises:
-        ConfigError: nothing can be sliced over so many ranks, or it does not fit.
+        ConfigError: nothing can be sliced over so many ranks, or the limit is exceeded.
     """
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
-    kept = kept_names(keep, workload.model)
-    return _Choice(trace, ranks, kept, repeats).plan(prices, limit)
+    whole_names = kept_names(keep, workload.model)
+    return _Choice(trace, ranks, whole_names, repeats).plan(prices, limit)
 
 
 def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
-    """Refuse slices of what a model takes out of a list of all: there a rank finds what it holds.
+    """Refuse to slice parameters that the model reads from a list, such as `parameters()`.
+
+    A list contains this rank's slices, not whole tensors, so the model would compute with those.
 
     Args:
         workload: the model and a micro-batch.
-        slices: names of what is sliced.
+        slices: names of the sliced parameters.
 
     Raises:
-        ConfigError: with the module that does it.
+        ConfigError: with the module that reads the list.
     """
     trace = trace_axes(workload.model, workload.micro_batch.inputs, None)
     for name in slices:
@@ -114,142 +119,158 @@ def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
 
 
 def listed_reason(where: str) -> str:
-    """Why what is taken out of a list of parameters stays whole.
+    """Return why a parameter that is read from a list stays whole.
 
     Args:
-        where: the module whose code does it.
+        where: the module whose code reads the list.
     """
     return f"{where or 'the model'!r} takes it from a list of all, as parameters() gives it"
 
 
 def fullest_share(slices: Slices, ranks: int) -> float:
-    """The share of a tensor that the rank with most of it has."""
+    """Return the fraction of a tensor on the rank with the largest part."""
     return slices.length(0, ranks) / slices.total
 
 
 def most_ranks(workload: SlicedWork) -> int:
-    """Over how many ranks something of a model can be sliced; 1 where nothing can be."""
+    """Return the largest tp size over which a tensor of the model can be sliced; 1 if none can."""
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
-    units = [own.units for own in AxisClasses(trace).classes.values()]
-    units += [form.units for forms in single_forms(trace).values() for form in forms]
+    units = [candidate.units for candidate in AxisClasses(trace).classes.values()]
+    units += [form.units for forms in single_layers(trace).values() for form in forms]
     return max(units, default=1)
 
 
 class _Choice:
-    """Chooses among what a trace allows."""
+    """Chooses among the classes and single layers of a trace."""
 
     def __init__(
         self, trace: AxisTrace, ranks: int, keep: frozenset[str], repeats: Mapping[str, int]
     ) -> None:
         self._trace, self._ranks, self._keep, self._repeats = trace, ranks, keep, repeats
         self._whole = {*keep, *trace.listed}
-        self._groups = AxisClasses(trace)
+        self._axis_classes = AxisClasses(trace)
         self._nbytes = {
-            held.name: held.nbytes * self._times(held.name)
-            for name, held in trace.state.items()
+            tensor.name: tensor.nbytes * self._times(tensor.name)
+            for name, tensor in trace.state.items()
             if name in trace.trained
         }
         self._taken: dict[str, Slices] = {}
-        self._all_singles = single_forms(trace)
-        self._singles = {
+        self._all_single_layers = single_layers(trace)
+        self._single_layers = {
             name: fit
-            for name, forms in self._all_singles.items()
-            if (fit := [form for form in forms if form.units >= ranks and self._is_free(form)])
+            for name, forms in self._all_single_layers.items()
+            if (
+                fit := [form for form in forms if form.units >= ranks and self._may_be_sliced(form)]
+            )
         }
         classes = [
-            own
-            for own in self._groups.classes.values()
-            if self._is_of_many(own) and self._is_free(own)
+            candidate
+            for candidate in self._axis_classes.classes.values()
+            if self._is_more_than_a_layer(candidate) and self._may_be_sliced(candidate)
         ]
-        self._classes = [own for own in classes if own.units >= ranks]
+        self._classes = [candidate for candidate in classes if candidate.units >= ranks]
         if len(self._classes) < len(classes):
-            known = {name for own in self._classes for name in own.slices}
-            wider = [
-                own
-                for own in self._groups.widened()
-                if known.isdisjoint(own.slices) and self._is_free(own)
+            known = {name for candidate in self._classes for name in candidate.slices}
+            merged = [
+                candidate
+                for candidate in self._axis_classes.merged_with_outer()
+                if known.isdisjoint(candidate.slices) and self._may_be_sliced(candidate)
             ]
-            self._classes += [own for own in wider if own.units >= ranks and self._is_of_many(own)]
+            self._classes += [
+                candidate
+                for candidate in merged
+                if candidate.units >= ranks and self._is_more_than_a_layer(candidate)
+            ]
 
     def plan(self, prices: Prices | None, limit: float | None) -> SlicingPlan:
         """See `plan_slices`."""
-        if not self._classes and not self._singles:
+        if not self._classes and not self._single_layers:
             raise ConfigError(self._refusal())
         if prices is None and limit is None:
-            chosen = self._most()
+            chosen = self._most_bytes()
         else:
-            chosen = self._cheapest(prices or Prices(lambda kind, n: n * _weight(kind)), limit)
+            chosen = self._cheapest(
+                prices or Prices(lambda kind, n: n * _sent_per_byte(kind)), limit
+            )
         for part in chosen:
             self._taken |= part.slices
-        own = self._taken
-        alike = self._alike(own)
-        own |= {name: own[other] for name, other in alike.items()}
-        slices = {n: own[h.name] for n, h in self._trace.state.items() if h.name in own}
-        singles = tuple(part for part in chosen if isinstance(part, SingleForm))
-        gathered = {next(iter(form.slices)) for form in singles if form.gathered}
-        gathered |= {name for name, other in alike.items() if other in gathered}
+        taken = self._taken
+        twins = self._unused_twins(taken)
+        taken |= {name: taken[other] for name, other in twins.items()}
+        slices = {n: taken[h.name] for n, h in self._trace.state.items() if h.name in taken}
+        layers = tuple(part for part in chosen if isinstance(part, SingleLayer))
+        gathered = {next(iter(form.slices)) for form in layers if form.gathered}
+        gathered |= {name for name, other in twins.items() if other in gathered}
         return SlicingPlan(
             ranks=self._ranks,
             slices=slices,
             gathered=frozenset(gathered),
-            kept={
+            whole_reasons={
                 name: self._why_whole(name)
                 for name in self._trace.state
                 if name in self._trace.trained and name not in slices
             },
             classes=tuple(part for part in chosen if isinstance(part, SliceClass)),
-            singles=singles,
+            single_layers=layers,
             flops=sum(record.flops for record in self._trace.records),
             failed=self._trace.failed,
             guessed=self._trace.guessed,
         )
 
-    def _is_free(self, own: Sliced) -> bool:
-        """Whether nothing of it is to stay whole."""
-        return not any(name in self._whole for name in own.slices)
+    def _may_be_sliced(self, candidate: Candidate) -> bool:
+        """Whether none of its tensors must stay whole."""
+        return not any(name in self._whole for name in candidate.slices)
 
-    def _alike(self, own: Mapping[str, Slices]) -> dict[str, str]:
-        """Of parameters that were not used those that lie as one that differs in numbers: experts.
+    def _unused_twins(self, chosen: Mapping[str, Slices]) -> dict[str, str]:
+        """Match unused parameters with used ones whose names differ only in numbers: experts.
 
         Returns:
-            For each the other's name.
+            For each unused parameter the name of the one whose slices it gets.
         """
         kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         unused = []
-        for held in {id(held): held for held in self._trace.state.values()}.values():
-            kind = (re.sub(r"\d+", "*", held.name), tuple(map(dim_length, held.dims)))
-            if held in self._used:
-                kinds.setdefault(kind, []).append(held.name)
-            elif held.name in self._trace.trained:
-                unused.append((held.name, kind))
-        found = {}
+        for tensor in {id(tensor): tensor for tensor in self._trace.state.values()}.values():
+            kind = (re.sub(r"\d+", "*", tensor.name), tuple(map(dim_length, tensor.dims)))
+            if tensor in self._used:
+                kinds.setdefault(kind, []).append(tensor.name)
+            elif tensor.name in self._trace.trained:
+                unused.append((tensor.name, kind))
+        matches = {}
         for name, kind in unused:
-            others = kinds.get(kind, [])
-            if others and len({own.get(other) for other in others}) == 1 and others[0] in own:
-                found[name] = others[0]
-        return found
+            used_names = kinds.get(kind, [])
+            if (
+                used_names
+                and len({chosen.get(used_name) for used_name in used_names}) == 1
+                and used_names[0] in chosen
+            ):
+                matches[name] = used_names[0]
+        return matches
 
-    def _is_of_many(self, own: SliceClass) -> bool:
-        """Whether it is more than a weight by itself, which is a single form as well."""
-        return own.carried or own.looked_up or not all(n in self._all_singles for n in own.slices)
+    def _is_more_than_a_layer(self, candidate: SliceClass) -> bool:
+        """Whether it is more than one linear layer, which `single_layers` has as well."""
+        return (
+            candidate.in_activations
+            or candidate.is_table
+            or not all(n in self._all_single_layers for n in candidate.slices)
+        )
 
-    def _most(self) -> list[Sliced]:
-        """Whole classes first, most bytes; then the largest of the rest."""
+    def _most_bytes(self) -> list[Candidate]:
+        """Choose the classes with most bytes; then single layers, the largest first."""
         whole = sum(self._nbytes.values())
         chosen = self._most_classes(alone=False)
         if sum(map(self._sliced_bytes, chosen)) < ENOUGH * whole:
             chosen = self._most_classes(alone=True)
         sliced = sum(map(self._sliced_bytes, chosen))
-        for own in sorted(chosen, key=self._sliced_bytes):
-            nbytes = self._sliced_bytes(own)
-            table = isinstance(own, SliceClass) and not own.flops
+        for candidate in sorted(chosen, key=self._sliced_bytes):
+            nbytes = self._sliced_bytes(candidate)
+            table = isinstance(candidate, SliceClass) and not candidate.flops
             if table and nbytes < SMALL * whole and sliced - nbytes >= ENOUGH * whole:
-                chosen = [other for other in chosen if other is not own]
+                chosen = [other for other in chosen if other is not candidate]
                 sliced -= nbytes
-        taken = {name for own in chosen for name in own.slices}
-        kinds: dict[str, list[SingleForm]] = {}
-        for name in self._singles:
+        taken = {name for candidate in chosen for name in candidate.slices}
+        kinds: dict[str, list[SingleLayer]] = {}
+        for name in self._single_layers:
             form = self._best_single(name, taken)
             if form is not None:
                 kinds.setdefault(re.sub(r"\d+", "*", name), []).append(form)
@@ -260,85 +281,96 @@ class _Choice:
             sliced += sum(map(self._sliced_bytes, forms))
         return chosen
 
-    def _most_classes(self, *, alone: bool) -> list[Sliced]:
-        """Of the sets of classes with nearly the most bytes the one that sends least.
+    def _most_classes(self, *, alone: bool) -> list[Candidate]:
+        """Return, of the sets of classes with nearly the most bytes, the one that sends least.
 
         Args:
-            alone: the other weights will be sliced by themselves, which is sent instead.
+            alone: whether the other weights will be sliced alone, which sends bytes as well.
         """
         options = []
-        for own in self._classes:
-            names = own.slices if alone else ()
+        for candidate in self._classes:
+            names = candidate.slices if alone else ()
             instead = sum(self._sent(self._best_single(name)) for name in names)
-            options.append(self._option(own, self._sent(own) - instead, 1.0, 0.0))
+            options.append(self._option(candidate, self._sent(candidate) - instead, 1.0, 0.0))
         points = frontier(options)
         enough = NEARLY_MOST * min(point.nbytes for point in points)
         chosen = list(next(point for point in points if point.nbytes <= enough).taken)
-        taken = {name for own in chosen for name in own.slices}
-        for own in sorted(self._classes, key=self._sliced_bytes, reverse=True):
-            if taken.isdisjoint(own.slices):  # left to send less, and excluded by nothing
-                chosen.append(own)
-                taken |= own.slices.keys()
+        taken = {name for candidate in chosen for name in candidate.slices}
+        for candidate in sorted(self._classes, key=self._sliced_bytes, reverse=True):
+            if taken.isdisjoint(candidate.slices):  # left out to send less, but compatible
+                chosen.append(candidate)
+                taken |= candidate.slices.keys()
         return chosen
 
-    def _cheapest(self, prices: Prices, limit: float | None) -> list[Sliced]:
-        """The least time of what fits."""
-        parts: list[Sliced] = [
+    def _cheapest(self, prices: Prices, limit: float | None) -> list[Candidate]:
+        """Return the set that takes the least time among those that fit the limit."""
+        parts: list[Candidate] = [
             *self._classes,
-            *(f for forms in self._singles.values() for f in forms),
+            *(f for forms in self._single_layers.values() for f in forms),
         ]
         options = []
-        for own in parts:
-            share = max(fullest_share(slices, self._ranks) for slices in own.slices.values())
-            saved = (1 - share) * own.flops * 3 * prices.seconds_per_flop
+        for candidate in parts:
+            share = max(fullest_share(slices, self._ranks) for slices in candidate.slices.values())
+            saved = (1 - share) * candidate.flops * 3 * prices.seconds_per_flop
             seconds = sum(
                 prices.exchange(sent.kind, sent.nbytes) * self._times(sent.where)
-                for sent in own.exchanged
+                for sent in candidate.exchanged
             )
-            options.append(self._option(own, seconds - saved, prices.state_bytes, 1 - share))
+            options.append(self._option(candidate, seconds - saved, prices.state_bytes, 1 - share))
         if limit is None:
-            best = frontier(options, first_of=lambda point: (point.cost, point.nbytes))[0]
+            best = frontier(options, best_key=lambda point: (point.cost, point.nbytes))[0]
             return list(best.taken)
-        held = sum(nbytes for _, nbytes in self._trace.saved)
-        held += int(sum(self._nbytes.values()) * prices.state_bytes)
+        total = sum(nbytes for _, nbytes in self._trace.saved)
+        total += int(sum(self._nbytes.values()) * prices.state_bytes)
         points = frontier(options)
-        fitting: list[Point] = [point for point in points if held + point.nbytes <= limit]
+        fitting: list[Point] = [point for point in points if total + point.nbytes <= limit]
         if not fitting:
-            least = held + points[-1].nbytes
+            least = total + points[-1].nbytes
             raise ConfigError(
-                f"mesh.tp={self._ranks}: a rank is to hold {format_bytes(int(limit))}, and with "
-                f"all that can be sliced it holds {format_bytes(int(least))} of parameters with "
-                "their gradients and optimizer state, and of activations. Use more ranks, or a "
+                f"mesh.tp={self._ranks}: the limit of a rank is {format_bytes(int(limit))}, and "
+                f"with everything sliced that can be it needs {format_bytes(int(least))} for "
+                "parameters, gradients, optimizer state and activations. Use more ranks, or a "
                 "smaller micro-batch."
             )
         return list(fitting[0].taken)
 
-    def _option(self, own: Sliced, cost: float, state: float, activations: float) -> Option:
-        """A class or single form, with what a rank holds less of."""
-        held = sum(
+    def _option(
+        self, candidate: Candidate, cost: float, state: float, activations: float
+    ) -> Option:
+        """Return a class or a single layer as an option, with the bytes that it saves a rank."""
+        saved_states = sum(
             self._nbytes.get(name, 0) * (1 - fullest_share(slices, self._ranks))
-            for name, slices in own.slices.items()
+            for name, slices in candidate.slices.items()
         )
-        kept = own.activation_bytes * activations if isinstance(own, SliceClass) else 0.0
-        return Option(own, frozenset(own.slices), cost, -(held * state + kept))
+        saved_activations = (
+            candidate.activation_bytes * activations if isinstance(candidate, SliceClass) else 0.0
+        )
+        return Option(
+            candidate,
+            frozenset(candidate.slices),
+            cost,
+            -(saved_states * state + saved_activations),
+        )
 
     def _times(self, where: str) -> int:
-        """For how many parameters, or places in the model, the one of this name stands."""
-        own = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
-        return next(own, 1)
+        """Return how many modules or parameters of a deeper model this name represents."""
+        counts = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
+        return next(counts, 1)
 
-    def _sent(self, own: Sliced | None) -> int:
-        """Bytes that a rank sends for it, nearly."""
-        exchanged: Sequence[SliceExchange] = own.exchanged if own is not None else ()
-        return sum(sent.nbytes * _weight(sent.kind) * self._times(sent.where) for sent in exchanged)
+    def _sent(self, candidate: Candidate | None) -> int:
+        """Return about how many bytes a rank sends for it in a micro-batch."""
+        exchanged: Sequence[SliceExchange] = candidate.exchanged if candidate is not None else ()
+        return sum(
+            sent.nbytes * _sent_per_byte(sent.kind) * self._times(sent.where) for sent in exchanged
+        )
 
-    def _sliced_bytes(self, own: Sliced) -> int:
-        return sum(self._nbytes.get(name, 0) for name in own.slices)
+    def _sliced_bytes(self, candidate: Candidate) -> int:
+        return sum(self._nbytes.get(name, 0) for name in candidate.slices)
 
-    def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleForm | None:
-        """The form of a weight that sends least, of those that divide it well."""
+    def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleLayer | None:
+        """Return the way to slice a weight that sends least, of those that divide it evenly."""
         used = set(taken)
-        free = [f for f in self._singles.get(name, ()) if used.isdisjoint(f.slices)]
+        free = [f for f in self._single_layers.get(name, ()) if used.isdisjoint(f.slices)]
         if not free:
             return None
         shares = [fullest_share(f.slices[name], self._ranks) for f in free]
@@ -346,7 +378,7 @@ class _Choice:
         return min(even, key=self._sent)
 
     def _why_whole(self, name: str) -> str:
-        """Why a parameter is in no slices, in words."""
+        """Return why a parameter is not sliced."""
         held = self._trace.state[name]
         if name in self._keep:
             return "as strategy.slice.keep says"
@@ -356,7 +388,7 @@ class _Choice:
             return self._trace.failed or "this forward pass does not use it"
         reasons = []
         for n, dim in enumerate(held.dims):
-            reason = self._why_dim(held.name, n) or self._groups.why_not(dim)
+            reason = self._why_dim(held.name, n) or self._axis_classes.why_not(dim)
             if reason and dim:
                 reasons.append(f"dim {n}: {reason}")
         return "; ".join(reasons) or "it is one number"
@@ -366,30 +398,34 @@ class _Choice:
         return {tensor.base for record in self._trace.records for tensor in record.inputs}
 
     def _why_dim(self, name: str, n: int) -> str:
-        """Why a dim that could be sliced is not; '' where it could not."""
-        for own in self._groups.classes.values():
-            slices = own.slices.get(name)
+        """Return why a dim that can be sliced is not; '' if it cannot be."""
+        for candidate in self._axis_classes.classes.values():
+            slices = candidate.slices.get(name)
             if slices is None or slices.dim != n:
                 continue
-            if own.units < self._ranks:
-                few = f"it has {own.units} parts that stay together, for {self._ranks} ranks"
-                return few if own.units < 2 else f"{few}: mesh.tp={own.units} would do"
-            for other, lying in own.slices.items():
+            if candidate.units < self._ranks:
+                few = f"it has {candidate.units} parts that stay together, for {self._ranks} ranks"
+                return few if candidate.units < 2 else f"{few}: mesh.tp={candidate.units} would do"
+            for other, other_slices in candidate.slices.items():
                 taken = self._taken.get(other)
-                if taken is not None and (other == name or taken.dim != lying.dim):
+                if taken is not None and (other == name or taken.dim != other_slices.dim):
                     return f"{other!r}, which goes with it, is sliced along dim {taken.dim}"
-            share = own.parameter_bytes / sum(self._nbytes.values())
-            sent = format_bytes(sum(sent.nbytes for sent in own.exchanged))
+            share = candidate.parameter_bytes / sum(self._nbytes.values())
+            sent = format_bytes(sum(sent.nbytes for sent in candidate.exchanged))
             return f"it is {share:.2%} of the parameters, and slices of it would send {sent}"
         return ""
 
     def _refusal(self) -> str:
-        """That nothing can be sliced, and what the largest weights would take."""
+        """Return the message that nothing can be sliced, with reasons for the largest weights."""
         largest = sorted(self._nbytes, key=lambda name: -self._nbytes[name])[:3]
         lines, could_be = [], 1
         for name in largest:
-            units = [own.units for own in self._groups.classes.values() if name in own.slices]
-            units += [form.units for form in self._all_singles.get(name, ())]
+            units = [
+                candidate.units
+                for candidate in self._axis_classes.classes.values()
+                if name in candidate.slices
+            ]
+            units += [form.units for form in self._all_single_layers.get(name, ())]
             most = 1 if name in self._whole else max(units, default=1)
             could = (
                 f"over {most} ranks at most" if most > 1 else f"not at all: {self._why_whole(name)}"
@@ -411,5 +447,5 @@ class _Choice:
         return [dim_length(dim) for dim in self._trace.state[name].dims]
 
 
-def _weight(kind: CommOp) -> int:
+def _sent_per_byte(kind: CommOp) -> int:
     return 2 if kind == "all_reduce" else 1

@@ -1,9 +1,9 @@
-"""Dims of tensors taken apart: what views, splits and products make of them.
+"""The structure of dims: products and sums of axes, found by views, splits and products.
 
-A *dim* is a product of *axes*, the outermost first, and has none where its length is 1. An axis is
-whole as long as nothing takes it apart; a view makes a product of it (heads x head width), a split
-makes a sum (queries + keys + values). Operations say that two dims are the same thing: their axes
-are unified, and what one of them is taken apart into, so is the other.
+A *dim* is a product of *axes*, the outermost first; a dim of length 1 has none. An axis is atomic
+until a view makes it a product (heads x head width) or a split makes it a sum (queries + keys +
+values). Operations unify dims that are the same thing: their axes become one (a union-find), so
+that factoring or splitting one does the same to the other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MISFIT = "is viewed in ways that do not fit each other"
 
 
 class DimAxis:
-    """A factor of a dim. It is asked for by way of `expanded`: unified axes stand for each other.
+    """A factor of a dim. Read axes through `expanded`, which resolves unified ones.
 
     Args:
-        length: how many places it has; 2 or more.
-        blocked: why it cannot be sliced; '' where nothing is known against it.
+        length: its number of elements; 2 or more.
+        blocked: why it cannot be sliced; '' if it can, as far as is known.
     """
 
     __slots__ = ("blocked", "factors", "length", "parts", "same")
@@ -30,11 +30,11 @@ class DimAxis:
         self.length = length
         self.blocked = blocked
         self.same: DimAxis | None = None
-        """The axis that it has been unified with."""
+        """The axis that it was unified with: the parent in the union-find."""
         self.factors: list[DimAxis] = []
-        """The product that it is, the outermost first; none where it is not taken apart so."""
+        """Its factors if it is a product, the outermost first; otherwise empty."""
         self.parts: list[Dim] = []
-        """The sum that it is, in order; at least two parts, or none."""
+        """Its parts, at least two, if it is a sum; otherwise empty."""
 
     def __repr__(self) -> str:
         inner = "x".join(map(repr, self.factors)) or "+".join(map(repr, self.parts))
@@ -46,36 +46,36 @@ Dims = tuple[Dim, ...]
 
 
 def new_dim(length: int, blocked: str = "") -> Dim:
-    """A dim of which nothing is known yet."""
+    """Return a dim with one atomic axis, or none if its length is 1."""
     return [DimAxis(length, blocked)] if length > 1 else []
 
 
 def dim_length(dim: Dim) -> int:
-    """The length of a dim."""
+    """Return the length of a dim."""
     return math.prod(axis.length for axis in dim)
 
 
-def standing_for(axis: DimAxis) -> DimAxis:
-    """The axis that stands for all that this one is unified with."""
-    found = axis
-    while found.same is not None:
-        found = found.same
+def representative(axis: DimAxis) -> DimAxis:
+    """Return the axis that represents all that this one is unified with."""
+    root = axis
+    while root.same is not None:
+        root = root.same
     while axis.same is not None:
-        axis.same, axis = found, axis.same
-    return found
+        axis.same, axis = root, axis.same
+    return root
 
 
 def expanded(dim: Dim) -> Dim:
-    """The same dim in axes that are no products and stand for themselves."""
-    found: Dim = []
+    """Return the dim as axes that are no products and represent themselves."""
+    atoms: Dim = []
     for axis in dim:
-        own = standing_for(axis)
-        found += expanded(own.factors) if own.factors else [own]
-    return found
+        root = representative(axis)
+        atoms += expanded(root.factors) if root.factors else [root]
+    return atoms
 
 
 def leaves(dim: Dim) -> Iterator[DimAxis]:
-    """The axes at the bottom of a dim, those of all parts of sums."""
+    """Yield the atomic axes of a dim, those of all parts of sums included."""
     for axis in expanded(dim):
         if axis.parts:
             for part in axis.parts:
@@ -85,20 +85,20 @@ def leaves(dim: Dim) -> Iterator[DimAxis]:
 
 
 def block(dim: Dim, why: str) -> None:
-    """Nothing in this dim can be sliced."""
+    """Mark all axes of a dim as not sliceable, with the reason."""
     for axis in leaves(dim):
         axis.blocked = axis.blocked or why
 
 
-def factored(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
-    """Take an axis apart into a product of two, the outer of this length.
+def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
+    """Make an axis the product of an outer factor of this length and an inner one.
 
     Args:
-        axis: as `expanded` gives it.
-        outer: divides its length.
+        axis: from `expanded`.
+        outer: a divisor of its length.
 
     Returns:
-        None where it is a sum with parts that this cuts through.
+        Both factors; None if the axis is a sum one of whose parts is not divisible.
     """
     inner = axis.length // outer
     if not axis.parts:
@@ -107,7 +107,7 @@ def factored(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
         return first, second
     if any(dim_length(part) % inner for part in axis.parts):
         return None
-    pieces = [taken(part, dim_length(part) // inner) for part in axis.parts]
+    pieces = [split_outer(part, dim_length(part) // inner) for part in axis.parts]
     if any(piece is None for piece in pieces):
         return None
     outers, inners = zip(*(piece for piece in pieces if piece is not None), strict=True)
@@ -119,36 +119,36 @@ def factored(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
     return [total], list(inners[0])
 
 
-def taken(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
-    """The outer axes of a dim up to a length, and the rest; None where an axis lies across."""
-    found: Dim = []
+def split_outer(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
+    """Split a dim into an outer part of this length and the inner rest; None if it cannot be."""
+    outer: Dim = []
     rest = expanded(dim)
     while length > 1:
         if not rest:
             return None
         first = rest.pop(0)
         if length % first.length == 0:
-            found.append(first)
+            outer.append(first)
             length //= first.length
             continue
-        pieces = factored(first, length) if first.length % length == 0 else None
+        pieces = factorize(first, length) if first.length % length == 0 else None
         if pieces is None:
             return None
-        return found + pieces[0], pieces[1] + rest
-    return found, rest
+        return outer + pieces[0], pieces[1] + rest
+    return outer, rest
 
 
-def taken_inner(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
-    """The outer axes, and the inner ones of this length together."""
+def split_inner(dim: Dim, length: int) -> tuple[Dim, Dim] | None:
+    """Split a dim into the outer rest and an inner part of this length; None if it cannot be."""
     total = dim_length(dim)
-    return taken(dim, total // length) if length and total % length == 0 else None
+    return split_outer(dim, total // length) if length and total % length == 0 else None
 
 
 def unify(one: Dim, other: Dim) -> None:
-    """Two dims of equal length are the same thing."""
+    """Make two dims of equal length the same; both are blocked if their structures do not fit."""
     left, right = expanded(one), expanded(other)
     while left and right:
-        first, second = standing_for(left[0]), standing_for(right[0])
+        first, second = representative(left[0]), representative(right[0])
         if first.factors or second.factors:
             left, right = expanded(left), expanded(right)
             continue
@@ -158,14 +158,14 @@ def unify(one: Dim, other: Dim) -> None:
             continue
         longer, shorter = max(first.length, second.length), min(first.length, second.length)
         larger = first if first.length == longer else second
-        if longer % shorter or factored(larger, shorter) is None:
+        if longer % shorter or factorize(larger, shorter) is None:
             block(left, MISFIT)
             block(right, MISFIT)
             return
 
 
 def _unify_axes(one: DimAxis, other: DimAxis) -> None:
-    """Of equal length, and neither a product."""
+    """Unify two axes of equal length that are no products."""
     if one is other:
         return
     if one.parts and other.parts:
@@ -191,30 +191,30 @@ def _bounds(axis: DimAxis) -> list[int]:
 
 
 def _refined(axis: DimAxis, lengths: Sequence[int]) -> list[Dim] | None:
-    """Take an axis apart into a sum; the lengths refine those of the sum that it is already."""
+    """Make an axis a sum of these lengths, which refine those of an existing sum."""
     if not axis.parts:
         axis.parts = [new_dim(length, axis.blocked) for length in lengths]
         return axis.parts
-    found: list[Dim] = []
+    refined: list[Dim] = []
     pending = list(lengths)
     for part in axis.parts:
         whole = dim_length(part)
-        own: list[int] = []
-        while sum(own) < whole:
-            own.append(pending.pop(0))
-        pieces = cut(part, own)
+        part_lengths: list[int] = []
+        while sum(part_lengths) < whole:
+            part_lengths.append(pending.pop(0))
+        pieces = cut(part, part_lengths)
         if pieces is None:
             return None
-        found += pieces
-    axis.parts = found
-    return found
+        refined += pieces
+    axis.parts = refined
+    return refined
 
 
 def cut(dim: Dim, lengths: Sequence[int]) -> list[Dim] | None:
-    """The parts of a dim of these lengths, one after the other.
+    """Split a dim into consecutive parts of these lengths.
 
     Returns:
-        None where they cut through axes; those are then blocked.
+        None if a cut is inside an axis; the axes are then blocked.
     """
     if len(lengths) == 1:
         return [dim]
@@ -234,18 +234,18 @@ def cut(dim: Dim, lengths: Sequence[int]) -> list[Dim] | None:
 
 
 def _grouped(parts: Sequence[Dim], lengths: Sequence[int]) -> list[Dim]:
-    """Parts joined to sums of these lengths."""
-    found, pending = [], list(parts)
+    """Join consecutive parts to sums of these lengths."""
+    groups, pending = [], list(parts)
     for length in lengths:
-        own: list[Dim] = []
-        while sum(map(dim_length, own)) < length:
-            own.append(pending.pop(0))
-        found.append(joined(own))
-    return found
+        group: list[Dim] = []
+        while sum(map(dim_length, group)) < length:
+            group.append(pending.pop(0))
+        groups.append(joined(group))
+    return groups
 
 
 def joined(parts: Sequence[Dim]) -> Dim:
-    """The sum of dims, one after the other, as one dim."""
+    """Return the concatenation of dims as one dim."""
     if len(parts) == 1:
         return parts[0]
     total = DimAxis(sum(map(dim_length, parts)))
@@ -254,20 +254,20 @@ def joined(parts: Sequence[Dim]) -> Dim:
 
 
 def viewed(dims: Dims, shape: Sequence[int]) -> Dims:
-    """Dims of the same elements in another shape; what does not fit is blocked."""
+    """Return the dims after a reshape; axes that do not fit are blocked."""
     rest = [axis for dim in dims for axis in dim]
     front: list[Dim] = []
     back: list[Dim] = []
     sizes: list[Any] = list(shape)
     while sizes:
-        pieces = taken(rest, sizes[0])
+        pieces = split_outer(rest, sizes[0])
         if pieces is None:
             break
         front.append(pieces[0])
         rest = pieces[1]
         sizes.pop(0)
     while sizes:
-        pieces = taken_inner(rest, sizes[-1])
+        pieces = split_inner(rest, sizes[-1])
         if pieces is None:
             break
         back.insert(0, pieces[1])

@@ -1,4 +1,4 @@
-"""One operation as the analysis sees it, and the table of rules that say what it does to axes."""
+"""An operation as the analysis sees it, and the table of axis rules by operation."""
 
 from __future__ import annotations
 
@@ -19,50 +19,51 @@ Lookup = Callable[[Tensor], "HeldTensor | None"]
 class HeldTensor:
     """A tensor that depends on parameters.
 
-    All others are whole on every rank at no cost: their axes are nobody's concern.
+    Other tensors are whole on every rank at no cost, so their axes are not tracked.
     """
 
     dims: Dims
     nbytes: int
     of_weights: bool
-    """Made of parameters and constants alone, not of the model's inputs."""
+    """Whether it is computed from parameters and constants alone, not from the model's inputs."""
     trained: bool
-    """A gradient may come back to it."""
+    """Whether it may get a gradient."""
     name: str = ""
-    """Of a parameter or buffer."""
+    """The name of a parameter or buffer; '' for other tensors."""
     view_of: HeldTensor | None = None
+    """The tensor that it is a view of."""
 
     @property
     def root(self) -> HeldTensor:
-        """What it is a view of, of all of it."""
-        found = self
-        while found.view_of is not None and found.view_of.nbytes == self.nbytes:
-            found = found.view_of
-        return found
+        """The first tensor in its chain of views with as many bytes."""
+        tensor = self
+        while tensor.view_of is not None and tensor.view_of.nbytes == self.nbytes:
+            tensor = tensor.view_of
+        return tensor
 
     @property
     def base(self) -> HeldTensor:
-        """What it is a view of in the end."""
-        found = self
-        while found.view_of is not None:
-            found = found.view_of
-        return found
+        """The first tensor in its chain of views, which is no view."""
+        tensor = self
+        while tensor.view_of is not None:
+            tensor = tensor.view_of
+        return tensor
 
 
 @dataclass(eq=False)
 class OpRecord:
-    """What is written down of an operation that has to do with parameters."""
+    """A record of an operation on tensors that depend on parameters."""
 
     name: str
     where: str
-    """The module in whose code it is."""
+    """The module in whose code it runs."""
     flops: int
     inputs: list[HeldTensor]
     outputs: list[HeldTensor] = field(default_factory=list)
     summed: list[Dim] = field(default_factory=list)
-    """Dims that are summed over, so that a slice of one gives a part of the sum."""
+    """Dims that are summed over: a slice of one gives a partial sum."""
     weight: WeightUse | None = None
-    """Of a plain product of something with a weight."""
+    """The weight, if it is a plain product with one."""
 
 
 class WeightUse(NamedTuple):
@@ -70,22 +71,22 @@ class WeightUse(NamedTuple):
 
     weight: HeldTensor
     given: HeldTensor | None
-    """The other factor, where it depends on parameters."""
+    """The other factor, if it depends on parameters."""
     out: Dim
-    """Of the weight: what comes out."""
+    """The weight's dim of output features."""
     summed: Dim | None
-    """Of the weight: what is summed over; None where there are groups."""
+    """The weight's dim of input features; None if there are groups."""
 
 
 class OpCall:
-    """One operation while it is looked at by a rule.
+    """A call of an operation, as a rule sees it.
 
     Args:
         func: an operation of aten, or of another library.
         given: its arguments, by position and by name.
-        result: what it returned.
-        lookup: what is known of a tensor.
-        where: the module in whose code it is.
+        result: its result.
+        lookup: returns the `HeldTensor` of a tensor, or None.
+        where: the module in whose code it runs.
     """
 
     def __init__(
@@ -113,53 +114,57 @@ class OpCall:
         }
 
     def arg(self, name: str, otherwise: Any = None) -> Any:
-        """An argument by its name in the schema."""
+        """Return an argument by its name in the schema, or `otherwise`."""
         return self._bound.get(name, otherwise)
 
     def tensor(self, name: str) -> Tensor:
-        """An argument that is a tensor."""
-        found = self._bound.get(name)
-        if not isinstance(found, Tensor):
+        """Return an argument that is a tensor.
+
+        Raises:
+            TypeError: it is none.
+        """
+        value = self._bound.get(name)
+        if not isinstance(value, Tensor):
             raise TypeError(f"{self.name}: {name} is no tensor")
-        return found
+        return value
 
     def dims(self, tensor: Tensor | None) -> Dims | None:
-        """The dims of a tensor, where it depends on parameters."""
+        """Return the dims of a tensor; None if it does not depend on parameters."""
         held = self.lookup(tensor) if tensor is not None else None
         return held.dims if held is not None else None
 
     def dims_or_new(self, tensor: Tensor) -> Dims:
-        """The dims of a tensor: of one that is whole anyway, new ones that may be anything."""
+        """Return the dims of a tensor; new ones if it does not depend on parameters."""
         held = self.dims(tensor)
         return held if held is not None else tuple(new_dim(length) for length in tensor.shape)
 
     def block(self, dim: Dim, why: str) -> None:
-        """Nothing in this dim can be sliced, as this operation does something with it."""
+        """Mark a dim as not sliceable because of this operation."""
         block(dim, f"{why} in {self.where or 'the model'!r}")
 
     def blocked_dim(self, length: int, why: str) -> Dim:
-        """A new dim that cannot be sliced."""
+        """Return a new dim that cannot be sliced."""
         return new_dim(length, f"{why} in {self.where or 'the model'!r}")
 
     def use_weight(self, factors: tuple[Tensor, Tensor], out: Dim, summed: Dim | None) -> None:
-        """Note a product of something with what may be a weight, and the weight's dims."""
+        """Record the weight of a product, with its dims, if the second factor is one."""
         given, weight = map(self.lookup, factors)
         if weight is not None:
             self.weight = WeightUse(weight, given, out, summed)
 
     def of_weights(self, tensor: Tensor) -> bool:
-        """Whether a tensor is whole anyway, or made of weights alone."""
+        """Whether a tensor depends on no parameters, or on parameters and constants alone."""
         held = self.lookup(tensor)
         return held is None or held.of_weights
 
 
 AxisRule = Callable[[OpCall], Iterable[Dims]]
-"""Takes an operation's axes apart, unifies and blocks them; gives the dims of its results."""
+"""Unifies, splits and blocks an operation's axes; returns the dims of its results."""
 AXIS_RULES: dict[str, AxisRule] = {}
 
 
 def axis_rule(*names: str) -> Callable[[AxisRule], AxisRule]:
-    """The rule of operations of these names."""
+    """Register the rule of operations of these names."""
 
     def put(function: AxisRule) -> AxisRule:
         AXIS_RULES.update(dict.fromkeys(names, function))
@@ -173,17 +178,17 @@ def _default(argument: Any) -> Any:
 
 
 def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
-    """The dims of a result of elementwise operation: operands that are not broadcast are alike."""
-    found: list[Dim] = []
-    given = [dims for dims in operands if len(dims) <= len(shape)]
+    """Return the dims of an elementwise result; dims that are not broadcast are unified."""
+    result: list[Dim] = []
+    candidates = [dims for dims in operands if len(dims) <= len(shape)]
     for n, length in enumerate(shape):
-        own = [dims[n - len(shape)] for dims in given if len(shape) - n <= len(dims)]
-        # A dim without axes has length 1: it is broadcast.
-        alike = [dim for dim in own if dim]
-        for other in alike[1:]:
-            unify(alike[0], other)
-        found.append(alike[0] if alike else new_dim(length))
-    return tuple(found)
+        aligned = [dims[n - len(shape)] for dims in candidates if len(shape) - n <= len(dims)]
+        # A dim without axes has length 1 and is broadcast.
+        unbroadcast = [dim for dim in aligned if dim]
+        for dim in unbroadcast[1:]:
+            unify(unbroadcast[0], dim)
+        result.append(unbroadcast[0] if unbroadcast else new_dim(length))
+    return tuple(result)
 
 
 @axis_rule("native_dropout", "masked_fill", "masked_fill_", "fill_", "_to_copy", "copy_", "detach",
@@ -192,13 +197,13 @@ def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
            "log_sigmoid_forward", "floor_divide", "polar", "complex", "real", "imag",
            "fake_quantize_per_tensor_affine")  # fmt: skip
 def elementwise(op: OpCall) -> list[Dims]:
-    """Each element of the result is made of the operands' elements at its place."""
+    """An elementwise operation."""
     held = [dims for dims in map(op.dims, op.tensors) if dims is not None]
     return [same_dims(result.shape, held) for result in op.results]
 
 
 def opaque(op: OpCall, why: str = "") -> list[Dims]:
-    """An operation of which nothing is known: its operands are needed whole."""
+    """An operation without a rule: its operands must be whole."""
     why = why or f"{op.name!r} needs it whole"
     for tensor in op.tensors:
         for dim in op.dims(tensor) or ():
@@ -207,10 +212,10 @@ def opaque(op: OpCall, why: str = "") -> list[Dims]:
 
 
 def rule_of(op: OpCall) -> AxisRule:
-    """The rule of an operation: by its name, else whether it is elementwise."""
+    """Return the rule of an operation: by name, or `elementwise` if torch says it is pointwise."""
     if op.func.namespace not in ("aten", "prims"):
         return AXIS_RULES.get(f"{op.func.namespace}::{op.name}", opaque)
-    found = AXIS_RULES.get(op.name) or AXIS_RULES.get(op.name.removesuffix("_"))
-    if found is not None:
-        return found
+    rule = AXIS_RULES.get(op.name) or AXIS_RULES.get(op.name.removesuffix("_"))
+    if rule is not None:
+        return rule
     return elementwise if torch.Tag.pointwise in op.func.tags else opaque

@@ -1,4 +1,4 @@
-"""A plan of slices: which parameter lies how on the ranks, which stays whole, and why."""
+"""A plan of slices: how each parameter is sliced, which parameters stay whole, and why."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from bigtrain.slice_planning.axis_classes import SliceClass, SliceExchange
-from bigtrain.slice_planning.single_layers import SingleForm
+from bigtrain.slice_planning.single_layers import SingleLayer
 from bigtrain.slice_planning.slice_specs import merged_lines, spec_text
 from bigtrain.slicing.slices import Slices
 
 
 @dataclass(frozen=True)
 class SlicingPlan:
-    """How the parameters and buffers of a model lie on the ranks of the tp axis."""
+    """How the parameters and buffers of a model are sliced over the ranks of the tp axis."""
 
     ranks: int
     slices: Mapping[str, Slices]
-    """By plain names, tied ones by each of them."""
+    """By plain names, of tied tensors under each of them."""
     gathered: frozenset[str] = frozenset()
-    """Sliced weights whose product is gathered at once, so that what follows has it whole."""
-    kept: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that stay whole, and why."""
+    """Sliced weights whose product is gathered immediately, so that it is whole afterwards."""
+    whole_reasons: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that stay whole, with the reason."""
     classes: tuple[SliceClass, ...] = ()
-    """What is sliced together; none where the plan was read."""
-    singles: tuple[SingleForm, ...] = ()
-    """The weights that are sliced by themselves."""
+    """Tensors that are sliced together."""
+    single_layers: tuple[SingleLayer, ...] = ()
+    """Weights that are sliced alone."""
     flops: int = 0
-    """Of a forward pass of the whole model: what `classes` and `singles` divide is a part of it."""
+    """Of a forward pass of the whole model, including operations that nothing here divides."""
     failed: str = ""
-    """Why the model could not be looked at to its end; '' where it could."""
+    """Why the traced forward pass ended early; '' if it did not."""
     guessed: str = ""
-    """Where values decide what the model does, and one way of several was looked at."""
+    """Where the values of tensors decide what the model does: one branch of several was traced."""
 
     def exchanges(self) -> list[SliceExchange]:
-        """What a micro-batch exchanges but for the loss, of a plan that was chosen.
+        """Return the exchanges of a micro-batch, except the loss's.
 
-        A gradient that classes would add up each for itself is added up once.
+        If several classes sum the gradient of one tensor, it counts once.
         """
         every = [sent for own in self.classes for sent in own.exchanged]
-        every += [sent for form in self.singles for sent in form.exchanged]
+        every += [sent for form in self.single_layers for sent in form.exchanged]
         found: list[SliceExchange] = []
         added: set[int] = set()
         for sent in every:
@@ -51,14 +51,14 @@ class SlicingPlan:
         return found
 
     def lines(self) -> dict[str, str]:
-        """Specifications by name patterns, one for all blocks that are alike."""
+        """Return specifications by name patterns, one for all equal blocks."""
         texts = {
             name: spec_text(slices, gathered=name in self.gathered)
             for name, slices in self.slices.items()
         }
-        return merged_lines(texts, self.kept)
+        return merged_lines(texts, self.whole_reasons)
 
     def sliced_share(self, model: nn.Module) -> float:
-        """The share of a model's parameters, by their number, that is sliced."""
+        """Return the fraction of a model's parameters, by number of elements, that is sliced."""
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         return sum(sizes[name] for name in sizes if name in self.slices) / sum(sizes.values())

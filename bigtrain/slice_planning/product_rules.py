@@ -1,28 +1,28 @@
-"""What matrix products, convolutions, attention and norms do to axes."""
+"""Axis rules of matrix products, convolutions, attention and norms."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from bigtrain.slice_planning.dim_axes import Dim, Dims, taken, taken_inner, unify
+from bigtrain.slice_planning.dim_axes import Dim, Dims, split_inner, split_outer, unify
 from bigtrain.slice_planning.operations import OpCall, axis_rule, opaque, same_dims
 
 
 @axis_rule("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear")
 def axis_product(op: OpCall) -> list[Dims]:
-    """Rows times columns, of matrices side by side where there are three dims."""
+    """A matrix product, batched if there are three dims."""
     left, right = _factors(op)
-    one, other = op.dims_or_new(left), op.dims_or_new(right)
+    left_dims, right_dims = op.dims_or_new(left), op.dims_or_new(right)
     if op.name == "linear":
-        other = tuple(reversed(other))
-    _sum_over(op, one[-1], other[max(0, len(other) - 2)], (left, right))
+        right_dims = tuple(reversed(right_dims))
+    _sum_over(op, left_dims[-1], right_dims[max(0, len(right_dims) - 2)], (left, right))
     if left.dim() >= right.dim() == 2:
-        op.use_weight((left, right), other[1], other[0])
+        op.use_weight((left, right), right_dims[1], right_dims[0])
     if left.dim() == right.dim() == 3:
-        unify(one[0], other[0])
-    rows = [one[-2]] if len(one) > 1 else []
-    columns = [other[-1]] if len(other) > 1 else []
-    dims = (*one[:-2], *rows, *columns)
+        unify(left_dims[0], right_dims[0])
+    rows = [left_dims[-2]] if len(left_dims) > 1 else []
+    columns = [right_dims[-1]] if len(right_dims) > 1 else []
+    dims = (*left_dims[:-2], *rows, *columns)
     added = op.arg("bias") if op.name == "linear" else op.arg("self")
     known = op.dims(added) if isinstance(added, Tensor) and added is not left else None
     return [same_dims(op.results[0].shape, [dims, known] if known is not None else [dims])]
@@ -37,7 +37,7 @@ def _factors(op: OpCall) -> tuple[Tensor, Tensor]:
 
 
 def _sum_over(op: OpCall, one: Dim, other: Dim, factors: tuple[Tensor, Tensor]) -> None:
-    """A contracted dim: sums of slices are added up, where one factor is made of weights."""
+    """Unify a contracted dim; it may be sliced only if one of the factors is made of weights."""
     unify(one, other)
     if any(map(op.of_weights, factors)):
         op.summed.append(one)
@@ -47,14 +47,14 @@ def _sum_over(op: OpCall, one: Dim, other: Dim, factors: tuple[Tensor, Tensor]) 
 
 @axis_rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
 def convolved(op: OpCall) -> list[Dims]:
-    """Channels are summed over within groups; pixels change with one another."""
+    """A convolution: channels of a group are summed over; pixels depend on one another."""
     tensor, weight, result = op.tensor("input"), op.tensor("weight"), op.results[0]
     groups, transposed = op.arg("groups", 1), bool(op.arg("transposed"))
     given, kernel = op.dims_or_new(tensor), op.dims_or_new(weight)
     lead = tensor.dim() - weight.dim() + 1  # samples in front, if there are any
     outer, inner = kernel[0], kernel[1]
-    grouped = taken(given[lead], groups)
-    outs = taken(outer, groups)
+    grouped = split_outer(given[lead], groups)
+    outs = split_outer(outer, groups)
     if grouped is None or outs is None:
         return opaque(op)
     unify(grouped[0], outs[0])
@@ -83,7 +83,7 @@ def convolved(op: OpCall) -> list[Dims]:
       "_scaled_dot_product_fused_attention_overrideable",
       "_scaled_dot_product_attention_math")  # fmt: skip
 def attended(op: OpCall) -> list[Dims]:
-    """(batch, heads, places, width): each head is by itself."""
+    """Attention, (batch, heads, positions, width): heads are independent."""
     query, key, value = (op.tensor(name) for name in ("query", "key", "value"))
     q, k, v = (op.dims_or_new(tensor) for tensor in (query, key, value))
     unify(q[0], k[0])
@@ -91,8 +91,8 @@ def attended(op: OpCall) -> list[Dims]:
     unify(k[1], v[1])
     if query.shape[1] == key.shape[1]:
         unify(q[1], k[1])
-    elif key.shape[1] > 1:  # so many query heads for each of the keys
-        pieces = taken(q[1], key.shape[1])
+    elif key.shape[1] > 1:  # grouped queries: several query heads share a key head
+        pieces = split_outer(q[1], key.shape[1])
         if pieces is None:
             return opaque(op)
         unify(pieces[0], k[1])
@@ -118,7 +118,7 @@ def _new(op: OpCall, tensor: Tensor) -> Dims:
 
 @axis_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def layer_normed(op: OpCall) -> list[Dims]:
-    """The last dims are taken together."""
+    """A norm over the last dims."""
     tensor = op.tensor("input")
     dims = op.dims_or_new(tensor)
     over = len(op.arg("normalized_shape"))
@@ -128,17 +128,17 @@ def layer_normed(op: OpCall) -> list[Dims]:
             same_dims(tensor.shape, [dims, known])
     for dim in dims[len(dims) - over :]:
         op.block(dim, "a norm goes along it")
-    kept = (*dims[: len(dims) - over], *([[]] * over))
-    return [dims, *(kept for _ in op.results[1:])]
+    statistics = (*dims[: len(dims) - over], *([[]] * over))
+    return [dims, *(statistics for _ in op.results[1:])]
 
 
 @axis_rule("native_group_norm", "group_norm")
 def group_normed(op: OpCall) -> list[Dims]:
-    """Channels of one group, and pixels, are taken together."""
+    """A norm over the channels of a group and the pixels."""
     tensor = op.tensor("input")
     dims = op.dims_or_new(tensor)
     groups = op.arg("group") or op.arg("num_groups")
-    pieces = taken(dims[1], groups)
+    pieces = split_outer(dims[1], groups)
     if pieces is None:
         return opaque(op)
     for name in ("weight", "bias"):
@@ -154,7 +154,7 @@ def group_normed(op: OpCall) -> list[Dims]:
       "cudnn_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update",
       "batch_norm", "instance_norm")  # fmt: skip
 def batch_normed(op: OpCall) -> list[Dims]:
-    """Channels are by themselves; samples and pixels are taken together."""
+    """A norm over samples and pixels; channels are independent."""
     tensor = op.tensor("input")
     dims = op.dims_or_new(tensor)
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -171,20 +171,20 @@ def batch_normed(op: OpCall) -> list[Dims]:
 
 
 @axis_rule("_grouped_mm", "transformers::grouped_mm_fallback")
-def grouped_product(op: OpCall) -> list[Dims]:
-    """(rows, width), the rows in groups, times the matrix of each group."""
+def grouped_matmul(op: OpCall) -> list[Dims]:
+    """Rows (rows, width) in groups, each group times its own matrix: a mixture of experts."""
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
     if left.dim() != 2 or right.dim() != 3:
         return opaque(op)
-    one, other = op.dims_or_new(left), op.dims_or_new(right)
-    op.block(other[0], "rows choose among it")
-    _sum_over(op, one[1], other[1], (left, right))
-    return [(one[0], other[2])]
+    left_dims, right_dims = op.dims_or_new(left), op.dims_or_new(right)
+    op.block(right_dims[0], "rows choose among it")  # the experts
+    _sum_over(op, left_dims[1], right_dims[1], (left, right))
+    return [(left_dims[0], right_dims[2])]
 
 
 @axis_rule("im2col")
 def unfolded(op: OpCall) -> list[Dims]:
-    """(samples, channels, pixels) to (samples, channels x window, windows)."""
+    """From (samples, channels, pixels) to (samples, channels x window, windows)."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
     why = "windows are taken along it"
@@ -202,7 +202,7 @@ def folded(op: OpCall) -> list[Dims]:
     dims = op.dims_or_new(tensor)
     why = "windows are taken along it"
     lead = tensor.dim() - 2
-    pieces = taken_inner(dims[lead], tensor.shape[lead] // result.shape[lead])
+    pieces = split_inner(dims[lead], tensor.shape[lead] // result.shape[lead])
     if pieces is None:
         return opaque(op)
     op.block([*pieces[1], *dims[-1]], why)

@@ -1,9 +1,9 @@
-"""The best sets of options of which no two claim the same thing, exactly.
+"""Exact weighted set packing: the best sets of options of which no two have a claim in common.
 
-Options that share no claim, not even by way of others, are independent: their sets are found by
-themselves and put together. Parts of a model that are alike (blocks) are solved once. Within a part
-the option with most rivals is taken, or left, and what is left is solved again: in networks for
-images few options, those along the skips, hold all others together.
+The options form a graph with an edge between two that share a claim. Its connected components are
+solved independently, equal ones (a model's blocks) once. Within a component the search branches on
+the option with the most rivals: it is taken or left, and the rest is solved again. In networks for
+images few options, those along the residual connections, connect all others.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 MOST_POINTS = 1024
-"""Points of a frontier that are kept; of more, those that are spread evenly over the bytes."""
+"""The most points of a frontier; a longer one is thinned evenly."""
 MOST_BRANCHES = 200_000
-"""Options that are tried both ways; after so many the one that is best by itself is taken."""
+"""Branches that are searched exactly. Beyond that, an option with rivals is taken with the best
+rest, or nothing of its component is: sets of its rivals are no longer tried."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something that can be done or left, on its own terms."""
+    """Something that may be chosen."""
 
     key: Any
     claims: frozenset[str]
-    """What no other option may claim beside it."""
+    """Two options with a common claim exclude each other."""
     cost: float
-    """Added where it is taken; below 0 it is a gain."""
+    """Added if it is taken; negative for a gain."""
     nbytes: float
-    """Held in addition; below 0 it is less."""
+    """Memory added if it is taken; negative for a saving."""
 
 
 class Point(NamedTuple):
-    """A set of options."""
+    """A set of options with its total cost and bytes."""
 
     cost: float
     nbytes: float
@@ -53,7 +54,7 @@ def _flat(nested: tuple[Any, ...]) -> Iterator[Any]:
 
 
 class _Pair(tuple[Any, ...]):
-    """Two sets as one."""
+    """The union of two sets, flattened only at the end: copying tuples would be quadratic."""
 
     __slots__ = ()
 
@@ -62,26 +63,26 @@ _NOTHING = Point(0.0, 0.0, ())
 
 
 def frontier(
-    options: Sequence[Option], *, first_of: Callable[[Point], Any] | None = None
+    options: Sequence[Option], *, best_key: Callable[[Point], Any] | None = None
 ) -> list[Point]:
-    """All sets than which no other costs less and holds less, from the cheapest on.
+    """Return the Pareto-optimal sets in cost and bytes, the cheapest first.
 
     Args:
-        options: in an order in which parts that are alike have their options alike.
-        first_of: where one set is wanted: it is the one of which this is least. What is added up
-            must not change which of two sets is better.
+        options: in an order such that equal parts of a model have their options in the same order.
+        best_key: to find a single set, the one with the smallest key. Adding an option to two sets
+            must not change which of them has the smaller key.
     """
-    found = _Search(options, first_of).solve(tuple(range(len(options))))
+    points = _Search(options, best_key).solve(tuple(range(len(options))))
     return [
         point._replace(taken=tuple(options[n].key for n in sorted(_flat(point.taken))))
-        for point in found
+        for point in points
     ]
 
 
 class _Search:
-    def __init__(self, options: Sequence[Option], first_of: Callable[[Point], Any] | None) -> None:
+    def __init__(self, options: Sequence[Option], best_key: Callable[[Point], Any] | None) -> None:
         self._options = options
-        self._first_of = first_of
+        self._best_key = best_key
         self._branches = 0
         self._solved: dict[object, list[Point]] = {}
         by_claim = defaultdict(set)
@@ -94,42 +95,42 @@ class _Search:
         ]
 
     def solve(self, numbers: tuple[int, ...]) -> list[Point]:
-        """The frontier of some of the options."""
-        found = [_NOTHING]
+        """Return the frontier of some of the options."""
+        points = [_NOTHING]
         for part in self._parts(numbers):
-            points = self._part(part)
-            found = self._best(
+            part_points = self._part(part)
+            points = self._best(
                 [
                     Point(a.cost + b.cost, a.nbytes + b.nbytes, _Pair((a.taken, b.taken)))
-                    for a in found
-                    for b in points
+                    for a in points
+                    for b in part_points
                 ]
             )
-        return found
+        return points
 
     def _parts(self, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        left, found = set(numbers), []
+        remaining, parts = set(numbers), []
         for first in numbers:
-            if first not in left:
+            if first not in remaining:
                 continue
-            left.discard(first)
+            remaining.discard(first)
             part, pending = [first], [first]
             while pending:
-                near = self._rivals[pending.pop()] & left
-                left -= near
+                near = self._rivals[pending.pop()] & remaining
+                remaining -= near
                 part += near
                 pending += near
-            found.append(tuple(sorted(part)))
-        return found
+            parts.append(tuple(sorted(part)))
+        return parts
 
     def _part(self, numbers: tuple[int, ...]) -> list[Point]:
-        """Of options that hang together; by places in the part, so that it serves for others."""
+        """Return the frontier of a connected component; equal components are solved once."""
         signature = self._signature(numbers)
         if signature not in self._solved:
-            place = {number: n for n, number in enumerate(numbers)}
+            position = {number: n for n, number in enumerate(numbers)}
             points = self._branch(numbers)
             self._solved[signature] = [
-                Point(p.cost, p.nbytes, tuple(place[number] for number in _flat(p.taken)))
+                Point(p.cost, p.nbytes, tuple(position[number] for number in _flat(p.taken)))
                 for p in points
             ]
         return [
@@ -166,8 +167,8 @@ class _Search:
         return tuple(entries)
 
     def _best(self, points: list[Point]) -> list[Point]:
-        if self._first_of is not None:
-            return [min(points, key=self._first_of)]
+        if self._best_key is not None:
+            return [min(points, key=self._best_key)]
         points.sort(key=lambda point: (point.cost, point.nbytes))
         found: list[Point] = []
         for point in points:

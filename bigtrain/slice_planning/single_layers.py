@@ -1,4 +1,4 @@
-"""Weights that are sliced by themselves: what goes into their product and comes out is whole."""
+"""Linear layers that can be sliced alone: their input and their output stay whole."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from bigtrain.slice_planning.dim_axes import Dim, dim_length
 from bigtrain.slice_planning.operations import HeldTensor, OpRecord
 from bigtrain.slicing.slices import Slices
 
-_TURNED = ("t", "transpose", "permute", "numpy_T", "detach")
-"""Views that only change the order of dims."""
+_PERMUTATIONS = ("t", "transpose", "permute", "numpy_T", "detach")
+"""Views that at most change the order of dims."""
 
 
 @dataclass
-class SingleForm:
-    """One weight, and its bias, sliced along one dim."""
+class SingleLayer:
+    """A weight, with its bias, sliced along one dim."""
 
     slices: dict[str, Slices]
     gathered: bool
-    """Along what comes out, which is gathered; else along what is summed over."""
+    """Whether it is sliced by output features, which are gathered; else by input features."""
     parameter_bytes: int
     exchanged: list[SliceExchange] = field(default_factory=list)
     flops: int = 0
 
     @property
     def units(self) -> int:
-        """How many ranks can have a part."""
+        """The largest number of ranks of which each gets a part."""
         return min(slices.most_ranks for slices in self.slices.values())
 
 
-def single_forms(trace: AxisTrace) -> dict[str, list[SingleForm]]:
-    """For each weight that is only ever a factor of plain products how it can be sliced alone."""
+def single_layers(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
+    """Return the ways to slice each weight alone that is used in plain products only, by name."""
     products: dict[str, list[OpRecord]] = {}
     others: set[str] = set()
     for record in trace.records:
@@ -41,7 +41,7 @@ def single_forms(trace: AxisTrace) -> dict[str, list[SingleForm]]:
         for tensor in record.inputs:
             if tensor is used and tensor.base.name in trace.trained:
                 products.setdefault(tensor.base.name, []).append(record)
-            elif tensor.base.name and record.name not in _TURNED:
+            elif tensor.base.name and record.name not in _PERMUTATIONS:
                 others.add(tensor.base.name)
     biases = {bias.name for found in products.values() if (bias := _bias(found[0])) is not None}
     forms = {}
@@ -51,25 +51,27 @@ def single_forms(trace: AxisTrace) -> dict[str, list[SingleForm]]:
         made = [form for out in (True, False) if (form := _form(found, gathered=out))]
         if made:
             forms[name] = made
-    own = {name: made for name, made in forms.items() if name not in biases}
-    return own if trace.failed else {**own, **_unused(trace)}
+    without_biases = {name: made for name, made in forms.items() if name not in biases}
+    return without_biases if trace.failed else {**without_biases, **_unused(trace)}
 
 
-def _unused(trace: AxisTrace) -> dict[str, list[SingleForm]]:
-    """Weights that the forward pass leaves alone cost nothing in slices."""
+def _unused(trace: AxisTrace) -> dict[str, list[SingleLayer]]:
+    """Return the weights that the forward pass does not use: slicing them sends nothing."""
     used = {tensor.base for record in trace.records for tensor in record.inputs}
-    found = {}
-    for held in trace.state.values():
-        if held not in used and held.name in trace.trained and len(held.dims) > 1:
-            n = max(range(len(held.dims)), key=lambda at: dim_length(held.dims[at]))
-            slices = {held.name: Slices.even(n, dim_length(held.dims[n]))}
-            found[held.name] = [SingleForm(slices, gathered=False, parameter_bytes=held.nbytes)]
-    return found
+    unused = {}
+    for tensor in trace.state.values():
+        if tensor not in used and tensor.name in trace.trained and len(tensor.dims) > 1:
+            n = max(range(len(tensor.dims)), key=lambda at: dim_length(tensor.dims[at]))
+            slices = {tensor.name: Slices.even(n, dim_length(tensor.dims[n]))}
+            unused[tensor.name] = [
+                SingleLayer(slices, gathered=False, parameter_bytes=tensor.nbytes)
+            ]
+    return unused
 
 
-def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
-    """Along what comes out, or what is summed over, in all products of a weight."""
-    whole: SingleForm | None = None
+def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
+    """Slice a weight by output features (`gathered`) or input features; None if it cannot be."""
+    whole: SingleLayer | None = None
     for record in records:
         use = record.weight
         if use is None:
@@ -87,12 +89,12 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
         kind: CommOp = "all_gather" if gathered else "all_reduce"
         sent = [SliceExchange(kind, record.outputs[0].nbytes, record.where)]
         if given is not None and given.trained:
-            # What is summed over in groups is dealt out with what comes out of them.
+            # Input features that belong to groups are sliced with the groups' output features.
             parts = not gathered or use.summed is None
             back = SliceExchange("all_gather", given.nbytes, record.where, backward=True)
             sent.append(back if parts else entry(given, record))
         if whole is None:
-            whole = SingleForm(slices, gathered, size, sent, record.flops)
+            whole = SingleLayer(slices, gathered, size, sent, record.flops)
         elif whole.slices != slices:
             return None
         else:
@@ -102,13 +104,13 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
 
 
 def _place(weight: HeldTensor, wanted: Dim | None) -> int | None:
-    """Which dim of a weight a product has; None where a view lies between."""
+    """Return the dim of a weight that a product uses; None if a view changed the dims before."""
     places = [n for n, dim in enumerate(weight.dims) if dim is wanted and dim]
     return places[0] if len(places) == 1 else None
 
 
 def _bias(record: OpRecord) -> HeldTensor | None:
-    """What is added to a product, where it is a parameter of one dim."""
+    """Return the one-dimensional parameter that is added to a product, or None."""
     for tensor in record.inputs:
         if tensor.name and len(tensor.dims) == 1:
             return tensor

@@ -1,10 +1,10 @@
-"""Slices as text by name patterns: `blocks.*.attention.qkv.weight: 0/3x256:64`, and read again.
+"""Slices as lines of text by name patterns: `blocks.*.attention.qkv.weight: 0/3x256:64`.
 
-A line is `PATTERN: DIM/SECTIONS`. In a pattern `*` stands for any letters and digits of one word,
-words being what dots separate. Sections are `TIMESxLENGTH:UNIT`, with commas between those that
-differ; `TIMESx` and `:UNIT` are left out where they are 1. Without lengths (`0/3x:64`, `1`) the
-whole dim is divided evenly. ` gather` behind it says that what comes out of the weight's product is
-gathered at once; `whole` in place of it all keeps what a more general pattern would slice.
+A line is `PATTERN: DIM/SECTIONS`. In a pattern `*` matches any characters between two dots.
+Sections are `TIMESxLENGTH:UNIT`, with commas between different ones; `TIMESx` and `:UNIT` are left
+out if they are 1. Without lengths (`0/3x:64`, `1`) the dim is divided evenly into sections. A
+trailing ` gather` means that the weight's product is gathered immediately; `whole` instead of
+DIM/SECTIONS keeps a tensor whole that a more general pattern would slice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECTION = re.compile(r"(?:(\d+)x)?(\d*)(?::(\d+))?")
 
 
 def spec_text(slices: Slices, *, gathered: bool = False) -> str:
-    """`0/3x256:64`: dim 0, three sections of 256 in units of 64."""
+    """Return slices as text: `0/3x256:64` is dim 0, three sections of 256 in units of 64."""
     parts: list[str] = []
     sections = list(slices.sections)
     while sections:
@@ -39,17 +39,20 @@ def spec_text(slices: Slices, *, gathered: bool = False) -> str:
 
 
 def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, str]:
-    """One line for names that differ in numbers alone, where all that it matches have one text.
+    """Return lines in which names that differ only in numbers share a pattern.
 
     Args:
-        texts: by name.
-        others: names that have none, and that no line may match.
+        texts: specifications by name.
+        others: names without a specification, which no pattern may match.
+
+    Returns:
+        Specifications by pattern. All names that a pattern matches have the same one.
     """
     everything = [*texts, *(name for name in others if name not in texts)]
     kinds: dict[str, list[str]] = {}
     for name in everything:
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     covered: set[str] = set()
     for name, text in texts.items():
         if name in covered:
@@ -57,14 +60,14 @@ def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, s
         kind = kinds[_NUMBER.sub("*", name)]
         pattern, matched = _widest(name, text, texts, kind)
         covered |= matched
-        found[pattern] = text
-    return found
+        lines[pattern] = text
+    return lines
 
 
 def _widest(
     name: str, text: str, texts: Mapping[str, str], kind: Sequence[str]
 ) -> tuple[str, set[str]]:
-    """The pattern of most names of a kind that all have this text, with the fewest stars."""
+    """Return the pattern, with the fewest stars, that matches most names with this text."""
     places = [match.span() for match in _NUMBER.finditer(name)]
     best, most = name, {name}
     for count in range(1, min(len(places), 4) + 1):
@@ -80,17 +83,17 @@ def _widest(
 
 
 def pattern_expression(pattern: str) -> re.Pattern[str]:
-    """A name pattern as a regular expression."""
+    """Compile a name pattern to a regular expression."""
     return re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
 
 
 def read_lines(
     lines: Mapping[str, str], model: nn.Module, ranks: int
 ) -> tuple[dict[str, Slices], frozenset[str]]:
-    """The slices of a model's parameters and buffers, as lines say.
+    """Read the slices of a model's parameters and buffers from lines.
 
-    Of several patterns that match a name, the one with the fewest stars counts. Tied names need one
-    line.
+    If several patterns match a name, the one with the fewest stars counts. A tied tensor needs a
+    line for one of its names.
 
     Args:
         lines: specifications by pattern.
@@ -98,11 +101,11 @@ def read_lines(
         ranks: of the tp axis.
 
     Returns:
-        Slices by name, and the weights whose product is gathered at once.
+        Slices by name, and the weights whose product is gathered immediately.
 
     Raises:
-        ConfigError: a pattern matches nothing, two of them say different things, or what they say
-            does not fit a tensor or the number of ranks.
+        ConfigError: a pattern matches nothing, two equally general patterns contradict each other,
+            or a specification does not fit a tensor or the number of ranks.
     """
     state = _state(model)
     said: dict[str, tuple[int, str, str]] = {}
@@ -124,27 +127,34 @@ def read_lines(
                 )
             if before is None or stars < before[0]:
                 said[name] = (stars, pattern, spec)
-    found: dict[str, Slices] = {}
+    slices: dict[str, Slices] = {}
     gathered: set[str] = set()
     for name, (_, pattern, spec) in said.items():
         if spec.strip() == WHOLE:
             continue
         where = name if pattern == name else f"{name} ({pattern})"
-        found[name], gathers = read_spec(spec, tuple(state[name].shape), where)
-        check_ranks(found[name], ranks, where)
+        slices[name], gathers = read_spec(spec, tuple(state[name].shape), where)
+        check_ranks(slices[name], ranks, where)
         if gathers:
             gathered.add(name)
-    return _with_tied(found, state), frozenset(gathered)
+    return _with_tied(slices, state), frozenset(gathered)
 
 
 def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
-    """The parameters and buffers of these modules, or of these names, under all their names.
+    """Return the names of `keep`'s parameters and buffers, and of the modules' that it names.
+
+    Args:
+        keep: patterns of names of modules or tensors.
+        model: on any device.
+
+    Returns:
+        All names of each tensor, tied ones included.
 
     Raises:
-        ConfigError: a pattern is the name of no module and no parameter.
+        ConfigError: a pattern matches no module and no tensor.
     """
     state = _state(model)
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in keep:
         expression = re.compile(rf"{pattern_expression(pattern).pattern}(\..+)?")
         matched = {name for name in state if expression.fullmatch(name)}
@@ -155,16 +165,24 @@ def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
                 f"{did_you_mean(pattern, modules) or '.'} The model has "
                 f"{', '.join(modules[:3])} and {max(0, len(modules) - 3)} more."
             )
-        found |= matched
-    held = {id(state[name]) for name in found}
-    return frozenset(name for name, tensor in state.items() if id(tensor) in held)
+        names |= matched
+    tensor_ids = {id(state[name]) for name in names}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in tensor_ids)
 
 
 def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool]:
-    """The slices that a specification means for a tensor, and whether its product is gathered.
+    """Parse a specification of a tensor.
+
+    Args:
+        spec: the text.
+        shape: of the whole tensor.
+        where: the tensor's name, for messages.
+
+    Returns:
+        The slices, and whether the weight's product is gathered immediately.
 
     Raises:
-        ConfigError: it is none, or does not fit the shape.
+        ConfigError: the text is no specification, or does not fit the shape.
     """
     match = _SPEC.fullmatch(spec.strip())
     if match is None:
@@ -183,13 +201,13 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
         section = _SECTION.fullmatch(part)
         times, length, unit = section.groups() if section is not None else ("0", "", "")
         count = int(times or 1)
-        own = int(length) if length else shape[dim] // max(1, count)
-        if not count or not own or own % int(unit or 1):
+        section_length = int(length) if length else shape[dim] // max(1, count)
+        if not count or not section_length or section_length % int(unit or 1):
             raise ConfigError(
-                f"{_KEY}: {where}: in {spec!r} a section of {own} is no multiple of its unit "
-                f"{unit or 1}. Use a unit that divides it."
+                f"{_KEY}: {where}: in {spec!r} a section of {section_length} is no multiple of its "
+                f"unit {unit or 1}. Use a unit that divides it."
             )
-        sections += [SliceSection(own, int(unit or 1))] * count
+        sections += [SliceSection(section_length, int(unit or 1))] * count
     slices = Slices(dim, tuple(sections))
     if slices.total != shape[dim]:
         raise ConfigError(
@@ -200,15 +218,15 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
 
 
 def check_ranks(slices: Slices, ranks: int, where: str) -> None:
-    """Refuse slices of which not every rank would have a part.
+    """Refuse slices that leave a rank without a part.
 
     Raises:
-        ConfigError: with the most ranks that would do.
+        ConfigError: with the largest number of ranks that fits.
     """
     if slices.most_ranks >= ranks:
         return
     fewest = min(slices.sections, key=lambda s: s.length // s.unit)
-    kind = f"units of {fewest.unit}" if fewest.unit > 1 else "places"
+    kind = f"units of {fewest.unit}" if fewest.unit > 1 else "elements"
     raise ConfigError(
         f"mesh.tp={ranks}: {where} has {slices.most_ranks} {kind} along dim {slices.dim} "
         f"({spec_text(slices)}), and each rank needs one. Use mesh.tp={slices.most_ranks} or less, "
@@ -225,7 +243,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_tied(found: Mapping[str, Slices], state: Mapping[str, Tensor]) -> dict[str, Slices]:
-    """The same for all names of a tensor.
+    """Return the slices under all names of each tensor.
 
     Raises:
         ConfigError: two names of one tensor have different slices.

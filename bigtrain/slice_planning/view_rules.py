@@ -1,4 +1,4 @@
-"""What views, joins, reductions and look-ups do to axes."""
+"""Axis rules of views, concatenations, reductions and look-ups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigtrain.slice_planning.dim_axes import (
     dim_length,
     joined,
     new_dim,
-    taken_inner,
+    split_inner,
     unify,
     viewed,
 )
@@ -23,7 +23,7 @@ from bigtrain.slice_planning.operations import OpCall, axis_rule, elementwise, o
 
 @axis_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten")
 def in_another_shape(op: OpCall) -> list[Dims]:
-    """The same elements in the same order."""
+    """A reshape."""
     return [viewed(op.dims_or_new(op.tensor("self")), op.results[0].shape)]
 
 
@@ -34,8 +34,8 @@ def permuted(op: OpCall) -> list[Dims]:
     if op.name == "permute":
         return [tuple(dims[n] for n in op.arg("dims"))]
     if op.name == "transpose":
-        one, other = op.arg("dim0"), op.arg("dim1")
-        dims[one], dims[other] = dims[other], dims[one]
+        first, second = op.arg("dim0"), op.arg("dim1")
+        dims[first], dims[second] = dims[second], dims[first]
         return [tuple(dims)]
     return [tuple(reversed(dims))]
 
@@ -48,7 +48,7 @@ def expanded_to(op: OpCall) -> list[Dims]:
 
 @axis_rule("repeat")
 def repeated(op: OpCall) -> list[Dims]:
-    """As it is, so many times, one after the other."""
+    """Copies of a tensor, one after another along each dim."""
     dims, times = op.dims_or_new(op.tensor("self")), op.arg("repeats")
     dims = (*([[]] * (len(times) - len(dims))), *dims)
     return [tuple([*new_dim(n), *dim] for n, dim in zip(times, dims, strict=True))]
@@ -56,7 +56,7 @@ def repeated(op: OpCall) -> list[Dims]:
 
 @axis_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
 def split(op: OpCall) -> list[Dims]:
-    """Parts along a dim."""
+    """A split along a dim."""
     tensor = op.tensor("self")
     dim = op.arg("dim", 0) % tensor.dim()
     return _parts(op, tensor, dim, [result.shape[dim] for result in op.results])
@@ -81,7 +81,7 @@ def gated(op: OpCall) -> list[Dims]:
 
 @axis_rule("slice")
 def sliced(op: OpCall) -> list[Dims]:
-    """A stretch of a dim, or every so manieth of its places."""
+    """A range of a dim, with or without a step."""
     tensor, result = op.tensor("self"), op.results[0]
     dim = op.arg("dim", 0) % tensor.dim()
     length, count, step = tensor.shape[dim], result.shape[dim], op.arg("step", 1)
@@ -93,19 +93,19 @@ def sliced(op: OpCall) -> list[Dims]:
     if step == 1:
         lengths = [n for n in (start, count, length - start - count) if n]
         return [_parts(op, tensor, dim, lengths)[1 if start else 0]]
-    pieces = taken_inner(dims[dim], step) if count * step == length else None
+    pieces = split_inner(dims[dim], step) if count * step == length else None
     if pieces is None:
         op.block(dims[dim], f"every {step}th place of it is taken")
-        kept = op.blocked_dim(count, f"every {step}th place is taken")
+        rest = op.blocked_dim(count, f"every {step}th place is taken")
     else:
         op.block(pieces[1], "one place of it is taken alone")
-        kept = pieces[0]
-    return [(*dims[:dim], kept, *dims[dim + 1 :])]
+        rest = pieces[0]
+    return [(*dims[:dim], rest, *dims[dim + 1 :])]
 
 
 @axis_rule("select", "unbind")
 def selected(op: OpCall) -> list[Dims]:
-    """Places of a dim, each by itself."""
+    """Single elements of a dim."""
     tensor = op.tensor("self")
     dim = op.arg("dim", 0) % tensor.dim()
     dims = op.dims_or_new(tensor)
@@ -115,11 +115,11 @@ def selected(op: OpCall) -> list[Dims]:
 
 @axis_rule("cat", "concat", "concatenate")
 def concatenated(op: OpCall) -> list[Dims]:
-    """One after the other along a dim."""
+    """A concatenation along a dim."""
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
-    given = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
-    held = [op.dims_or_new(tensor) for tensor in given]
+    parts = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
+    held = [op.dims_or_new(tensor) for tensor in parts]
     others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in held]
     shape = [1 if n == dim else length for n, length in enumerate(result.shape)]
     dims = same_dims(shape, others)
@@ -129,7 +129,7 @@ def concatenated(op: OpCall) -> list[Dims]:
 
 @axis_rule("stack")
 def stacked(op: OpCall) -> list[Dims]:
-    """Side by side in a new dim."""
+    """A stack along a new dim."""
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
     shape = (*result.shape[:dim], *result.shape[dim + 1 :])
@@ -142,34 +142,42 @@ def stacked(op: OpCall) -> list[Dims]:
            "all", "logsumexp", "linalg_vector_norm", "norm", "argmax", "argmin", "max", "min",
            "median", "nansum", "aminmax", "count_nonzero")  # fmt: skip
 def reduced(op: OpCall) -> list[Dims]:
-    """A figure of all places of some dims."""
+    """A reduction over some dims, or all."""
     tensor = op.tensor("self")
     if isinstance(op.arg("other"), Tensor):
         return list(elementwise(op))
-    given = op.arg("dim")
-    over = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dim_argument = op.arg("dim")
+    over = (
+        [dim_argument]
+        if isinstance(dim_argument, int)
+        else list(dim_argument or range(tensor.dim()))
+    )
     over = [n % tensor.dim() for n in over] if tensor.dim() else []
     dims = op.dims_or_new(tensor)
     for n in over:
         op.block(dims[n], f"a {op.name} over it is taken")
-    kept = tuple([] if n in over else dim for n, dim in enumerate(dims))
+    kept_dims = tuple([] if n in over else dim for n, dim in enumerate(dims))
     if not op.results or op.results[0].dim() == tensor.dim():
-        return [kept for _ in op.results]
+        return [kept_dims for _ in op.results]
     return [tuple(dim for n, dim in enumerate(dims) if n not in over) for _ in op.results]
 
 
 @axis_rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "roll",
       "flip", "sort", "topk", "kthvalue", "renorm")  # fmt: skip
 def along_dims(op: OpCall) -> list[Dims]:
-    """Places of a dim change with one another; the others are by themselves."""
+    """A function along some dims; the other dims are independent."""
     tensor = op.tensor("self")
-    given = op.arg("dims") if op.arg("dims") is not None else op.arg("dim")
-    over = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
+    dim_argument = op.arg("dims") if op.arg("dims") is not None else op.arg("dim")
+    over = (
+        [dim_argument]
+        if isinstance(dim_argument, int)
+        else list(dim_argument or range(tensor.dim()))
+    )
     return _as_before(op, tensor, [n % tensor.dim() for n in over if tensor.dim()])
 
 
 def _as_before(op: OpCall, tensor: Tensor, over: Sequence[int]) -> list[Dims]:
-    """Results of which only these dims are new; the same ones of the operand are blocked."""
+    """Return results with the operand's dims; the dims `over` are blocked, or new if resized."""
     why = f"{op.name.strip('_')} goes along it"
     dims = op.dims_or_new(tensor)
     for n in over:
@@ -198,7 +206,7 @@ def triangular(op: OpCall) -> list[Dims]:
       "reflection_pad1d", "reflection_pad2d", "replication_pad2d", "replication_pad1d",
       "constant_pad_nd", "pad")  # fmt: skip
 def over_places(op: OpCall) -> list[Dims]:
-    """Pixels change with one another; what has no pixels of its own, channels, is by itself."""
+    """A function over pixels; samples and channels are independent."""
     tensor, result = op.tensor("self"), op.results[0]
     inner = {"1d": 1, "2d": 2, "3d": 3}.get(
         next((s for s in ("1d", "2d", "3d") if s in op.name), ""), 0
@@ -213,7 +221,7 @@ def over_places(op: OpCall) -> list[Dims]:
 
 @axis_rule("embedding")
 def looked_up(op: OpCall) -> list[Dims]:
-    """Rows of a table: of its slices each rank has some, and zeros for the others."""
+    """Look up rows of a table; a rank with some of the rows computes zeros for the others."""
     table, indices = op.dims_or_new(op.tensor("weight")), op.tensor("indices")
     places = op.dims(indices) or tuple(new_dim(length) for length in indices.shape)
     op.summed.append(table[0])
@@ -222,13 +230,13 @@ def looked_up(op: OpCall) -> list[Dims]:
 
 @axis_rule("index", "_unsafe_index")
 def indexed(op: OpCall) -> list[Dims]:
-    """Places of some dims by the numbers in tensors."""
+    """Index some dims by tensors."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
-    given = list(op.arg("indices"))
-    given += [None] * (len(dims) - len(given))
-    over = [n for n, index in enumerate(given) if index is not None]
-    masks = [index for index in given if index is not None and index.dtype.itemsize == 1]
+    indices = list(op.arg("indices"))
+    indices += [None] * (len(dims) - len(indices))
+    over = [n for n, index in enumerate(indices) if index is not None]
+    masks = [index for index in indices if index is not None and index.dtype.itemsize == 1]
     if masks:
         return [_masked(op, dims, masks[0], over[0])] if len(over) == 1 else opaque(op)
     for n in over:
@@ -236,16 +244,16 @@ def indexed(op: OpCall) -> list[Dims]:
     width = result.dim() - (len(dims) - len(over))
     adjacent = over == list(range(over[0], over[0] + len(over)))
     front = over[0] if adjacent else 0
-    kept = [dim for n, dim in enumerate(dims) if n not in over]
+    kept_dims = [dim for n, dim in enumerate(dims) if n not in over]
     new = [
         op.blocked_dim(length, "places are looked up")
         for length in result.shape[front : front + width]
     ]
-    return [(*kept[:front], *new, *kept[front:])]
+    return [(*kept_dims[:front], *new, *kept_dims[front:])]
 
 
 def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
-    """The places of some dims, as one, at which a mask is true."""
+    """Return the dims of a tensor indexed by a mask of some of its dims, which become one."""
     for dim in dims[first : first + mask.dim()]:
         op.block(dim, "places of it are looked up")
     places = op.blocked_dim(op.results[0].shape[first], "places are looked up")
@@ -254,12 +262,12 @@ def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
 
 @axis_rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def put_at(op: OpCall) -> list[Dims]:
-    """Values at places of the first dims; what stands in the last ones is by itself."""
+    """Write values at indices of the first dims; the last dims are independent."""
     tensor, values = op.tensor("self"), op.tensor("values")
-    dims, given = op.dims_or_new(tensor), list(op.arg("indices"))
-    if any(index is None for index in given):
+    dims, indices = op.dims_or_new(tensor), list(op.arg("indices"))
+    if any(index is None for index in indices):
         return opaque(op)
-    count = sum(index.dim() if index.dtype.itemsize == 1 else 1 for index in given)
+    count = sum(index.dim() if index.dtype.itemsize == 1 else 1 for index in indices)
     known = op.dims(values)
     for dim in (*dims[:count], *(known or ())[: max(0, values.dim() - tensor.dim() + count)]):
         op.block(dim, "places of it are written to")
@@ -273,7 +281,7 @@ def put_at(op: OpCall) -> list[Dims]:
            "index_fill", "take_along_dim", "select_scatter", "slice_scatter",
            "scatter_reduce")  # fmt: skip
 def along_numbers(op: OpCall) -> list[Dims]:
-    """Places of one dim by numbers."""
+    """Index, or write to, one dim by a tensor of indices."""
     tensor, result = op.tensor("self"), op.results[0]
     dim = op.arg("dim", 0) % max(1, tensor.dim())
     why = f"{op.name} goes along it"
@@ -283,29 +291,29 @@ def along_numbers(op: OpCall) -> list[Dims]:
         return opaque(op)
     for known in (dims, *(op.dims_or_new(other) for other in others)):
         op.block(known[dim], why)
-    found: list[Dim] = []
+    result_dims: list[Dim] = []
     for n, length in enumerate(result.shape):
         if n == dim:
             alike = dim_length(dims[n]) == length
-            found.append(dims[n] if alike else op.blocked_dim(length, why))
+            result_dims.append(dims[n] if alike else op.blocked_dim(length, why))
             continue
-        if dim_length(dims[n]) != length:  # fewer places than there are
+        if dim_length(dims[n]) != length:  # `gather` may take fewer
             op.block(dims[n], why)
-            found.append(op.blocked_dim(length, why))
+            result_dims.append(op.blocked_dim(length, why))
             continue
         for other in others:
-            own = op.dims_or_new(other)[n]
-            if dim_length(own) == length:
-                unify(dims[n], own)
+            other_dim = op.dims_or_new(other)[n]
+            if dim_length(other_dim) == length:
+                unify(dims[n], other_dim)
             else:
                 op.block(dims[n], why)
-        found.append(dims[n])
-    return [tuple(found)]
+        result_dims.append(dims[n])
+    return [tuple(result_dims)]
 
 
 @axis_rule("view_as_complex", "view_as_real")
 def as_complex(op: OpCall) -> list[Dims]:
-    """Pairs of numbers as one number, or back."""
+    """View pairs of real numbers as complex ones, or the reverse."""
     tensor = op.tensor("self")
     dims = op.dims_or_new(tensor)
     if op.name == "view_as_real":
@@ -316,14 +324,14 @@ def as_complex(op: OpCall) -> list[Dims]:
 
 @axis_rule("pixel_shuffle", "pixel_unshuffle")
 def shuffled_pixels(op: OpCall) -> list[Dims]:
-    """The inner part of the channels is spread over pixels, or gathered from them."""
+    """Move the inner part of the channels to pixels, or back."""
     tensor, result = op.tensor("self"), op.results[0]
     dims = op.dims_or_new(tensor)
     why = "pixels are shuffled"
     pixels = [op.blocked_dim(n, why) for n in result.shape[-2:]]
     channels: Any
     if result.shape[-3] < tensor.shape[-3]:
-        pieces = taken_inner(dims[-3], tensor.shape[-3] // result.shape[-3])
+        pieces = split_inner(dims[-3], tensor.shape[-3] // result.shape[-3])
         if pieces is None:
             return opaque(op)
         channels, inner = pieces

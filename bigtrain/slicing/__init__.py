@@ -1,5 +1,5 @@
-"""Tensors of which each rank of the tp axis holds slices, and which a model's code sees as whole.
+"""Tensors of which each rank of the tp axis holds slices, while a model's code sees whole tensors.
 
-How a tensor lies on the ranks; what each function of torch does on slices; what is
-exchanged where slices meet whole tensors; the state and the norm of a sliced model.
+Decides: how a tensor is divided over the ranks; what each function of torch does with slices; which
+collectives run where slices meet whole tensors; the state and gradient norm of a sliced model.
 """

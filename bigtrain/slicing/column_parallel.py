@@ -1,8 +1,8 @@
-"""Linear layers of which each rank has some columns: their input, and its gradient on the way back.
+"""Column-parallel linear layers: each rank computes some of the output features.
 
-The input is whole, or a stretch of the sequence on each rank, which is gathered. Its gradient is
-partial on each rank. Where one product alone uses the input, the gradients are added up while that
-of its weight is computed; where there are several (queries, keys, values), once for all of them.
+The input is whole or, with sequence parallelism, gathered from sequence shards. Each rank computes
+a partial gradient of it. If one linear layer alone uses the input, the partial gradients are summed
+while the weight's gradient is computed; if several do (queries, keys, values), once for all.
 
 Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv
 2205.05198), section 4.2.2.
@@ -20,109 +20,113 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.exchange import (
-    Begun,
+    PendingExchange,
     SliceGroup,
-    Uses,
-    all_gather_begun,
-    all_reduce_begun,
-    gathered_for_parts,
-    reduce_scatter_begun,
-    to_all_and_uses,
+    UseCount,
+    copied_with_uses,
+    gathered_with_partial_grad,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
 )
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of
 from bigtrain.slicing.slices import Slices
 
 
 def column_linear(x: Any, weight: Tensor, bias: Tensor | None, group: SliceGroup) -> Tensor:
-    """A linear layer's columns of this rank.
+    """Return this rank's output features of a linear layer.
 
-    Linear layers that follow each other on one input gather it once, in each direction.
+    Consecutive linear layers on one input gather it once forward and once backward.
 
     Args:
-        x: (..., width), whole, or sliced on another dim than the last.
-        weight: (own columns, width), plain.
-        bias: (own columns,), plain.
+        x: (..., width), whole, or sliced along any dim but the last.
+        weight: (local columns, width), a plain tensor.
+        bias: (local columns,), a plain tensor.
         group: the ranks.
 
     Returns:
-        (..., own columns), in the type of the autocast where there is one.
+        (..., local columns), in autocast's dtype under autocast.
     """
     dtype = _autocast_dtype(x)
     if dtype is not None:
         weight, bias = weight.to(dtype), bias if bias is None else bias.to(dtype)
-    found = _gathered_input(x, dtype) if is_sliced(x) else _whole_input(x, dtype, group)
-    # In the backward pass a view's node says whether a gradient is wanted, and a leaf's does not.
+    inputs = _gathered_input(x, dtype) if is_sliced(x) else _whole_input(x, dtype, group)
+    # In the backward pass a view's node tells whether its gradient is needed; a leaf's does not.
     weight, bias = weight.view_as(weight), bias if bias is None else bias.view_as(bias)
     of_weight = weight.requires_grad and torch.is_grad_enabled()
-    if isinstance(found.shared, _Again):
-        found.shared.count += 1
-        found.shared.of_weights += of_weight
-    result: Tensor = _ColumnLinear.apply(found.whole, found.source, weight, bias, found.shared)
+    if isinstance(inputs.shared, _RegatheredInput):
+        inputs.shared.count += 1
+        inputs.shared.of_weights += of_weight
+    result: Tensor = _ColumnLinear.apply(inputs.whole, inputs.source, weight, bias, inputs.shared)
     return result
 
 
 def forget_input(group: SliceGroup) -> None:
-    """Let go of the gathered input of the latest products: another one begins."""
+    """Drop the gathered input of the latest linear layers, before another product starts."""
     group.inputs.clear()
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The type that products are computed in where an autocast says so."""
+    """Return the dtype that autocast computes products in, or None."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(device)
 
 
-class _Again(Uses):
-    """The products of a gathered input, which gather it once more in the backward pass."""
+class _RegatheredInput(UseCount):
+    """The linear layers on one gathered input, which gather it again in the backward pass."""
 
     def __init__(self, slices: Slices, group: SliceGroup) -> None:
         super().__init__(group)
         self.slices = slices
         self.of_weights = 0
-        """Products whose weight wants a gradient."""
+        """Linear layers whose weight needs a gradient."""
         self._left = 0
-        self._begun: Begun | None = None
+        self._begun: PendingExchange | None = None
         self._whole: Tensor | None = None
 
     def begin(self, own: Tensor) -> None:
-        """Begin to gather what each rank has, unless another product has done that."""
+        """Start to gather the input, unless another layer has started that."""
         if self._whole is None:
-            self._begun = all_gather_begun(own, self.slices, self.group)
+            self._begun = start_all_gather(own, self.slices, self.group)
             self._left = self.of_weights
 
     def whole(self) -> Tensor:
-        """What was gathered; the last product lets it go."""
+        """Return the gathered input; the last layer that needs it drops it.
+
+        Raises:
+            RuntimeError: `begin` was not called.
+        """
         whole = self._whole if self._begun is None else self._begun.wait()
         self._begun = None
         self._left -= 1
         self._whole = whole if self._left > 0 else None
         if whole is None:
-            raise RuntimeError("a gathered input is asked for that was not begun")
+            raise RuntimeError("begin() was not called before whole()")
         return whole
 
 
 @dataclass(eq=False)
 class _Input:
-    """What products of one input share."""
+    """State that the linear layers on one input share."""
 
     whole: Tensor
-    """Its gradient is partial, and added up behind it."""
+    """The whole input. Its gradient is partial; the node behind it sums the ranks' gradients."""
     source: Tensor
-    """What this rank has of it, in the type of the products; its gradient is complete."""
-    shared: Uses
+    """This rank's part of the input, in the layers' dtype. Its gradient is already summed."""
+    shared: UseCount
     of: weakref.ref[Tensor] | None = None
-    """The input itself: once the model lets go of it, no other product of it will come."""
+    """The input itself: once the model drops it, no other layer can use it."""
     local: weakref.ref[Tensor] | None = None
-    """What this rank holds of it, before any cast."""
+    """This rank's part of the input, before any cast."""
     state: tuple[Any, ...] = ()
-    """What else must be the same."""
+    """Everything else that must be equal for another layer to share this."""
 
 
 def _whole_input(x: Tensor, dtype: torch.dtype | None, group: SliceGroup) -> _Input:
     source = x if dtype is None else _cast_once(x, dtype)
-    whole, uses = to_all_and_uses(source, group)
+    whole, uses = copied_with_uses(source, group)
     return _Input(whole, source, uses)
 
 
@@ -130,10 +134,10 @@ _CAST = "_bigtrain_cast"
 
 
 def _cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in another type: one for all products of it, as its gradient is added up once."""
+    """Cast a tensor once for all layers that use it, so that its gradient is summed once."""
     if x.grad_fn is None or x.dtype == dtype:
         return x.to(dtype)
-    # No id of a node: its Python object is made anew when asked for, and ranks must not differ.
+    # Not the id of the node: Python makes a new object at each access, and ranks must not differ.
     state = (x._version, x.untyped_storage()._cdata, dtype)
     known, cast = getattr(x, _CAST, (None, None))
     if isinstance(cast, Tensor) and known == state and torch.is_grad_enabled():
@@ -146,50 +150,55 @@ def _cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
-    group, own = x.group, held(x)
-    # Of what is made in inference mode nobody knows whether it was changed: it is gathered anew.
-    version = None if own.is_inference() else own._version
+    group, local = x.group, local_of(x)
+    # Inference tensors have no version counter, so a change would go unnoticed: gather again.
+    version = None if local.is_inference() else local._version
     state = (version, x.slices, dtype, torch.is_grad_enabled())
     known: _Input
     for known in group.inputs:
-        is_same = known.local is not None and known.local() is own and known.state == state
+        is_same = known.local is not None and known.local() is local and known.state == state
         if is_same and version is not None:
             return known
     forget_input(group)
-    source = own if dtype is None else own.to(dtype)
-    whole, inputs = gathered_for_parts(source, x.slices, group), group.inputs
+    source = local if dtype is None else local.to(dtype)
+    whole, inputs = gathered_with_partial_grad(source, x.slices, group), group.inputs
     of: weakref.ref[Tensor] = weakref.ref(x, lambda _: inputs.clear())
-    shared = _Again(x.slices, group)
-    found = _Input(whole, source, shared, of, weakref.ref(own), state)
-    inputs.append(found)
-    return found
+    shared = _RegatheredInput(x.slices, group)
+    gathered_input = _Input(whole, source, shared, of, weakref.ref(local), state)
+    inputs.append(gathered_input)
+    return gathered_input
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """A linear layer that keeps what this rank has of its input.
+    """A linear layer that saves this rank's part of its input, not the gathered whole.
 
-    Of the gradients of `whole` and of `source` it gives the first where others use the input, too,
-    and the second, added up already, where it is alone.
+    If other layers use the input as well, it returns the partial gradient of `whole`; if it is the
+    only one, it returns the summed gradient of `source`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, whole: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None, shared: Uses
+        ctx: Any,
+        whole: Tensor,
+        source: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shared: UseCount,
     ) -> Tensor:
         to_input, _, to_weight, _, _ = ctx.needs_input_grad
-        # Of a whole input the alias: `source` may be given other data by whoever made it.
-        kept = source if isinstance(shared, _Again) else whole
-        ctx.save_for_backward(kept if to_weight else None, weight if to_input else None)
+        # Of a whole input the alias is saved: its owner may set other data on `source`.
+        saved = source if isinstance(shared, _RegatheredInput) else whole
+        ctx.save_for_backward(saved if to_weight else None, weight if to_input else None)
         ctx.shared = shared
-        return F.linear(whole, weight, bias).detach()  # no view: it may be changed in place
+        return F.linear(whole, weight, bias).detach()  # not a view: it may be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         source, weight = ctx.saved_tensors
         to_input, _, needs_weight, needs_bias, _ = _wanted(ctx)
-        shared: Uses = ctx.shared
-        again = shared if isinstance(shared, _Again) else None
+        shared: UseCount = ctx.shared
+        again = shared if isinstance(shared, _RegatheredInput) else None
         rows = gradient.flatten(0, -2)
         to_whole = to_source = to_weight = to_bias = begun = None
         if needs_weight and again is not None:
@@ -210,8 +219,8 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def _wanted(ctx: Any) -> list[bool]:
-    """The gradients that this backward pass is for: a pipeline's may be for inputs alone."""
-    nodes = [node for node, _ in ctx.next_functions]  # of what is no tensor there are none
+    """Whether each gradient is needed: zero-bubble schedules may ask for inputs alone."""
+    nodes = [node for node, _ in ctx.next_functions]  # arguments that are no tensors have none
     nodes += [None] * (len(ctx.needs_input_grad) - len(nodes))
     return [
         needed and (node is None or _is_reached(node))
@@ -222,13 +231,11 @@ def _wanted(ctx: Any) -> list[bool]:
 def _is_reached(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except (
-        RuntimeError
-    ):  # of a leaf torch does not say it in `autograd.grad`, within a forward pass
+    except RuntimeError:  # torch does not know it of a leaf in `autograd.grad`
         return True
 
 
-def _added_up(partial: Tensor, shared: Uses) -> Begun:
-    if isinstance(shared, _Again):
-        return reduce_scatter_begun(partial, shared.slices, shared.group)
-    return all_reduce_begun(partial, shared.group)
+def _added_up(partial: Tensor, shared: UseCount) -> PendingExchange:
+    if isinstance(shared, _RegatheredInput):
+        return start_reduce_scatter(partial, shared.slices, shared.group)
+    return start_all_reduce(partial, shared.group)

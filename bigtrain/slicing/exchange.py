@@ -1,16 +1,19 @@
-"""Exchanges where sliced tensors meet whole ones, forward and backward.
+"""Collectives where sliced tensors meet whole ones, forward and backward.
 
 A tensor is *whole* (equal on all ranks of the group, and so is its gradient), *sliced* (`Slices`;
-its gradient in the same slices) or *partial* (whole is the sum over the ranks). Shoeybi et al. 2019
-(Megatron-LM, arXiv 1909.08053) call `to_all` f and `summed` g; Korthikanti et al. 2022 (arXiv
-2205.05198) call `gathered_for_parts` g and `summed_in_parts` its conjugate.
+its gradient has the same slices) or *partial* (the whole is the sum over the ranks). A DTensor's
+placements Replicate, Shard and Partial are the same three.
+
+Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053) call `copied_to_ranks` f and `summed` g;
+Korthikanti et al. 2022 (arXiv 2205.05198) call `gathered_with_partial_grad` g and
+`summed_and_scattered` its conjugate.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bigtrain.slicing.saved_sums import KEPT_SUMS
+from bigtrain.slicing.saved_sums import SAVED_SUMS
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.op_cost import REPEAT_COUNT
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
@@ -34,14 +37,14 @@ class TensorExchange:
 
     kind: ExchangeKind
     nbytes: int
-    """Of the whole tensor, padding included."""
+    """Bytes of the whole tensor, padding included."""
 
 
 class ExchangeLog(list[TensorExchange]):
-    """Exchanges, as long as nobody clears them, and all there were with their ticks.
+    """The exchanges since the list was last cleared, and in `all` every exchange with its tick.
 
     Args:
-        clock: says which tick it is.
+        clock: returns the current tick.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
@@ -50,7 +53,7 @@ class ExchangeLog(list[TensorExchange]):
         self.all: list[tuple[int, TensorExchange]] = []
 
     def extend(self, exchanges: Iterable[TensorExchange]) -> None:
-        """Add some that are made now."""
+        """Add exchanges at the current tick."""
         for exchange in exchanges:
             self.append(exchange)
             self.all.append((self._clock(), exchange))
@@ -63,59 +66,59 @@ def _unwatched(*exchanged: Tensor) -> AbstractContextManager[None]:
 
 @dataclass
 class Draws:
-    """How random numbers are drawn for what is sliced."""
+    """How random numbers are drawn for sliced tensors."""
 
     whole: bool = False
-    """Those of the whole tensor, on every rank: for proofs, as one process draws them. Otherwise
-    each rank draws its own part's."""
+    """Whether every rank draws the numbers of the whole tensor, as one process does: for `verify`.
+    Otherwise each rank draws for its part from a stream of its own."""
 
 
 @dataclass(frozen=True)
 class SliceGroup:
-    """The ranks of the tp axis, as one of them sees them."""
+    """The ranks of the tp axis, seen from one of them."""
 
     rank: int
+    """This rank's place on the tp axis."""
     size: int
     group: dist.ProcessGroup | None = None
-    """None where nothing is sent: tensors are fake, and only shapes and memory matter."""
+    """None on fake tensors: nothing is sent, and only shapes and memory matter."""
     exchanges: list[TensorExchange] | None = field(default=None, compare=False, repr=False)
-    """What was exchanged, in order, where someone wants to know: of a run on fake tensors."""
+    """The log of exchanges, in order; None where nobody reads it."""
     gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """How often a function was given whole tensors for want of a rule, by its name."""
+    """How often each function without a rule was called with whole tensors, by its name."""
     sequence_dim: int | None = None
-    """The dim of (batch, sequence, width) along which what is between products is sliced."""
-    merges_gradients: bool = True
-    """Where several products use one input, their gradients are added up once; else each time."""
+    """The dim of activations that is sharded between linear layers (sequence parallelism)."""
     gloo: bool = False
-    """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
+    """Whether fake tensors stand for a run over gloo, which copies what it reduce-scatters."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
-    """The input of the latest products of a sequence, gathered: at most one."""
+    """The gathered input of the latest linear layers: at most one."""
 
     draws: Draws = field(default_factory=Draws, compare=False, repr=False)
     exchanging: Callable[..., AbstractContextManager[None]] = field(
         default=_unwatched, compare=False, repr=False
     )
-    """Entered around an exchange, told of the tensors that views are given of."""
+    """Makes the context of an exchange; called with the tensors that the collective gets views of,
+    as a backend may keep these views, and so their storages, for some time after the exchange."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
-        """The same: copies of a module talk to the same ranks."""
+        """Return the group itself: copies of a module talk to the same ranks."""
         del memo
         return self
 
     def note(self, kind: ExchangeKind, tensor: Tensor) -> None:
-        """Note an exchange of a whole tensor of so many bytes."""
+        """Log an exchange; `tensor` is the whole one."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
-            # On fake tensors one round of a loop may stand for many.
+            # On fake tensors one iteration of a loop may stand for many.
             self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
-        """Note a function that has no rule."""
+        """Count a call of a function that has no rule."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
 
-class Uses:
-    """How often a tensor is used by each rank in its own way.
+class UseCount:
+    """How many functions use one copy of a whole tensor.
 
     Args:
         group: the ranks.
@@ -125,32 +128,34 @@ class Uses:
         self.group, self.count = group, 0
 
 
-def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
-    """A whole tensor that each rank uses in its own way: gradients are added up.
+def copied_to_ranks(whole: Tensor, group: SliceGroup) -> Tensor:
+    """Return a whole tensor for use with this rank's slices: its gradient is summed over the ranks.
 
-    Once for all uses of one tensor: the gradients of queries, keys and values go together.
+    Calls with one tensor return one copy, whose gradient is summed once: queries, keys and values
+    cost one all-reduce.
     """
-    return to_all_and_uses(whole, group)[0]
+    return copied_with_uses(whole, group)[0]
 
 
-def to_all_and_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, Uses]:
-    """As `to_all`, and what counts the uses of the tensor, this one among them."""
+def copied_with_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, UseCount]:
+    """As `copied_to_ranks`, with the number of uses of the tensor, this one included."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
-        return whole, Uses(group)
-    # Of a parameter each use is by itself: in a pipeline later micro-batches would share the node
-    # of an earlier one, whose turn in their backward passes is after fully_shard has reduced.
-    if not group.merges_gradients or isinstance(whole, torch.nn.Parameter):
-        uses = Uses(group)
+        return whole, UseCount(group)
+    # A parameter gets a copy per use: in a pipeline a later micro-batch would share the node of an
+    # earlier one, which its backward pass reaches only after fully_shard has reduced.
+    if isinstance(whole, torch.nn.Parameter):
+        uses = UseCount(group)
         uses.count = 1
-        return _ToAll.apply(whole, group), uses
-    version, known, uses = getattr(whole, _KNOWN, (None, None, Uses(group)))
+        return _CopiedToRanks.apply(whole, group), uses
+    version, known, uses = getattr(whole, _KNOWN, (None, None, UseCount(group)))
     if isinstance(known, weakref.ref):
         known = known()
     if not (isinstance(known, Tensor) and version == whole._version and _is_of(known, whole)):
-        known, uses = _ToAll.apply(whole, group), Uses(group)
-        # A leaf is held by the graph behind the result: strong references would be a circle.
-        kept = weakref.ref(known) if whole.grad_fn is None else known
-        setattr(whole, _KNOWN, (whole._version, kept, uses))
+        known, uses = _CopiedToRanks.apply(whole, group), UseCount(group)
+        # The graph behind the copy of a leaf refers to the leaf: a strong reference from the leaf
+        # would close a cycle.
+        cached = weakref.ref(known) if whole.grad_fn is None else known
+        setattr(whole, _KNOWN, (whole._version, cached, uses))
     uses.count += 1
     return known, uses
 
@@ -159,9 +164,9 @@ _KNOWN = "_bigtrain_to_all"
 
 
 def _is_of(result: Tensor, whole: Tensor) -> bool:
-    """Whether an earlier result has the memory and the graph that the whole tensor has now."""
+    """Whether an earlier copy has the storage and the graph that the whole tensor has now."""
     if result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-        return False  # its `data` was set, which is no new version
+        return False  # setting `data` does not count the version up
     node: Any = result.grad_fn
     before = node.next_functions[0][0]
     return bool(
@@ -170,163 +175,175 @@ def _is_of(result: Tensor, whole: Tensor) -> bool:
 
 
 def summed(partial: Tensor, group: SliceGroup) -> Tensor:
-    """The whole of a partial tensor."""
+    """Sum a partial tensor over the ranks; the gradient passes through."""
     result: Tensor = _Summed.apply(partial, group)
     return result
 
 
-def gathered(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The whole of a sliced tensor, which all ranks use alike."""
-    result: Tensor = _Gathered.apply(held, slices, group)
+def gathered(local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Gather a sliced tensor that all ranks then use in the same way: the gradient is sliced."""
+    result: Tensor = _Gathered.apply(local, slices, group)
     return result
 
 
-def part_of(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The slices of a whole tensor: nothing is sent but gradients, which are gathered."""
+def scattered(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Return this rank's slices of a whole tensor; the gradient is gathered."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return slices.local(whole, group.rank, group.size)
-    result: Tensor = _PartOf.apply(whole, slices, group)
+    result: Tensor = _Scattered.apply(whole, slices, group)
     return result
 
 
-def gathered_for_parts(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The whole of a sliced tensor, which each rank uses in its own way: gradients are partial."""
-    result: Tensor = _GatheredForParts.apply(held, slices, group)
+def gathered_with_partial_grad(local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Gather a sliced tensor that each rank then uses with its slices of other tensors.
+
+    Each rank computes a partial gradient; a reduce-scatter makes it this rank's slices of the sum.
+    """
+    result: Tensor = _GatheredWithPartialGrad.apply(local, slices, group)
     return result
 
 
-def summed_in_parts(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The slices of the sum of partial tensors."""
-    result: Tensor = _SummedInParts.apply(partial, slices, group)
+def summed_and_scattered(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Reduce-scatter a partial tensor to slices; the gradient is gathered."""
+    result: Tensor = _SummedAndScattered.apply(partial, slices, group)
     return result
 
 
 def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a tensor over the ranks; where it may be written in place, its own memory is used."""
-    tensor = tensor.contiguous()
-    group.note("all_reduce", tensor)
-    if group.group is not None:
-        with group.exchanging(tensor):
-            dist.all_reduce(tensor.detach(), op, group=group.group)  # a view: see `exchanging`
-    return tensor
+    """Reduce a tensor over the ranks, without autograd; in its own memory if it is contiguous."""
+    return start_all_reduce(tensor, group, op).wait()
 
 
-def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The whole of a sliced tensor, without autograd."""
-    return all_gather_begun(held, slices, group).wait()
+def all_gather(local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Gather a sliced tensor, without autograd."""
+    return start_all_gather(local, slices, group).wait()
 
 
 def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """The slices of the sum of partial tensors, without autograd."""
-    return reduce_scatter_begun(partial, slices, group).wait()
+    """Return this rank's slices of the sum of partial tensors, without autograd."""
+    return start_reduce_scatter(partial, slices, group).wait()
 
 
-class Begun:
-    """An exchange that is under way.
+class PendingExchange:
+    """A collective that has been started.
 
     Args:
-        group: the ranks.
-        begin: begins it, and returns what torch has to wait for; not called where nothing is sent.
-        sent: held until then, as the real thing is, so that memory on fake tensors is the same.
-        arrived: where the result arrives.
-        finish: what makes of that the tensor that is wanted.
+        kind: for the log of exchanges.
+        group: the ranks. Without a process group nothing is sent.
+        sent: kept until `wait`, as a real collective keeps it, so that fake tensors show the same
+            memory.
+        received: where the collective writes its result.
+        launch: starts the collective and returns torch's handle.
+        finish: turns what was received into the result.
     """
 
     def __init__(
         self,
+        kind: ExchangeKind,
         group: SliceGroup,
-        begin: Callable[[], Any],
         sent: Tensor,
-        arrived: Tensor,
+        received: Tensor,
+        launch: Callable[[], Any],
         finish: Callable[[Tensor], Tensor],
     ) -> None:
-        self._finish, self._sent, self._arrived = finish, [sent], [arrived]
+        # Of a gather and of a scatter the larger side is the whole tensor.
+        group.note(kind, max(sent, received, key=Tensor.numel))
+        self._finish, self._sent, self._received = finish, [sent], [received]
         self._work: Any = None
         if group.group is not None:
-            self._watch = group.exchanging(sent, arrived)
+            self._watch = group.exchanging(sent, received)
             self._watch.__enter__()
-            self._work = begin()
-        self.is_copied = False
-        """There is a copy of what is sent in the end, as gloo makes one."""
+            self._work = launch()
+        self.copies_sent = False
+        """Fake tensors stand for a backend that copies what it sends at the end, as gloo does."""
 
     def wait(self) -> Tensor:
-        """The result, once: nothing of it is held here any longer."""
+        """Wait for the result and drop all references to it; may be called once."""
         if self._work is not None:
             self._work.wait()
             self._work = None
             self._watch.__exit__(None, None, None)
-        if self.is_copied:
+        if self.copies_sent:
             torch.empty_like(self._sent[0])
         self._sent.clear()
-        return self._finish(self._arrived.pop())
+        return self._finish(self._received.pop())
 
 
-def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
-    """Begin to add a tensor up over the ranks, in its own memory where that may be."""
+def start_all_reduce(
+    tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM
+) -> PendingExchange:
+    """Start to reduce a tensor over the ranks; in its own memory if it is contiguous."""
     tensor = tensor.contiguous()
-    group.note("all_reduce", tensor)
-    return Begun(
-        group,
-        lambda: dist.all_reduce(tensor.detach(), group=group.group, async_op=True),
-        tensor,
-        tensor,
-        lambda result: result,
+
+    def launch() -> Any:
+        view = tensor.detach()  # see `SliceGroup.exchanging`
+        return dist.all_reduce(view, op, group=group.group, async_op=True)
+
+    return PendingExchange("all_reduce", group, tensor, tensor, launch, lambda reduced: reduced)
+
+
+def start_all_gather(local: Tensor, slices: Slices, group: SliceGroup) -> PendingExchange:
+    """Start to gather a sliced tensor."""
+    most = slices.length(0, group.size)
+    sent = _padded(local, slices.dim, most).contiguous()
+    received = sent.new_empty((group.size, *sent.shape))
+
+    def launch() -> Any:
+        return all_gather_single(received.view(-1), sent.view(-1), group=group.group, async_op=True)
+
+    return PendingExchange(
+        "all_gather", group, sent, received, launch, lambda parts: _joined(parts, slices, group)
     )
 
 
-def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
-    """Begin to gather a sliced tensor."""
-    most = slices.length(0, group.size)
-    sent = _padded(held, slices.dim, most).contiguous()
-    arrived = sent.new_empty((group.size, *sent.shape))
-    group.note("all_gather", arrived)
-
-    def begin() -> Any:
-        return all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
-
-    return Begun(group, begin, sent, arrived, lambda parts: _joined(parts, slices, group))
-
-
-def _joined(arrived: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """What each rank sent, (ranks, ...), as one tensor."""
-    most, shape = slices.length(0, group.size), list(arrived.shape[1:])
-    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
-    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
-    if is_in_order and min(lengths) == most:
-        shape[slices.dim] = slices.total
-        return arrived.view(shape)
-    parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
-    return slices.join(parts)
-
-
-def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> Begun:
-    """Begin to add partial tensors up, of which each rank gets its slices."""
+def start_reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> PendingExchange:
+    """Start to sum partial tensors; each rank receives its slices of the sum."""
     most = slices.length(0, group.size)
     shape = [most if dim == slices.dim else n for dim, n in enumerate(partial.shape)]
-    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
-    if is_in_order and slices.total == most * group.size:
+    if _is_rank_major(slices, shape, group):
         sent = partial.contiguous()
     else:
-        sent = torch.stack(
-            [
-                _padded(slices.local(partial, rank, group.size), slices.dim, most)
-                for rank in range(group.size)
-            ]
-        ).contiguous()  # those that lie in another order are stacked in it
-    own = sent.new_empty(shape)
-    group.note("reduce_scatter", sent)
+        parts = (slices.local(partial, rank, group.size) for rank in range(group.size))
+        sent = torch.stack([_padded(part, slices.dim, most) for part in parts])
+        sent = sent.contiguous()  # `stack` keeps the strides of channels_last parts
+    received = sent.new_empty(shape)
 
-    def begin() -> Any:
-        return reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
+    def launch() -> Any:
+        return reduce_scatter_single(
+            received.view(-1), sent.view(-1), group=group.group, async_op=True
+        )
 
     length = slices.length(group.rank, group.size)
-    begun = Begun(group, begin, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
-    begun.is_copied = group.gloo
-    return begun
+    pending = PendingExchange(
+        "reduce_scatter",
+        group,
+        sent,
+        received,
+        launch,
+        lambda padded: padded.narrow(slices.dim, 0, length),
+    )
+    pending.copies_sent = group.gloo
+    return pending
+
+
+def _is_rank_major(slices: Slices, shape: Sequence[int], group: SliceGroup) -> bool:
+    """Whether the whole tensor, row-major, is the ranks' parts of this shape one after another."""
+    is_outermost = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
+    return is_outermost and slices.total == shape[slices.dim] * group.size
+
+
+def _joined(received: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Join what the ranks sent, (ranks, ...) with padding, to one tensor."""
+    shape = list(received.shape[1:])
+    if _is_rank_major(slices, shape, group):
+        shape[slices.dim] = slices.total
+        return received.view(shape)
+    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
+    return slices.join([received[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)])
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """With the last ranks' tensors as long as the first one's, as collectives want them."""
+    """Pad a rank's part to the length of the first rank's: collectives need equal lengths."""
     if tensor.size(dim) == length:
         return tensor
     padded = tensor.new_zeros([length if n == dim else s for n, s in enumerate(tensor.shape)])
@@ -334,17 +351,17 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     return padded
 
 
-class _ToAll(torch.autograd.Function):
+class _CopiedToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: SliceGroup) -> Tensor:
         ctx.group = group
         ctx.set_materialize_grads(False)
-        return whole.detach()  # no view: a base would hold what holds this
+        return whole.detach()  # not a view: its base would refer back to this copy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        if gradient is None:  # the one product of it has seen to that
+        if gradient is None:  # the only layer that uses it has summed the gradient: `_ColumnLinear`
             return None, None
         return all_reduce(gradient.clone(), ctx.group), None
 
@@ -352,12 +369,12 @@ class _ToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
-        kept = KEPT_SUMS.get()
-        if kept is not None:
-            return kept.sum_of(partial, lambda: all_reduce(partial.clone(), group))
+        saved = SAVED_SUMS.get()
+        if saved is not None:
+            return saved.sum_of(partial, lambda: all_reduce(partial.clone(), group))
         if partial._is_view() or not partial.is_contiguous():
             return all_reduce(partial.clone(), group)
-        ctx.mark_dirty(partial)  # a product's result, which nobody else wants
+        ctx.mark_dirty(partial)  # the result of a product, which nothing else uses
         return all_reduce(partial, group)
 
     @staticmethod
@@ -368,9 +385,9 @@ class _Summed(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    def forward(ctx: Any, local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        return all_gather(held, slices, group).detach()  # no view: it may be changed in place
+        return all_gather(local, slices, group).detach()  # not a view: it may be changed in place
 
     @staticmethod
     @once_differentiable
@@ -379,7 +396,7 @@ class _Gathered(torch.autograd.Function):
         return ctx.slices.local(dense, ctx.group.rank, ctx.group.size), None, None
 
 
-class _PartOf(torch.autograd.Function):
+class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
@@ -392,29 +409,29 @@ class _PartOf(torch.autograd.Function):
         return all_gather(gradient, ctx.slices, ctx.group), None, None
 
 
-class _GatheredForParts(torch.autograd.Function):
+class _GatheredWithPartialGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    def forward(ctx: Any, local: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
         ctx.set_materialize_grads(False)
-        return all_gather(held, slices, group)
+        return all_gather(local, slices, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if gradient is None:  # as in _ToAll
+        if gradient is None:  # as in _CopiedToRanks
             return None, None, None
         return reduce_scatter(gradient, ctx.slices, ctx.group), None, None
 
 
-class _SummedInParts(torch.autograd.Function):
+class _SummedAndScattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        kept = KEPT_SUMS.get()
-        if kept is None:
-            return reduce_scatter(partial, slices, group).detach()  # no view: as in _Gathered
-        return kept.sum_of(partial, lambda: reduce_scatter(partial, slices, group)).detach()
+        saved = SAVED_SUMS.get()
+        if saved is None:
+            return reduce_scatter(partial, slices, group).detach()  # not a view: as in _Gathered
+        return saved.sum_of(partial, lambda: reduce_scatter(partial, slices, group)).detach()
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""A model made to hold slices: parameters of this rank's shape, which its code sees as whole."""
+"""Give a model this rank's slices as parameters, while its code still sees whole tensors."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _LAYOUTS, _GROUP = "_bigtrain_slices", "_bigtrain_slice_group"
 
 
 class _Table(dict[str, Any]):
-    """A module's parameters or buffers by name: asked for one by one, sliced ones come as whole.
+    """A module's parameters or buffers by name; a look-up returns sliced ones as `SlicedTensor`.
 
-    All of them at once, as for an optimizer or a checkpoint, are what this rank holds.
+    Iteration, as an optimizer or a checkpoint uses it, returns this rank's plain tensors.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class _Table(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value, slices = super().__getitem__(name), self._slices.get(name)
-        # Those of fully_shard are in its own hands between the passes.
+        # Between the passes fully_shard puts its sharded DTensors here.
         if slices is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
         sliced = SlicedTensor.of(value, slices, self._group)
@@ -62,14 +62,18 @@ class _Table(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `__getitem__`."""
-        return self[name] if name in self else default  # noqa: SIM401 - that would be itself
+        return self[name] if name in self else default  # noqa: SIM401 - `get` would call itself
 
 
 class SlicedModule(nn.Module):
-    """What is put before the class of a module with sliced tensors."""
+    """Mixed into the class of each module that has sliced tensors."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A buffer is given a new value, whole or sliced: this rank's slices are kept of it."""
+        """Set an attribute; of a new value of a sliced buffer, this rank's slices are stored.
+
+        Raises:
+            ConfigError: the new value has another shape than the sliced buffer.
+        """
         slices = self.__dict__.get(_LAYOUTS, {}).get(name)
         is_plain = slices is None or not isinstance(value, Tensor)
         if not is_plain and not isinstance(value, (nn.Parameter, DTensor)):
@@ -83,12 +87,12 @@ class SlicedModule(nn.Module):
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A module with tensors of its own, among the same ranks."""
+        """Copy the module and its tensors; the copy has the same group of ranks."""
         group = self.__dict__[_GROUP]
         memo[id(group)] = group
-        own = getattr(super(), "__deepcopy__", None)
-        if own is not None:
-            return own(memo)
+        custom_copy = getattr(super(), "__deepcopy__", None)
+        if custom_copy is not None:
+            return custom_copy(memo)
         copied: Any = type(self).__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(super().__reduce_ex__(4)[2], memo)
@@ -111,13 +115,16 @@ class SlicedModule(nn.Module):
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
-    if own not in _CLASSES:
-        names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-        if issubclass(own, nn.RNNBase):  # of slices no one piece of memory can be made
+def _sliced_class(module_class: type[nn.Module]) -> type[nn.Module]:
+    if module_class not in _CLASSES:
+        names: dict[str, Any] = {
+            "__module__": module_class.__module__,
+            "__qualname__": module_class.__qualname__,
+        }
+        if issubclass(module_class, nn.RNNBase):  # cuDNN's flat weights cannot be views of slices
             names["flatten_parameters"] = lambda _: None
-        _CLASSES[own] = type(own.__name__, (SlicedModule, own), names)
-    return _CLASSES[own]
+        _CLASSES[module_class] = type(module_class.__name__, (SlicedModule, module_class), names)
+    return _CLASSES[module_class]
 
 
 def slice_modules(
@@ -126,65 +133,70 @@ def slice_modules(
     group: SliceGroup,
     gathered: Collection[str] = (),
 ) -> None:
-    """Let the modules of a model see their parameters as whole, whatever a rank holds of them.
+    """Let the code of a model's modules see whole parameters where this rank holds slices.
 
-    The parameters themselves are left as they are: see `slice_tensors`.
+    The parameters themselves are not changed: see `slice_tensors`.
 
     Args:
-        model: parameters have plain names; stages of a model have some of them.
-        slices: by plain name, of parameters and buffers; those that are not here are passed over.
-            Of a tied tensor one of its names is enough.
+        model: a model with plain parameter names, or a stage of one.
+        slices: by plain name, of parameters and buffers; names that the model lacks are skipped.
+            For a tied tensor one of its names is enough.
         group: the ranks.
-        gathered: weights whose product is gathered at once, so that what follows has it whole.
+        gathered: weights whose product is gathered immediately, so that it is whole afterwards.
 
     Raises:
-        ConfigError: there are more ranks than parts of one, or its names are sliced in two ways.
+        ConfigError: a tensor has fewer parts than there are ranks, or two of its names have
+            different slices.
     """
     by_tensor = _by_tensor(model, slices, group.size)
-    once = {id(tensor) for name, tensor in _named_tensors(model) if name in gathered}
+    gathered_ids = {id(tensor) for name, tensor in _named_tensors(model) if name in gathered}
     for module in model.modules():
-        held = (*module._parameters.items(), *module._buffers.items())
-        own = {name: by_tensor[id(t)] for name, t in held if t is not None and id(t) in by_tensor}
-        if not own:
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        module_slices = {
+            name: by_tensor[id(t)] for name, t in tensors if t is not None and id(t) in by_tensor
+        }
+        if not module_slices:
             continue
         if not isinstance(module, SlicedModule):
             module.__class__ = _sliced_class(type(module))
-        alone = {name for name, t in held if id(t) in once}
+        gathered_names = {name for name, t in tensors if id(t) in gathered_ids}
         for table in ("_parameters", "_buffers"):
-            module.__dict__[table] = _Table(module.__dict__[table], own, group, alone)
-        module.__dict__[_LAYOUTS], module.__dict__[_GROUP] = own, group
+            module.__dict__[table] = _Table(
+                module.__dict__[table], module_slices, group, gathered_names
+            )
+        module.__dict__[_LAYOUTS], module.__dict__[_GROUP] = module_slices, group
 
 
 def _by_tensor(model: nn.Module, slices: Mapping[str, Slices], size: int) -> dict[int, Slices]:
-    """The slices of each tensor, by its id."""
-    found: dict[int, tuple[str, Slices]] = {}
+    """Return the slices of each tensor, by its id."""
+    by_tensor: dict[int, tuple[str, Slices]] = {}
     for name, tensor in _named_tensors(model):
         if name not in slices:
             continue
-        own = slices[name]
-        if own.most_ranks < size:
-            kept = as_word("strategy.slice.keep", [name.rpartition(".")[0] or name])
+        slices_of_name = slices[name]
+        if slices_of_name.most_ranks < size:
+            fix = as_word("strategy.slice.keep", [name.rpartition(".")[0] or name])
             raise ConfigError(
-                f"strategy.slice: {name} can be dealt out to {own.most_ranks} ranks, and mesh.tp="
-                f"{size}. Keep it whole: {kept}."
+                f"strategy.slice: {name} can be sliced over {slices_of_name.most_ranks} ranks at "
+                f"most, and mesh.tp={size}. Keep it whole: {fix}."
             )
-        other, before = found.setdefault(id(tensor), (name, own))
-        if before != own:
+        first_name, first_slices = by_tensor.setdefault(id(tensor), (name, slices_of_name))
+        if first_slices != slices_of_name:
             raise ConfigError(
-                f"strategy.slice: {other} and {name} are one tensor, and are sliced in two ways: "
-                f"{before} and {own}. Slice them alike."
+                f"strategy.slice: {first_name} and {name} are one tensor, and are sliced in two "
+                f"ways: {first_slices} and {slices_of_name}. Give both the same slices."
             )
-    return {key: own for key, (_, own) in found.items()}
+    return {key: slices_of_name for key, (_, slices_of_name) in by_tensor.items()}
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names."""
+    """Yield parameters and buffers under all of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a model that are sliced, by name, tied ones once."""
+    """Yield the sliced parameters and buffers of a model by name, tied ones once."""
     seen = set()
     for name, tensor in _named_tensors(model):
         if name in slices and id(tensor) not in seen:
@@ -194,12 +206,12 @@ def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[t
 
 @torch.no_grad()
 def slice_tensors(model: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> None:
-    """Let whole parameters and buffers of a model be what this rank holds of them."""
+    """Replace the values of whole parameters and buffers by this rank's slices."""
     for name, tensor in sliced_tensors(model, slices):
-        tensor.data = own_slices(tensor, slices[name], group)
+        tensor.data = local_slices(tensor, slices[name], group)
 
 
-def own_slices(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """What a rank holds of a whole tensor, in memory of its own."""
+def local_slices(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """Copy this rank's slices of a whole tensor."""
     part = slices.local(whole.detach(), group.rank, group.size)
     return part.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Sums over the ranks that a block keeps for its second computation, in place of their parts."""
+"""Sums over the tp ranks that selective recomputation saves instead of the partial products."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from contextvars import ContextVar
 from torch import Tensor
 
 
-class KeptSums:
-    """The sums of products that are kept and not computed again: of them their parts are let go.
+class SavedSums:
+    """Saves the sum over the ranks of a product that would be saved, and frees the product itself.
 
     Args:
-        is_kept: whether the storage with a number (`_cdata`) is that of a product that is kept.
-        keep: told the number of a sum's, which is kept in its place.
+        is_saved: whether a storage (by its `_cdata`) is that of a saved product.
+        save: called with the storage (`_cdata`) of a sum, to save it instead.
     """
 
-    def __init__(self, is_kept: Callable[[int], bool], keep: Callable[[int], None]) -> None:
-        self._is_kept, self._keep = is_kept, keep
+    def __init__(self, is_saved: Callable[[int], bool], save: Callable[[int], None]) -> None:
+        self._is_saved, self._save = is_saved, save
         self._sums: dict[int, Tensor] = {}
-        """By the storage of their parts, which is empty from then on."""
+        """By the storage of the partial product, which has been emptied."""
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Inside of a `with` block, the first time and again, sums are looked up here."""
-        token = KEPT_SUMS.set(self)
+        """Look sums up here inside a `with` block: in the forward pass and its recomputation."""
+        token = SAVED_SUMS.set(self)
         try:
             yield
         finally:
-            KEPT_SUMS.reset(token)
+            SAVED_SUMS.reset(token)
 
     def sum_of(self, partial: Tensor, add_up: Callable[[], Tensor]) -> Tensor:
-        """What `add_up` makes of this rank's part, or made of it the first time."""
+        """Return the sum that `add_up` computes now, or computed in the first forward pass."""
         storage = partial.untyped_storage()
         known = self._sums.pop(storage._cdata, None)
         if known is not None:
             return known
         result = add_up()
-        if self._is_kept(storage._cdata):
+        if self._is_saved(storage._cdata):
             self._sums[storage._cdata] = result.detach()
-            self._keep(result.untyped_storage()._cdata)
+            self._save(result.untyped_storage()._cdata)
             storage.resize_(0)
         return result
 
 
-KEPT_SUMS: ContextVar[KeptSums | None] = ContextVar("kept_sums", default=None)
-"""Where sums are looked up now; None where none is kept."""
+SAVED_SUMS: ContextVar[SavedSums | None] = ContextVar("saved_sums", default=None)
+"""Where sums are looked up now; None outside of recomputed blocks."""

@@ -1,8 +1,9 @@
-"""Between stages of a pipeline: each rank of the tp axis sends its part of what all of them have.
+"""Boundary tensors between pipeline stages with tensor parallelism: scatter, send, gather.
 
-The rank with the same place in the next stage receives it, and there the parts are gathered: of
-the link between stages, which may be one between nodes, each byte is asked for once. Gradients come
-back in the same way. What lies in stretches of the sequence is sent and taken as it lies.
+All tp ranks of a stage have the same output. Each sends its part, 1/tp, to the same tp rank of the
+next stage, whose ranks gather the parts: each byte crosses the link between stages, which may
+connect two nodes, only once. Gradients return the same way. With sequence parallelism each rank
+sends its sequence shard, and nothing is gathered.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 4.1, "scatter/gather".
 """
@@ -17,103 +18,104 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.exchange import SliceGroup, all_gather
-from bigtrain.slicing.sequence_parallel import stretches
+from bigtrain.slicing.sequence_parallel import sequence_slices
 from bigtrain.slicing.slices import Slices
 
-MIN_DEALT_BYTES = 1024
-"""What is smaller is sent whole by every rank: a packet holds it, and a gather is one more."""
+MIN_SCATTERED_BYTES = 1024
+"""Every rank sends smaller tensors whole: they fit into a packet, and a gather would cost more."""
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """How the ranks with slices of two stages hand on what goes from one stage to the other."""
+    """How tensors cross from one pipeline stage to the next under tensor parallelism."""
 
     group: SliceGroup | None = None
-    """Those of one of the stages; None where nothing is sliced."""
+    """The tp ranks of one of the two stages; None without tensor parallelism."""
     is_between_ranks: bool = False
+    """Whether the two stages are on different ranks."""
 
     @property
-    def dealers(self) -> SliceGroup | None:
-        """Who deals out what all have; None where it goes whole."""
+    def scatter_group(self) -> SliceGroup | None:
+        """The tp ranks that scatter a tensor all of them have; None if it is sent whole."""
         return self.group if self.is_between_ranks else None
 
-    def in_stretches(self, whole: Tensor) -> tuple[Slices, SliceGroup] | None:
-        """How a tensor lies that goes as each rank's stretch of the sequence; None of others.
+    def sequence_shard(self, whole: Tensor) -> tuple[Slices, SliceGroup] | None:
+        """Return how a tensor that is sent as sequence shards is sliced; None for any other tensor.
 
-        Those that a gradient comes back to, as activations: of a mask, or a table of positions,
-        every layer wants all, and would gather it.
+        Only tensors with a gradient, activations, are sent so: every layer needs the whole of a
+        mask or of a table of positions, and would gather it.
 
         Args:
-            whole: on the meta device, as both stages know it.
+            whole: on the meta device, with the shape that both stages know.
         """
         if self.group is None or not (whole.requires_grad and whole.is_floating_point()):
             return None
-        slices = stretches(whole, self.group)
+        slices = sequence_slices(whole, self.group)
         return None if slices is None else (slices, self.group)
 
 
-def part_bytes(nbytes: int, ranks: int) -> int:
-    """Of a tensor of so many bytes those that the first of the ranks sends, in whole bytes."""
-    return nbytes if nbytes < MIN_DEALT_BYTES else -(-nbytes // ranks)
+def scattered_bytes(nbytes: int, ranks: int) -> int:
+    """Return the bytes that the first of the ranks sends of a tensor of `nbytes`."""
+    return nbytes if nbytes < MIN_SCATTERED_BYTES else -(-nbytes // ranks)
 
 
 def sent_meta(whole: Tensor, group: SliceGroup | None) -> Tensor:
-    """What a rank sends of a tensor, on the meta device as that is: its part, or all of it."""
-    if group is None or not _is_dealt(whole):
+    """Return a meta tensor of the shape that a rank sends: its part of a tensor, or all of it."""
+    if group is None or not _is_scattered(whole):
         return whole
     length = _flat(whole).length(group.rank, group.size)
     part = torch.empty(length, dtype=whole.dtype, device=whole.device)
     return part.requires_grad_(whole.requires_grad)
 
 
-def dealt(whole: Tensor, group: SliceGroup | None) -> Tensor:
-    """What a rank sends of a contiguous tensor that all have: nothing of the rest stays."""
-    if group is None or not _is_dealt(whole):
+def scatter_boundary(whole: Tensor, group: SliceGroup | None) -> Tensor:
+    """Return this rank's part of a contiguous tensor that all ranks have, in memory of its own."""
+    if group is None or not _is_scattered(whole):
         return whole
-    part: Tensor = _Dealt.apply(whole, group)
+    part: Tensor = _ScatterBoundary.apply(whole, group)
     return part
 
 
-def undealt(part: Tensor, whole: Tensor, group: SliceGroup | None) -> Tensor:
-    """The tensor of which each rank has received its part.
+def gather_boundary(part: Tensor, whole: Tensor, group: SliceGroup | None) -> Tensor:
+    """Gather the tensor of which each rank has received its part.
 
     Args:
-        part: as `sent_meta` says.
-        whole: shape and type of all of it, on the meta device.
+        part: of the shape of `sent_meta`.
+        whole: shape and dtype of the whole tensor, on the meta device.
         group: the ranks.
     """
-    if group is None or not _is_dealt(whole):
+    if group is None or not _is_scattered(whole):
         return part
-    gathered: Tensor = _Undealt.apply(part, whole.shape, group)
+    gathered: Tensor = _GatherBoundary.apply(part, whole.shape, group)
     return gathered
 
 
-def _is_dealt(whole: Tensor) -> bool:
-    return whole.numel() * whole.element_size() >= MIN_DEALT_BYTES
+def _is_scattered(whole: Tensor) -> bool:
+    return whole.numel() * whole.element_size() >= MIN_SCATTERED_BYTES
 
 
 def _flat(whole: Tensor) -> Slices:
     return Slices.even(0, whole.numel())
 
 
-def _own_part(whole: Tensor, group: SliceGroup) -> Tensor:
+def _local_part(whole: Tensor, group: SliceGroup) -> Tensor:
     flat = whole.contiguous().view(-1)
     return _flat(flat).local(flat, group.rank, group.size).clone()
 
 
 def _whole(part: Tensor, shape: torch.Size, group: SliceGroup) -> Tensor:
-    """From all parts; as bytes, for not every backend gathers every type."""
+    """Gather all parts; as bytes, for not every backend gathers every dtype."""
     size = part.element_size()
     slices = Slices.even(0, shape.numel() * size, unit=size)
-    found = all_gather(part.contiguous().view(torch.uint8), slices, group)
-    return found.view(part.dtype).view(shape)
+    gathered = all_gather(part.contiguous().view(torch.uint8), slices, group)
+    return gathered.view(part.dtype).view(shape)
 
 
-class _Dealt(torch.autograd.Function):
+class _ScatterBoundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: SliceGroup) -> Tensor:
         ctx.shape, ctx.group = whole.shape, group
-        return _own_part(whole, group)
+        return _local_part(whole, group)
 
     @staticmethod
     @once_differentiable
@@ -121,13 +123,13 @@ class _Dealt(torch.autograd.Function):
         return _whole(gradient, ctx.shape, ctx.group), None
 
 
-class _Undealt(torch.autograd.Function):
+class _GatherBoundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, shape: torch.Size, group: SliceGroup) -> Tensor:
         ctx.group = group
-        return _whole(part, shape, group).detach()  # no view: it may be changed in place
+        return _whole(part, shape, group).detach()  # not a view: it may be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(gradient, ctx.group), None, None
+        return _local_part(gradient, ctx.group), None, None

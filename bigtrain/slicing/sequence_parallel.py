@@ -1,11 +1,12 @@
-"""Sequence parallelism: between the products of a layer each rank has a stretch of the sequence.
+"""Sequence parallelism: between linear layers each rank has a shard of the sequence.
 
-Where a product's parts would be added up on all ranks (all-reduce), each rank gets its stretch of
-the sum (reduce-scatter): norms, residuals and dropout act on stretches. The next product's input
-is gathered, in the backward pass once more, so that a stretch is all that is kept of it: `columns`.
+Where partial products would be summed on all ranks (all-reduce), each rank receives its sequence
+shard of the sum (reduce-scatter); norms, residuals and dropout act on shards. The input of the next
+linear layer is gathered, and gathered again in the backward pass, so that only the shard is saved:
+see `column_parallel`.
 
 Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models
-(arXiv 2205.05198), section 4.2: `summed_in_parts` is g-bar, `gathered_for_parts` g.
+(arXiv 2205.05198), section 4.2: `summed_and_scattered` is g-bar, `gathered_with_partial_grad` g.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from typing import Any
 
 from torch import Tensor
 
-from bigtrain.slicing.exchange import SliceGroup, summed, summed_in_parts
+from bigtrain.slicing.exchange import SliceGroup, summed, summed_and_scattered
 from bigtrain.slicing.sliced_tensor import SlicedTensor
 from bigtrain.slicing.slices import Slices
 
 
-def stretches(whole: Tensor, group: SliceGroup, dim: int | None = None) -> Slices | None:
-    """How a tensor of this shape lies along the sequence, where the group slices that; None: whole.
+def sequence_slices(whole: Tensor, group: SliceGroup, dim: int | None = None) -> Slices | None:
+    """Return how a tensor is sharded along the sequence, or None if it stays whole.
 
-    A tensor of less than three dims, or with fewer places than ranks, is whole.
+    It stays whole if the group does not shard sequences, if it has fewer than three dims, or if its
+    sequence is shorter than the number of ranks.
 
     Args:
         whole: (batch, sequence, width), or with more dims.
         group: the ranks.
-        dim: the sequence, where it is not the group's `sequence_dim`.
+        dim: the sequence dim; None for the group's `sequence_dim`.
     """
     chosen = group.sequence_dim if dim is None else dim
     if group.sequence_dim is None or chosen is None or whole.dim() < 3:
@@ -39,20 +41,20 @@ def stretches(whole: Tensor, group: SliceGroup, dim: int | None = None) -> Slice
     return Slices.even(chosen, length)
 
 
-def total(
+def sum_partials(
     partial: Tensor, group: SliceGroup, dim: int | None = None, rows: tuple[int, ...] = ()
 ) -> Any:
-    """The sum of partial tensors: whole, or in the stretches of `stretches`.
+    """Return the sum of partial tensors, whole or sharded as `sequence_slices` says.
 
     Args:
-        partial: (batch, sequence, width), or with more dims.
+        partial: (batch, sequence, width), or with more dims; or a matrix.
         group: the ranks.
-        dim: see `stretches`.
-        rows: what the first dim of a matrix is made of, where that is known.
+        dim: see `sequence_slices`.
+        rows: the dims that the first dim of a matrix was flattened from, if they are known.
     """
     if rows and group.sequence_dim is not None:
-        return total(partial.view(*rows, -1), group, dim).flatten(0, len(rows) - 1)
-    slices = stretches(partial, group, dim)
+        return sum_partials(partial.view(*rows, -1), group, dim).flatten(0, len(rows) - 1)
+    slices = sequence_slices(partial, group, dim)
     if slices is None:
         return summed(partial, group)
-    return SlicedTensor.of(summed_in_parts(partial, slices, group), slices, group)
+    return SlicedTensor.of(summed_and_scattered(partial, slices, group), slices, group)

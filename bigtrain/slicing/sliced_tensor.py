@@ -1,9 +1,9 @@
-"""A tensor of which each rank of the tp axis holds slices, and which says it is whole.
+"""A tensor with the shape of the whole of which each rank of the tp axis holds slices.
 
-`SlicedTensor` has the shape of the whole, so a model's own code runs unchanged; what torch's
-functions do with one is looked up in a table of rules (`rule`), which compute on the rank's slices
-by plain tensors. So autograd, hooks and memory trackers see plain tensors alone. A function without
-a rule is given whole tensors: right numbers, at the price of a gather, which is noted.
+`SlicedTensor` has the whole shape, so a model's code runs unchanged. A table of rules (`rule`) says
+what each torch function does with one; rules compute with plain tensors, this rank's slices, so
+autograd, hooks and memory trackers see only plain tensors. A function without a rule is called with
+whole tensors: the result is right and costs a gather, which is counted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.exchange import SliceGroup, gathered, gathered_for_parts, part_of, to_all
+from bigtrain.slicing.exchange import (
+    SliceGroup,
+    copied_to_ranks,
+    gathered,
+    gathered_with_partial_grad,
+    scattered,
+)
 from bigtrain.slicing.slices import Slices
 
 TensorRule = Callable[..., Any]
-"""Called as the function is; returns `NotImplemented` where it cannot, and whole tensors must."""
+"""Called with the function's arguments; returns `NotImplemented` if whole tensors are needed."""
 _RULES: dict[Any, TensorRule] = {}
 _raw = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -31,7 +37,7 @@ _set_requires_grad = _base.requires_grad.__set__
 
 
 def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """Register what these functions do with sliced tensors."""
+    """Register the rule of these functions."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:
@@ -42,7 +48,7 @@ def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
 
 
 def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """As `rule`, of one that is told which of them was called, as its first argument."""
+    """As `rule`; the rule's first argument is the function that was called."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:
@@ -59,8 +65,8 @@ _KEEP_FEEDING = "Keep the modules whole that feed it: strategy.slice.keep=[NAME]
 def _refuse_gradient(gradient: Tensor) -> None:
     del gradient
     raise ConfigError(
-        "strategy.slice: a torch.autograd.Function of the model's own was given a sliced tensor, "
-        f"and its gradient has nowhere to go. {_KEEP_FEEDING}"
+        "strategy.slice: a torch.autograd.Function of the model was given a sliced tensor, "
+        f"and its gradient would be lost. {_KEEP_FEEDING}"
     )
 
 
@@ -68,51 +74,51 @@ _HOOKS = {0: _refuse_gradient}
 
 
 class SlicedTensor(torch.Tensor):
-    """A whole tensor, of which this rank holds slices."""
+    """A whole tensor of which this rank holds slices."""
 
     local: Tensor
-    """What this rank holds: a plain tensor, with autograd's graph."""
+    """This rank's slices: a plain tensor with the autograd graph."""
     slices: Slices
     group: SliceGroup
     gathers: bool = False
-    """Of a weight: whether its product is gathered at once."""
+    """Of a weight: whether its product is gathered immediately."""
     rows: tuple[int, ...] = ()
-    """Of a matrix that is a view of more dims: those that its first dim is made of."""
-    lent: list[_Lent]
-    """Wholes that functions without a rule have made views of: of this and of what shares its
-    memory, which have one list together."""
+    """Of a matrix that is a view of more dims: the dims that its first dim was flattened from."""
+    whole_copies: list[_WholeCopy]
+    """Gathered copies of which functions without a rule returned views. Tensors that share memory
+    share this list."""
 
     @staticmethod
     def __new__(
         cls, local: Tensor, slices: Slices, group: SliceGroup, shape: Sequence[int]
     ) -> SlicedTensor:
-        """Let this rank's slices stand for the whole.
+        """Make a whole tensor from this rank's slices.
 
         Args:
             cls: this class.
             local: of the shape `slices.local_shape(shape, group.rank, group.size)`.
-            slices: how the whole is dealt out.
+            slices: how the whole is divided.
             group: the ranks.
             shape: of the whole.
         """
         self: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        if local.requires_grad:  # autograd sees `local`; a gradient that comes here would be lost
+        if local.requires_grad:  # autograd uses `local`; a gradient of this would be lost
             with _raw():
                 _set_hooks(self, _HOOKS)
-        self.local, self.slices, self.group, self.lent = local, slices, group, []
+        self.local, self.slices, self.group, self.whole_copies = local, slices, group, []
         return self
 
     @classmethod
     def of(cls, local: Tensor, slices: Slices, group: SliceGroup) -> SlicedTensor:
-        """The same, with the shape of the whole worked out."""
+        """Make a whole tensor from this rank's slices, of the shape that follows from them."""
         shape = list(local.shape)
         shape[slices.dim] = slices.total
         return cls(local, slices, group, shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without the values, which are on several ranks."""
+        """Return the shape and the slices; the values are on several ranks."""
         del tensor_contents
         return f"SlicedTensor(shape={tuple(self.shape)}, {self.slices}, local={self.local.shape})"
 
@@ -122,35 +128,35 @@ class SlicedTensor(torch.Tensor):
         return self.slices.dim - self.dim()
 
     def like(self, local: Tensor, dim: int | None = None) -> SlicedTensor:
-        """Another tensor with the same slices, of the same dim or of another."""
+        """Return a tensor with the same sections, along the same dim or another."""
         return self.derived(local, self.slices if dim is None else self.slices.at(dim))
 
     def derived(
         self, local: Tensor, slices: Slices, shape: Sequence[int] | None = None
     ) -> SlicedTensor:
-        """What a function has made of it, which may be a view of it.
+        """Return the result of a function of this tensor, which may be a view of it.
 
         Args:
-            local: of this rank.
+            local: this rank's slices of the result.
             slices: of the result.
-            shape: of the whole; left out, it is worked out.
+            shape: of the whole result; None to compute it.
         """
         if shape is None:
-            found = SlicedTensor.of(local, slices, self.group)
+            result = SlicedTensor.of(local, slices, self.group)
         else:
-            found = SlicedTensor(local, slices, self.group, shape)
+            result = SlicedTensor(local, slices, self.group, shape)
         if shares_memory(local, self.local):
-            found.lent = self.lent
-        return found
+            result.whole_copies = self.whole_copies
+        return result
 
     def whole(self) -> Tensor:
-        """All of it, which all ranks use alike."""
-        return gathered(held(self), self.slices, self.group)
+        """Gather the whole tensor, which all ranks then use in the same way."""
+        return gathered(local_of(self), self.slices, self.group)
 
     def change(self, local: Tensor) -> SlicedTensor:
-        """What an in-place function has made of it."""
+        """Take the result of an in-place function as this tensor's slices."""
         self.local = local
-        _agree(self.lent)
+        _agree(self.whole_copies)
         with _raw():
             if local.requires_grad is not self.requires_grad:
                 _set_requires_grad(self, local.requires_grad)
@@ -158,7 +164,7 @@ class SlicedTensor(torch.Tensor):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        """As of a tensor; the ranks are the same."""
+        """Copy the slices; the group of ranks is the same."""
         return self.like(copy.deepcopy(self.local, memo))
 
     @classmethod
@@ -169,12 +175,12 @@ class SlicedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what the rule of a function says; without one on whole tensors."""
+        """Call the rule of a function; without a rule, the function with whole tensors."""
         del types
         named = dict(kwargs or {})
         how = _RULES.get(func)
         if how is not None:
-            if "input" in named and func is not torch.where:  # torch's name of what comes first
+            if "input" in named and func is not torch.where:  # torch's name of the first argument
                 args = (named.pop("input"), *args)
             result = _by_rule(how, args, named)
             if result is not NotImplemented:
@@ -185,7 +191,7 @@ class SlicedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what went past the rules: it has no values here.
+        """Refuse an operation that bypassed the rules: the tensor has no values of its own.
 
         Raises:
             ConfigError: with the operation.
@@ -198,32 +204,32 @@ class SlicedTensor(torch.Tensor):
 
 
 def _by_rule(how: TensorRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a rule says; nothing where it does not know the way the function is called."""
+    """Call a rule; NotImplemented if its signature does not fit the call."""
     try:
         return how(*args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # from inside of the rule
+            raise  # raised inside the rule
         return NotImplemented
 
 
-def held(sliced: SlicedTensor) -> Tensor:
-    """What this rank holds of a sliced tensor.
+def local_of(sliced: SlicedTensor) -> Tensor:
+    """Return this rank's slices of a sliced tensor.
 
     Raises:
-        ConfigError: a function of the user's own took it, and gradients would be lost.
+        ConfigError: it is an output of the model's own autograd function: gradients would be lost.
     """
     with _raw():
         node = _grad_fn(sliced)
     if node is not None:
         name = node.name()
         raise ConfigError(
-            f"strategy.slice: {name}, a torch.autograd.Function of the model's own, is given a "
+            f"strategy.slice: {name}, a torch.autograd.Function of the model, is given a "
             "sliced tensor. "
             + ("Recompute with use_reentrant=False." if name in _REENTRANT else _KEEP_FEEDING)
         )
-    if sliced.lent:
-        _agree(sliced.lent)
+    if sliced.whole_copies:
+        _agree(sliced.whole_copies)
     return sliced.local
 
 
@@ -233,21 +239,21 @@ def is_sliced(value: Any) -> bool:
 
 
 def whole_of(value: Any) -> Any:
-    """Sliced tensors in any structure made whole."""
+    """Gather the sliced tensors in any structure."""
     return tree_map(
         lambda leaf: leaf.whole() if is_sliced(leaf) else leaf, value, is_leaf=is_sliced
     )
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves of a structure, sliced tensors among them."""
+    """Return the leaves of a structure; a sliced tensor is a leaf."""
     return tree_leaves(value, is_leaf=is_sliced)
 
 
-# What takes structures apart (hooks of fully_shard, recomputation) finds the rank's own tensors.
+# Code that flattens structures (fully_shard's hooks, recomputation) finds this rank's tensors.
 register_pytree_node(
     SlicedTensor,
-    lambda sliced: ([held(sliced)], (sliced.slices, sliced.group, tuple(sliced.shape))),
+    lambda sliced: ([local_of(sliced)], (sliced.slices, sliced.group, tuple(sliced.shape))),
     lambda local, of: SlicedTensor(next(iter(local)), *of),
 )
 
@@ -256,24 +262,24 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Lent:
-    """The whole of a sliced tensor that views were made of: what changes one changes the other."""
+class _WholeCopy:
+    """A gathered copy of a sliced tensor that has views: a change of one must change the other."""
 
     def __init__(self, sliced: SlicedTensor) -> None:
-        self.local, self.slices, self.group = held(sliced), sliced.slices, sliced.group
-        # In inference mode too it has versions, by which it is seen to change.
+        self.local, self.slices, self.group = local_of(sliced), sliced.slices, sliced.group
+        # Made outside of inference mode, the copy has a version counter, which shows changes.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
             self.whole = gathered(self.local, self.slices, self.group)
         self.note()
 
     def note(self) -> None:
-        """Both are alike now."""
+        """Remember the versions of both, which are equal now."""
         self._version, self._local_version = self.whole._version, _version(self.local)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the whole was changed in place."""
+        """Whether the copy was changed in place."""
         return self.whole._version != self._version
 
     @property
@@ -282,35 +288,35 @@ class _Lent:
         return _version(self.local) != self._local_version
 
     def fits(self, sliced: SlicedTensor) -> bool:
-        """Whether it may be lent once more."""
+        """Whether this copy may be used again for a sliced tensor."""
         is_same = self.local is sliced.local and self.slices == sliced.slices
         needs = self.local.requires_grad and torch.is_grad_enabled()
         return is_same and self.whole.requires_grad == needs
 
 
-def _agree(lent: list[_Lent]) -> None:
-    """Bring a rank's slices and the wholes that were lent of them together.
+def _agree(whole_copies: list[_WholeCopy]) -> None:
+    """Make a rank's slices and their whole copies equal again after an in-place change.
 
     Raises:
         ConfigError: two were changed, and it is not known in which order.
     """
-    changed = [one for one in lent if one.is_changed]
-    if len(changed) + any(one.is_older for one in changed) > 1:
+    changed = [whole_copy for whole_copy in whole_copies if whole_copy.is_changed]
+    if len(changed) + any(whole_copy.is_older for whole_copy in changed) > 1:
         raise ConfigError(
             "strategy.slice: two views of a sliced tensor are changed in place, and it is not "
             "known in which order. Keep the module whole that does it: strategy.slice.keep=[NAME]."
         )
-    for one in changed:
-        one.local.copy_(part_of(one.whole, one.slices, one.group))
-        one.note()
-    for one in lent:
-        if one.is_older:
-            one.whole.copy_(gathered(one.local, one.slices, one.group))
-            one.note()
+    for whole_copy in changed:
+        whole_copy.local.copy_(scattered(whole_copy.whole, whole_copy.slices, whole_copy.group))
+        whole_copy.note()
+    for whole_copy in whole_copies:
+        if whole_copy.is_older:
+            whole_copy.whole.copy_(gathered(whole_copy.local, whole_copy.slices, whole_copy.group))
+            whole_copy.note()
 
 
 def shares_memory(value: Any, whole: Tensor) -> bool:
-    """Whether a value is a tensor, or a view of it."""
+    """Whether a value is this tensor, or a view of it."""
     if value is whole:
         return True
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
@@ -323,42 +329,44 @@ def _has_view(result: Any, whole: Tensor) -> bool:
 
 
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with whole tensors in place of sliced ones; what it changes is sliced again.
+    """Call a function with gathered tensors; sliced tensors follow its in-place changes.
 
     Raises:
-        ConfigError: it changes the shape of one.
+        ConfigError: it changes the shape or the dtype of one in place.
     """
     name = _name(func)
-    lent: dict[int, tuple[SlicedTensor, _Lent]] = {}
+    copies: dict[int, tuple[SlicedTensor, _WholeCopy]] = {}
 
-    def lend(value: Any) -> Any:
+    def gathered_copy(value: Any) -> Any:
         if not is_sliced(value):
             return value
-        if id(value) not in lent:
-            if not lent:
+        if id(value) not in copies:
+            if not copies:
                 value.group.note_gather(name)
-            known = next((one for one in value.lent if one.fits(value)), None)
-            lent[id(value)] = (value, known or _Lent(value))
-        return lent[id(value)][1].whole
+            known = next(
+                (whole_copy for whole_copy in value.whole_copies if whole_copy.fits(value)), None
+            )
+            copies[id(value)] = (value, known or _WholeCopy(value))
+        return copies[id(value)][1].whole
 
-    given = tree_map(lend, (args, kwargs), is_leaf=is_sliced)
+    arguments = tree_map(gathered_copy, (args, kwargs), is_leaf=is_sliced)
     with _raw():
-        result = func(*given[0], **given[1])
+        result = func(*arguments[0], **arguments[1])
     changed = {}
-    for sliced, one in lent.values():
-        if one.whole.shape != sliced.shape or one.whole.dtype != sliced.dtype:
+    for sliced, whole_copy in copies.values():
+        if whole_copy.whole.shape != sliced.shape or whole_copy.whole.dtype != sliced.dtype:
             raise ConfigError(
                 f"strategy.slice: {name} changes the shape or the type of a sliced tensor in "
                 "place. Keep the module whole that calls it: strategy.slice.keep=[NAME]."
             )
-        is_new = one not in sliced.lent
-        if one.is_changed:
-            sliced.lent += [one] * is_new
-            changed[id(one.whole)] = sliced.change(sliced.local)
+        is_new = whole_copy not in sliced.whole_copies
+        if whole_copy.is_changed:
+            sliced.whole_copies += [whole_copy] * is_new
+            changed[id(whole_copy.whole)] = sliced.change(sliced.local)
             if is_new:
-                sliced.lent.remove(one)
-        elif is_new and _has_view(result, one.whole):
-            sliced.lent.append(one)
+                sliced.whole_copies.remove(whole_copy)
+        elif is_new and _has_view(result, whole_copy.whole):
+            sliced.whole_copies.append(whole_copy)
     return tree_map(lambda leaf: changed.get(id(leaf), leaf), result) if changed else result
 
 
@@ -369,27 +377,32 @@ def _name(func: Any) -> str:
 
 
 def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
-    """What a rank computes with: its part along a dim, or all of a tensor, used in its own way.
+    """Return the plain tensor that a rank computes with: its slices of a tensor, or all of it.
 
     Args:
-        value: a tensor, whole or sliced in whatever way.
-        slices: of the part; None for all of it.
+        value: a tensor, whole or sliced in any way.
+        slices: of the result; None for the whole tensor, whose gradient is then partial.
         group: the ranks.
     """
     if not is_sliced(value):
-        return to_all(value, group) if slices is None else part_of(value, slices, group)
-    own = held(value)
+        return copied_to_ranks(value, group) if slices is None else scattered(value, slices, group)
+    local = local_of(value)
     if slices is None:
-        return gathered_for_parts(own, value.slices, group)
+        return gathered_with_partial_grad(local, value.slices, group)
     if value.slices.dim == slices.dim and value.slices.same(slices, group.size):
-        return own
-    return part_of(gathered(own, value.slices, group), slices, group)
+        return local
+    return scattered(gathered(local, value.slices, group), slices, group)
 
 
-def own_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
-    """What goes with slices of a dim, counted from the last one (-1), of an operand.
+def matching_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
+    """Return an operand's part that goes with slices of another operand in a pointwise function.
 
-    A tensor that is broadcast along it is used by each rank in its own way.
+    Args:
+        value: the operand; anything but a tensor is returned as it is.
+        slices: of the other operand.
+        dim: the sliced dim, counted from the last one (-1). An operand that is broadcast along it
+            is returned whole.
+        group: the ranks.
     """
     if not isinstance(value, Tensor):
         return value

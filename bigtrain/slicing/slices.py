@@ -1,4 +1,4 @@
-"""How one tensor lies in slices on the ranks of the tp axis."""
+"""How one tensor is divided over the ranks of the tp axis."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bigtrain.tensors.shards import Extent, box_extents
 
 
 class SliceSection(NamedTuple):
-    """A stretch of a dim that is dealt out by itself."""
+    """Consecutive elements of a dim that are divided over the ranks independently of the rest."""
 
     length: int
     """Elements; a multiple of `unit`."""
     unit: int = 1
-    """Elements that stay together: those of a head."""
+    """Elements that stay on one rank: those of an attention head."""
 
     def part(self, rank: int, size: int) -> tuple[int, int]:
-        """Where a rank's part begins in the section, and its length."""
+        """Return where a rank's part begins in the section, and its length."""
         few, more = divmod(self.length // self.unit, size)
         begin = rank * few + min(rank, more)
         return begin * self.unit, (few + (rank < more)) * self.unit
@@ -31,21 +31,21 @@ class SliceSection(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """One dim of a tensor is dealt out: each section of it in as many parts as ranks.
+    """One dim of a tensor is divided over the ranks, section by section.
 
-    A rank holds its part of every section, one after the other. One section is the plain case; a
-    weight that makes queries, keys and values has three, so that a rank has its heads of each.
-    Where a section does not divide, the first ranks have one unit more: nothing is padded.
+    A rank holds its part of every section, one after another. Most tensors have one section; a
+    weight that computes queries, keys and values has three, so that a rank has its heads of each.
+    If a section is not divisible, the first ranks get one unit more: nothing is padded.
     """
 
     dim: int
-    """Of the whole tensor; 0 or more."""
+    """The dim of the whole tensor; 0 or more."""
     sections: tuple[SliceSection, ...]
-    """In order: together the whole of the dim."""
+    """In order; their lengths sum to the length of the dim."""
 
     @classmethod
     def even(cls, dim: int, length: int, unit: int = 1) -> Slices:
-        """One section."""
+        """Return slices of one section."""
         return cls(dim, (SliceSection(length, unit),))
 
     @property
@@ -55,66 +55,66 @@ class Slices:
 
     @property
     def most_ranks(self) -> int:
-        """How many ranks can have a part of every section."""
+        """The largest number of ranks of which each gets a part of every section."""
         return min(section.length // section.unit for section in self.sections)
 
     def at(self, dim: int) -> Slices:
-        """The same of another dim."""
+        """Return the same sections of another dim."""
         return Slices(dim, self.sections)
 
     def parts(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """For each section where a rank's part of it begins in the whole, and its length."""
-        found, begin = [], 0
+        """Return, for each section, where a rank's part begins in the whole dim, and its length."""
+        parts, begin = [], 0
         for section in self.sections:
             offset, length = section.part(rank, size)
-            found.append((begin + offset, length))
+            parts.append((begin + offset, length))
             begin += section.length
-        return tuple(found)
+        return tuple(parts)
 
     def same(self, other: Slices, size: int) -> bool:
-        """Whether each rank holds the same elements of both, in the same order; dims aside."""
+        """Whether each rank holds the same elements in the same order; the dims may differ."""
         return self.sections == other.sections or _same(self, other, size)
 
     def length(self, rank: int, size: int) -> int:
-        """What a rank holds along the dim."""
+        """Return the elements that a rank holds along the dim."""
         return sum(length for _, length in self.parts(rank, size))
 
     def local_shape(self, shape: Sequence[int], rank: int, size: int) -> tuple[int, ...]:
-        """The shape of what a rank holds of a tensor of this shape."""
-        own = self.length(rank, size)
-        return tuple(own if dim == self.dim else n for dim, n in enumerate(shape))
+        """Return the shape of a rank's part of a tensor of this shape."""
+        local_length = self.length(rank, size)
+        return tuple(local_length if dim == self.dim else n for dim, n in enumerate(shape))
 
     def local(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """What a rank holds of a whole tensor: a view where there is one section."""
+        """Return a rank's part of a whole tensor: a view if there is one section."""
         pieces = [whole.narrow(self.dim, *part) for part in self.parts(rank, size)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
-    def join(self, held: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, from what each rank holds."""
-        size = len(held)
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor from the part of each rank."""
+        size = len(parts)
         if len(self.sections) == 1:
-            return torch.cat(list(held), self.dim)
+            return torch.cat(list(parts), self.dim)
         lengths = [[n for _, n in self.parts(rank, size)] for rank in range(size)]
         by_rank = [
-            torch.split(tensor, own, self.dim) for tensor, own in zip(held, lengths, strict=True)
+            torch.split(tensor, own, self.dim) for tensor, own in zip(parts, lengths, strict=True)
         ]
         return torch.cat(
             [part for section in zip(*by_rank, strict=True) for part in section], self.dim
         )
 
     def extents(self, shape: Sequence[int], rank: int, size: int) -> tuple[Extent, ...]:
-        """The elements of a whole tensor that a rank holds, in the row-major order of `local`."""
+        """Return a rank's elements of a whole tensor, in the row-major order of its part."""
         outer, inner = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
         parts = [part for part in self.parts(rank, size) if part[1]]
         if not outer * inner:
             return ()
         if len(parts) == 1 or outer == 1:
-            found: list[Extent] = []
+            boxes: list[Extent] = []
             for begin, length in parts:
                 offset = [begin if dim == self.dim else 0 for dim in range(len(shape))]
-                own = [length if dim == self.dim else n for dim, n in enumerate(shape)]
-                found += box_extents(shape, offset, own)
-            return tuple(found)
+                local = [length if dim == self.dim else n for dim, n in enumerate(shape)]
+                boxes += box_extents(shape, offset, local)
+            return tuple(boxes)
         row = shape[self.dim] * inner
         return tuple(
             Extent(number * row + begin * inner, length * inner)
@@ -129,29 +129,29 @@ def _same(one: Slices, other: Slices, size: int) -> bool:
 
 
 def _joined(slices: Slices, rank: int, size: int) -> list[tuple[int, int]]:
-    """A rank's parts, those that touch as one."""
-    found: list[tuple[int, int]] = []
+    """Return a rank's parts, with adjacent ones joined."""
+    joined: list[tuple[int, int]] = []
     for begin, length in slices.parts(rank, size):
-        if found and sum(found[-1]) == begin:
-            found[-1] = (found[-1][0], found[-1][1] + length)
+        if joined and sum(joined[-1]) == begin:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
         else:
-            found.append((begin, length))
-    return found
+            joined.append((begin, length))
+    return joined
 
 
 def reshaped(
     slices: Slices, shape: Sequence[int], target: Sequence[int], size: int
 ) -> Slices | None:
-    """How a sliced tensor lies once its elements are in another shape, in the same order.
+    """Return the slices of a tensor after a reshape.
 
     Args:
         slices: of the tensor.
         shape: of the whole tensor.
-        target: the new shape of the whole, without -1.
-        size: ranks.
+        target: the new shape of the whole tensor, without -1.
+        size: the number of ranks.
 
     Returns:
-        None where what a rank holds is no part of one dim of the new shape.
+        None if the elements of a rank are not slices of one dim of the new shape.
     """
     inner = math.prod(shape[slices.dim + 1 :])
     flat = [SliceSection(length * inner, unit * inner) for length, unit in slices.sections]
@@ -160,8 +160,8 @@ def reshaped(
         inner = math.prod(target[dim + 1 :])
         if length < size or not inner:
             continue
-        found = _with_period(flat, period, length * inner)
-        divided = _divided(found, inner, size) if found is not None else None
+        repeated = _with_period(flat, period, length * inner)
+        divided = _divided(repeated, inner, size) if repeated is not None else None
         if divided is not None:
             return Slices(dim, divided)
     return None
@@ -171,7 +171,7 @@ _MOST_SECTIONS = 4096
 
 
 def _with_period(flat: list[SliceSection], period: int, wanted: int) -> list[SliceSection] | None:
-    """The sections of a pattern that repeats, taken to repeat after so many elements."""
+    """Return sections that repeat every `period` elements as ones that repeat every `wanted`."""
     if wanted % period == 0:
         times = wanted // period
         return flat * times if times * len(flat) <= _MOST_SECTIONS else None
@@ -186,8 +186,8 @@ def _with_period(flat: list[SliceSection], period: int, wanted: int) -> list[Sli
 def _divided(
     sections: Sequence[SliceSection], inner: int, size: int
 ) -> tuple[SliceSection, ...] | None:
-    """The same dealing in elements that are `inner` times as large; None where it cuts through."""
-    found = []
+    """Return sections counted in groups of `inner` elements; None if a rank's part cuts a group."""
+    divided = []
     for section in sections:
         if section.length % inner:
             return None
@@ -196,5 +196,5 @@ def _divided(
             begin, length = section.part(rank, size)
             if larger.part(rank, size) != (begin / inner, length / inner):
                 return None
-        found.append(larger)
-    return tuple(found)
+        divided.append(larger)
+    return tuple(divided)

@@ -1,4 +1,4 @@
-"""Which tensors of a model lie in slices, and what that means for its state and its norms."""
+"""Which tensors of a model are sliced, and what that means for its state and gradient norm."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, nested_ext
 
 @dataclass(frozen=True)
 class ModelSlices:
-    """How a model is sliced: the same on all ranks, before there are any."""
+    """How a model is sliced: equal on all ranks, and known before they connect."""
 
     by_name: Mapping[str, Slices] = field(default_factory=dict)
-    """Of parameters and buffers, tied ones under each of their names."""
+    """Slices of parameters and buffers, of tied ones under each of their names."""
     gathered: frozenset[str] = frozenset()
-    """Sliced weights whose product is gathered at once, so that what follows has it whole."""
+    """Sliced weights whose product is gathered immediately, so that it is whole afterwards."""
     size: int = 1
     """Ranks of the tp axis."""
     sequence_dim: int | None = None
-    """The dim of activations (batch, seq, width) that is split between sliced layers, or None."""
+    """The dim of activations (batch, seq, width) that is sharded between linear layers, or None."""
     lines: Mapping[str, str] = field(default_factory=dict)
-    """As a user would write them: what is sliced, by patterns of names."""
-    kept: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that stay whole, and why."""
-    merges_gradients: bool = True
-    """See `SliceGroup.merges_gradients`."""
+    """`strategy.slice.slices` as a user would write it: specifications by name patterns."""
+    whole_reasons: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that stay whole, with the reason."""
 
     def summary(self, model: nn.Module) -> str:
-        """One line on how much of a model is sliced, and what stays whole."""
+        """Return one line: how much of a model is sliced, and its largest whole parameters."""
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         whole = {name: n for name, n in sizes.items() if name not in self.by_name}
         share = 1 - sum(whole.values()) / max(1, sum(sizes.values()))
@@ -44,7 +42,8 @@ class ModelSlices:
         if not largest:
             return text
         names = ", ".join(
-            f"{name} ({self.kept[name]})" if self.kept.get(name) else name for name in largest[:2]
+            f"{name} ({self.whole_reasons[name]})" if self.whole_reasons.get(name) else name
+            for name in largest[:2]
         )
         more = f" and {len(largest) - 2} smaller" if len(largest) > 2 else ""
         return f"{text}; whole: {names}{more}"
@@ -52,15 +51,16 @@ class ModelSlices:
     def on(
         self, rank: int, group: torch.distributed.ProcessGroup | None, **options: Any
     ) -> SlicedState:
-        """As one rank sees it; without a group nothing is sent.
+        """Return the slices as one rank sees them.
 
         Args:
-            rank: place on the tp axis.
-            group: its ranks.
-            options: of `SliceGroup`.
+            rank: its place on the tp axis.
+            group: the ranks of the axis; None to send nothing.
+            options: further fields of `SliceGroup`.
         """
-        options |= {"sequence_dim": self.sequence_dim, "merges_gradients": self.merges_gradients}
-        return SlicedState(self, SliceGroup(rank, self.size, group, **options))
+        return SlicedState(
+            self, SliceGroup(rank, self.size, group, sequence_dim=self.sequence_dim, **options)
+        )
 
 
 @dataclass(frozen=True)
@@ -72,70 +72,75 @@ class SlicedState:
 
     @property
     def by_name(self) -> Mapping[str, Slices]:
-        """See `ModelSlices`."""
+        """See `ModelSlices.by_name`."""
         return self.model.by_name
 
     def whole(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-        """What this rank holds of whole tensors, from what it holds of its own.
+        """Return a state of this rank's tensors as parts of the whole tensors.
 
         Args:
-            state: `model.NAME` and `optimizer.NAME.KEY`.
+            state: by `model.NAME` and `optimizer.NAME.KEY`.
         """
         shapes = {name: tensor.shape for name, tensor in state.items()}
-        found = dict(state)
+        whole_state = dict(state)
         for name, tensor in state.items():
             slices = self.slices_of(name, shapes)
             if slices is not None:
                 shape, extents = self.placed(slices, tensor.shape, tensor.extents)
-                found[name] = replace(tensor, shape=shape, extents=extents, in_slices=True)
-        return found
+                whole_state[name] = replace(tensor, shape=shape, extents=extents, in_slices=True)
+        return whole_state
 
     def slices_of(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices | None:
-        """How a tensor of the state lies; None of one that is the same on all ranks.
+        """Return the slices of a tensor of the state; None if it is equal on all ranks.
 
         Args:
             name: `model.NAME` or `optimizer.NAME.KEY`.
-            shapes: of all tensors of the state, each as this rank has it or each as it is saved.
+            shapes: of all tensors of the state, either all of this rank's parts or all as saved.
         """
-        part, _, plain = name.partition(".")
+        part, _, parameter_name = name.partition(".")
         if part == "optimizer":
-            plain = plain.rpartition(".")[0]
-        slices = self.by_name.get(plain)
+            parameter_name = parameter_name.rpartition(".")[0]
+        slices = self.by_name.get(parameter_name)
         if slices is None or len(shapes[name]) <= slices.dim:
             return None
-        # What has another shape than its parameter is a step count.
-        return slices if shapes.get(f"model.{plain}", shapes[name]) == shapes[name] else None
+        # Optimizer state of another shape than its parameter is a step count.
+        return (
+            slices if shapes.get(f"model.{parameter_name}", shapes[name]) == shapes[name] else None
+        )
 
     def placed(
         self, slices: Slices, shape: Sequence[int], extents: Iterable[Extent]
     ) -> tuple[tuple[int, ...], tuple[Extent, ...]]:
-        """Where elements of this rank's part lie in the whole: the whole's shape, and they there.
+        """Translate elements of this rank's part to elements of the whole tensor.
 
         Args:
-            slices: of the whole.
+            slices: of the whole tensor.
             shape: of the part.
-            extents: in the part.
+            extents: elements of the part.
+
+        Returns:
+            The shape of the whole tensor, and the elements in it.
         """
         whole = tuple(slices.total if dim == slices.dim else n for dim, n in enumerate(shape))
         return whole, tuple(self._in_whole(slices, whole, extents))
 
     def _in_whole(
-        self, slices: Slices, shape: Sequence[int], own: Iterable[Extent]
+        self, slices: Slices, shape: Sequence[int], local_extents: Iterable[Extent]
     ) -> Iterator[Extent]:
         outer = slices.extents(shape, self.group.rank, self.group.size)
-        for extent in own:
+        for extent in local_extents:
             for run in range(extent.count):
                 begin = extent.start + run * extent.pitch
                 yield from nested_extents(outer, begin, begin + extent.length)
 
     def own(self, saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """Saved whole tensors as this rank's own parts of them.
+        """Return saved whole tensors as this rank's parts of them.
 
         Raises:
-            CheckpointError: one is longer or shorter than what is sliced here.
+            CheckpointError: a saved tensor has another length than the model's sliced dim.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        found = dict(saved)
+        parts = dict(saved)
         for name, tensor in saved.items():
             slices = self.slices_of(name, shapes)
             if slices is None:
@@ -145,15 +150,15 @@ class SlicedState:
                     f"{name} has shape {shapes[name]} in the checkpoint, and its dim {slices.dim} "
                     f"is {slices.total} long in the model. Use the model.args it was saved with."
                 )
-            found[name] = _OwnPart(tensor, slices, self)
-        return found
+            parts[name] = _LocalPart(tensor, slices, self)
+        return parts
 
     def norm(self, sliced: Tensor, whole: Tensor) -> Tensor:
-        """The norm of all gradients: those in slices over the ranks, whole ones once. Collective.
+        """Return the norm of all gradients; whole ones count once. Collective.
 
         Args:
-            sliced: 0-dim, of what this rank has of sliced ones.
-            whole: 0-dim, of the others.
+            sliced: 0-dim, the norm of this rank's parts of sliced gradients.
+            whole: 0-dim, the norm of the whole gradients.
         """
         square = sliced.double().square()
         if self.group.group is not None:
@@ -163,8 +168,8 @@ class SlicedState:
 
 
 @dataclass(frozen=True)
-class _OwnPart:
-    """A saved tensor of which this rank wants its slices: see `SavedTensor`."""
+class _LocalPart:
+    """A `SavedTensor` that reads this rank's slices of a saved whole tensor."""
 
     saved: SavedTensor
     slices: Slices
@@ -172,15 +177,15 @@ class _OwnPart:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it was saved."""
+        """The saved dtype."""
         return self.saved.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what this rank holds."""
+        """The shape of this rank's part."""
         group = self.state.group
         return self.slices.local_shape(self.saved.shape, group.rank, group.size)
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """The elements of these extents of this rank's part."""
+        """Read elements of this rank's part."""
         return self.saved.read(self.state.placed(self.slices, self.shape, extents)[1])

@@ -1,5 +1,5 @@
-"""What is done with a tensor whatever it is for.
+"""Operations on tensors that do not depend on what the tensors are for.
 
-Local and full values of sharded tensors; fake and meta copies; FLOPs and bytes of an operation;
+Decides: local parts of sharded tensors; fake and meta copies; FLOPs and bytes of an operation;
 copies to the host and to disk; tensors inside nested structures.
 """

@@ -1,8 +1,8 @@
-"""What CUDA computes of a model, on the CPU's fake tensors: where torch sees no GPU.
+"""A run on CUDA described by the CPU's fake tensors, on a machine without a GPU.
 
-Three things decide what is saved for the backward pass and are not alike on the two: autocast has
-its own list of operations in fp32 for CUDA, dropout keeps a mask of bytes there instead of one of
-the input's type, and attention with dropout keeps no probabilities.
+CUDA and CPU save different tensors for the backward pass, for three reasons: CUDA's autocast has
+its own list of fp32 operations; dropout saves a mask of bytes on CUDA, and one of the input's dtype
+on a CPU; attention with dropout saves no probabilities on CUDA.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def stands_for_cuda(device_type: str, device: torch.device) -> bool:
-    """Whether what is described on a device's tensors is a run on CUDA, which is not here."""
+    """Whether CPU tensors on `device` describe a run on CUDA."""
     return device_type == "cuda" and device.type == "cpu"
 
 
 @contextmanager
 def cuda_program() -> Iterator[None]:
-    """Operations of CPU tensors inside, of any thread, save what CUDA's would."""
+    """Make operations on CPU tensors, in all threads, save what CUDA's operations save."""
     kernels: Any = operators.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the CPU's own list is overridden is the purpose
+            warnings.simplefilter("ignore")  # torch warns that kernels of the CPU are overridden
             for name in FP32_OPERATIONS:
                 kernels.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
             kernels.impl("dropout", _dropout, "AutogradCPU")
@@ -54,17 +54,17 @@ def cuda_program() -> Iterator[None]:
 
 def _overload(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
-    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return found
+    operation: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return operation
 
 
 def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def widened(value: Any) -> Any:
+    def to_float32(value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return operation(*tree_map(widened, args), **tree_map(widened, kwargs))
+            return operation(*tree_map(to_float32, args), **tree_map(to_float32, kwargs))
 
     return run
 
@@ -76,7 +76,7 @@ def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
 
 
 def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    """Flash attention keeps no mask: it draws it anew in the backward pass."""
+    """Call attention without dropout: flash attention saves no mask, it draws it again."""
     del dropout_p
     # query, key, value, mask, dropout_p, is_causal
     given = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args

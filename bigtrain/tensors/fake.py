@@ -1,4 +1,4 @@
-"""Models and batches without their numbers: fake twins of the same shapes."""
+"""Fake and meta copies of models and batches: the same shapes without values."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ Result = TypeVar("Result")
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model without its numbers, on the meta device: to be profiled later.
-
-    Once a technique has sharded a model, the model as it was is gone.
-    """
+    """Return a copy of a model on the meta device, to be profiled after the model was sharded."""
     return fake_model(model, torch.device("meta"), double=False)
 
 
 def run_without_numbers(run: Callable[[torch.device], Result]) -> Result:
-    """Run something where no tensor has numbers: on the meta device, and if that fails on fakes.
+    """Run a function on the meta device, or if that fails on fake tensors.
 
-    Meta kernels are several times as fast; but code that looks at values where it sees no tracing
-    (masks in transformers) only takes fake tensors.
+    Meta kernels are several times as fast, but code that reads values unless it is traced (masks
+    in transformers) needs fake tensors.
 
     Args:
         run: makes its tensors by `fake_model` on the device that it is given.
 
     Raises:
-        Exception: of any kind, of the second try.
+        Exception: any exception of the second try.
     """
     meta = torch.device("meta")
     with suppress(Exception), meta:
@@ -45,17 +42,17 @@ def run_without_numbers(run: Callable[[torch.device], Result]) -> Result:
 def fake_model(
     model: nn.Module, device: torch.device, *, double: bool, constants: Iterable[Tensor] = ()
 ) -> nn.Module:
-    """A copy of the module tree with fake tensors of the same shapes in it.
+    """Return a copy of the module tree with fake tensors of the same shapes.
 
-    The copy's memo holds a fake twin for every tensor, so that nothing real is ever copied and
-    tied parameters stay tied.
+    deepcopy's memo maps every tensor to its fake twin, so that no values are copied and tied
+    parameters stay tied.
 
     Args:
-        model: on any device; it is left as it is.
-        device: of the twins.
-        double: whether they are fp64 in place of lower precision.
-        constants: tensors that are plain attributes, and are to be fakes, too; they stay where
-            they are unless they are on the meta device.
+        model: on any device; it is not changed.
+        device: of the fake tensors.
+        double: whether floating-point tensors become fp64.
+        constants: tensors in plain attributes that become fakes as well, each on its device, or on
+            `device` if that is meta.
     """
     memo: dict[int, object] = {}
     for parameter in model.parameters():
@@ -71,7 +68,7 @@ def fake_model(
 
 
 def fake_tensor(leaf: Any, device: torch.device, *, double: bool = False) -> Any:
-    """A twin of a tensor on another device; anything else as it is."""
+    """Return an empty tensor of the same shape and strides on a device; anything else itself."""
     if not isinstance(leaf, Tensor):
         return leaf
     dtype = torch.float64 if double and leaf.is_floating_point() else leaf.dtype

@@ -1,8 +1,8 @@
-"""What kernels give of fake tensors where torch's own fakes give something else, or nothing.
+"""Results of kernels on fake tensors, where torch's fake implementations differ or fail.
 
-torch's fakes know no workspace of oneDNN, ask `_grouped_mm` for bf16, as only one of CUDA's kernels
-does, and give up where numbers decide a shape. Where such a shape has a bound it is taken for it: a
-forecast is of the fullest case.
+torch's fakes have no workspace of oneDNN, demand bf16 of `_grouped_mm`, as only one of CUDA's
+kernels does, and fail if values decide a shape. If such a shape has an upper bound, the bound is
+used: a forecast is of the largest case.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ _ATEN = torch.ops.aten
 _LSTM = _ATEN.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer_backward.default
 _ALIGNED_BYTES = 16
-"""What CUDA's grouped products lay their rows at multiples of."""
+"""CUDA's grouped products align their rows to this."""
 
 Given = Mapping[str, Any]
 """A function's arguments by their names; those with a default may be missing."""
 
 
-def own_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
-    """What a kernel gives, where that does not go by torch's own fakes; None where it does.
+def kernel_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
+    """Return a kernel's result if torch's fake implementation is wrong or missing; otherwise None.
 
-    Called where fake tensors are made by the functions that make real ones.
+    Call it under the fake mode, in which `torch.empty` makes fake tensors.
 
     Args:
         func: the operation.
         args: of it; the first is a fake tensor.
         kwargs: of it.
-        of_cuda: whether the kernels are CUDA's, wherever the fakes are.
+        of_cuda: whether the kernels are CUDA's, on whatever device the fakes are.
     """
     rule = _RULES.get(func)
     if rule is None or not isinstance(args[0], FakeTensor):
         return None
     names = (argument.name for argument in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return rule(given, of_cuda)
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return rule(arguments, of_cuda)
 
 
-def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """A result of torch's fakes with what the kernel holds beside it. See `own_result`."""
+def corrected_result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Correct a result of torch's fakes: a kernel's workspace, separate gradients of biases."""
     if func is _LSTM and isinstance(args[0], FakeTensor):
         names = (argument.name for argument in func._schema.arguments)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        shape, dtype = tuple(given["input"].shape), given["input"].dtype
-        size = lstm_workspace_bytes(shape, given["hidden_size"], dtype)
-        if given["train"] and size:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        shape, dtype = tuple(arguments["input"].shape), arguments["input"].dtype
+        size = lstm_workspace_bytes(shape, arguments["hidden_size"], dtype)
+        if arguments["train"] and size:
             return (*result[:3], result[3].new_empty(size))
     if func is _LSTM_BACKWARD and _storage(result[3]) == _storage(result[4]):
-        # The kernel gives each bias a gradient of its own.
+        # The kernel returns a separate gradient for each bias.
         return (*result[:4], torch.empty_like(result[4]), *result[5:])
     return result
 
 
-CORRECTED = {_LSTM, _LSTM_BACKWARD}
-"""What `corrected` may change."""
+HAS_CORRECTION = {_LSTM, _LSTM_BACKWARD}
+"""The operations that `corrected_result` changes."""
 
 
-def _grouped_product(given: Given, of_cuda: bool) -> Tensor | None:
-    """Products of groups of rows, or of columns, with a matrix each."""
+def _grouped_mm(given: Given, of_cuda: bool) -> Tensor | None:
+    """Return the result of a grouped product: each group of rows, or columns, has a matrix."""
     rows, columns = given["self"], given["mat2"]
     dtype = given.get("out_dtype") or rows.dtype
     on_cpu = rows.device.type == "cpu" and not of_cuda
@@ -83,10 +83,10 @@ def _grouped_product(given: Given, of_cuda: bool) -> Tensor | None:
 
 
 def _ctc(given: Given, of_cuda: bool) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and the probabilities of all alignments with the longest target.
+    """Return the loss of each row, and the probabilities of all alignments.
 
-    Targets in rows may be as long as these are. Of those that are laid end to end the mean length
-    is known and no more, unless the lengths are numbers.
+    These are as many as for the longest target. A padded matrix of targets bounds its length; of
+    concatenated targets only the mean length is known, unless the lengths are numbers.
     """
     del of_cuda
     log_probs, targets, lengths = (
@@ -104,8 +104,8 @@ def _ctc(given: Given, of_cuda: bool) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
 
 
-def _selected(given: Given, of_cuda: bool) -> Tensor | None:
-    """What a mask leaves of integers, as of padded targets: all of them at the most."""
+def _masked_select(given: Given, of_cuda: bool) -> Tensor | None:
+    """Return all integers that a mask may select, as of padded targets; None for real numbers."""
     del of_cuda
     values, mask = given["self"], given["mask"]
     if values.is_floating_point() or values.is_complex():
@@ -115,31 +115,31 @@ def _selected(given: Given, of_cuda: bool) -> Tensor | None:
 
 
 _RULES: dict[Any, Callable[[Given, bool], Any]] = {
-    _ATEN._grouped_mm.default: _grouped_product,
+    _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN._ctc_loss.default: _ctc,
     _ATEN._ctc_loss.Tensor: _ctc,
-    _ATEN.masked_select.default: _selected,
+    _ATEN.masked_select.default: _masked_select,
 }
 
-RULED = frozenset(_RULES)
-"""What `own_result` may have a rule for."""
+HAS_KERNEL_RULE = frozenset(_RULES)
+"""The operations that `kernel_result` has a rule for."""
 
 
 _LINE, _PAGE = 64, 4096
-"""Bytes that rows of oneDNN's workspaces, and its parts, are multiples of."""
+"""oneDNN aligns rows of its workspaces, and the parts of one, to these bytes."""
 
 
 def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype) -> int:
-    """What one layer of oneDNN's LSTM keeps for its backward pass, in one direction.
+    """Return the bytes that one layer of oneDNN's LSTM saves for backward, in one direction.
 
-    Its gates and outputs of every step; its inputs and states between the steps, above and below
-    the layer, and room for the gradients of all these, in fp32. Each part begins a page. Read off
-    what oneDNN 3.12 asks for, and the same on AVX2 and AVX-512.
+    They are the gates and outputs of every step, inputs and states between the steps, below and
+    above the layer, and space for the gradients of all these in fp32. Each part is aligned to a
+    page. Observed with oneDNN 3.12, equal on AVX2 and AVX-512.
 
     Args:
-        shape: of the input: steps, rows, width.
-        hidden: the width of the state.
-        dtype: of the input; nothing is known of others than fp32 and bf16.
+        shape: of the input: (steps, rows, width).
+        hidden: width of the state.
+        dtype: of the input; 0 is returned for anything but fp32 and bf16.
     """
     if len(shape) != 3 or dtype not in (torch.float32, torch.bfloat16):
         return 0
@@ -156,7 +156,10 @@ def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype
 
 
 def _row_bytes(numbers: int, size: int) -> int:
-    """A row, filled up to a cache line; no multiple of 256 numbers, which would share lines."""
+    """Return the padded bytes of a row: whole cache lines, but no multiple of 256 numbers.
+
+    At such a stride the rows would map to the same cache sets.
+    """
     line = _LINE // size
     filled = -(-numbers // line) * line
     return size * (filled + line if filled % 256 == 0 else filled)

@@ -1,8 +1,8 @@
-"""torch's mode for tensors without numbers, at a quarter of the cost for what was seen before.
+"""torch's FakeTensorMode with a cheaper cache: a quarter of the cost for calls seen before.
 
-What a function gives of such tensors follows from their shapes and types. torch keeps that, too,
-but under a key that covers far more than occurs here, and making the key costs more than all else
-of a run. Whatever this mode has no plain key for goes torch's way.
+The result of a function on fake tensors follows from their shapes and dtypes. torch caches that as
+well, but its key covers far more cases than occur here, and making the key costs more than the rest
+of a run. A call for which this mode has no simple key goes to torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.tensors.fake_kernels import CORRECTED, RULED, corrected, own_result
+from bigtrain.tensors.fake_kernels import (
+    HAS_CORRECTION,
+    HAS_KERNEL_RULE,
+    corrected_result,
+    kernel_result,
+)
 
 _PLAIN = {
     *(int, float, bool, str, type(None)),
@@ -42,13 +47,13 @@ VIEWS = {
         *(("permute", "default"), ("expand", "default"), ("unsqueeze", "default")),
     )
 }
-"""Functions that give a view of their first argument, whatever else they are given."""
+"""Functions that always return a view of their first argument."""
 _MOST_KEYS = 100_000
 _RESHAPING = ("resize", "set_", "swap")
 
 
 class _Fresh(NamedTuple):
-    """A result with storage of its own."""
+    """A result with new storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,15 +62,15 @@ class _Fresh(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a function was seen to give."""
+    """The cached outcome of a call."""
 
     kind: str
-    """fresh: new tensors; view: of what it was given; given: the argument of this number itself;
-    unknown: torch is asked each time."""
+    """`fresh`: new tensors; `view`: views of the first argument; `given`: the argument at `number`
+    itself; `unknown`: call torch each time."""
     fresh: tuple[_Fresh | None, ...] = ()
     number: int = 0
     container: Callable[[Iterable[Any]], Any] | None = None
-    """Of several results."""
+    """The type of several results, tuple or list; None for a single one."""
 
 
 _UNKNOWN = _Outcome("unknown")
@@ -73,10 +78,10 @@ _seen: dict[tuple[Any, ...], _Outcome] = {}
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """See the module. Statistics of norms have the precision of the kernels.
+    """See the module. The statistics of norms have the dtype that kernels give them.
 
-    torch's fakes have those of a low input in its precision; kernels keep them in float32 for the
-    backward pass, those of the CPU where anything else that they are given is float32.
+    For a half-precision input torch's fakes have half-precision statistics; kernels save them in
+    float32, the CPU's kernels only if another argument is float32.
 
     Args:
         of_cuda: whether the kernels are CUDA's.
@@ -87,8 +92,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._of_cuda = of_cuda
         self._is_inside = False
         self.told: Callable[[Any, Any, Any, Any], None] | None = None
-        """Called after each operation, with function, arguments and result; not for those that
-        torch makes of one."""
+        """Called after each operation with function, args, kwargs and result; not for operations
+        that torch calls inside another."""
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(
@@ -98,8 +103,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Give what the function gave before, of tensors alike; otherwise see `FakeTensorMode`."""
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked more often than all else
+        """Return a cached outcome if there is one; otherwise see `FakeTensorMode`."""
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call by far
             return args[0].fake_device
         kwargs = kwargs or {}
         if self.told is None or self._is_inside:
@@ -139,7 +144,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _asked_anew(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any
     ) -> Any:
-        """What torch gives if it does not remember: results that share storage share it."""
+        """Call torch without its cache, which would not keep the sharing of storages."""
         self.cache_enabled = False
         try:
             return self._asked(func, types, args, kwargs)
@@ -147,16 +152,16 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.cache_enabled = True
 
     def _asked(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
-        """What torch gives, with the statistics of norms converted, or what kernels give."""
-        if func in RULED:
+        """Call torch, or a kernel's rule; correct the dtype of norms' statistics."""
+        if func in HAS_KERNEL_RULE:
             with self:
-                own = own_result(func, args, kwargs, of_cuda=self._of_cuda)
-            if own is not None:
-                return own
+                kernel_output = kernel_result(func, args, kwargs, of_cuda=self._of_cuda)
+            if kernel_output is not None:
+                return kernel_output
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in CORRECTED:
+        if func in HAS_CORRECTION:
             with self:
-                return corrected(func, args, kwargs, result)
+                return corrected_result(func, args, kwargs, result)
         if func not in _NORMS or not isinstance(args[0], FakeTensor):
             return result
         if args[0].fake_device.type != "cpu" or args[0].dtype not in _LOW:
@@ -176,7 +181,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         )
 
     def _viewed(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """One view of the first argument, or several."""
+        """Call a function that returns views of its first argument."""
         with in_kernel_invocation_manager(self):
             result = func(*args, **kwargs)
         device = args[0].fake_device
@@ -194,7 +199,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._wrapped(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def _wrapped(self, meta: Tensor, device: torch.device) -> Tensor:
-        """The same as `FakeTensor(self, meta, device)`, whose checks take longer than all else."""
+        """Return `FakeTensor(self, meta, device)` without its checks, the slowest part of it."""
         attributes = self._attributes.get(device)
         if attributes is None:
             first = FakeTensor(self, meta, device)
@@ -212,7 +217,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fake
 
     def _described(self, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
-        """What a function is given; None where that does not decide what it gives."""
+        """Return the cache key of a call; None if arguments do not determine the outcome."""
         modes = (self._of_cuda, torch.is_inference_mode_enabled(), torch.get_default_dtype())
         parts: list[Any] = [func, *modes]
         numbers: set[torch.dtype] = set()
@@ -222,10 +227,10 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if kwargs and is_said:
                 parts += kwargs
                 is_said = self._describe(kwargs.values(), parts, numbers, others)
-        except (RuntimeError, NotImplementedError):  # sparse: it has no strides
+        except (RuntimeError, NotImplementedError):  # a sparse tensor has no strides
             return None
-        # Numbers without a dim may count as Python's, and these as no type at all: where they are
-        # of another type than all else, torch says what comes of them.
+        # 0-dim tensors take part in type promotion like Python numbers: if their dtype differs
+        # from the others', torch decides.
         is_one_type = numbers <= others if others else len(numbers) <= 1
         return parts if is_said and (is_one_type or _is_in_place(func)) else None
 
@@ -265,29 +270,31 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _outcome(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> _Outcome:
-    """What is to be kept of a call; the tensors given were left as they were."""
-    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, FakeTensor)]
+    """Return the outcome to cache of a call that did not change the shapes of its arguments."""
+    inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, FakeTensor)]
     if any(word in func.name() for word in _RESHAPING):
         return _UNKNOWN
-    if not given and kwargs.get("device") is None:
-        return _UNKNOWN  # it depends on what is set by default
-    for number, one in enumerate(args):
-        if result is one and isinstance(one, FakeTensor):
+    if not inputs and kwargs.get("device") is None:
+        return _UNKNOWN  # it depends on the default device
+    for number, tensor in enumerate(args):
+        if result is tensor and isinstance(tensor, FakeTensor):
             return _Outcome("given", number=number)
     several = isinstance(result, tuple | list)
     results = list(result) if several else [result]
     container = (tuple if isinstance(result, tuple) else list) if several else None
-    tensors = [one for one in results if one is not None]
-    if not tensors or not all(type(one) is FakeTensor and _is_plain(one) for one in tensors):
+    tensors = [tensor for tensor in results if tensor is not None]
+    if not tensors or not all(
+        type(tensor) is FakeTensor and _is_plain(tensor) for tensor in tensors
+    ):
         return _UNKNOWN
-    storages = {_storage(one) for one in given}
-    own = [_storage(one) for one in tensors]
-    if storages.isdisjoint(own):
-        if len(set(own)) < len(own) or not all(map(_is_whole, tensors)):
+    storages = {_storage(tensor) for tensor in inputs}
+    output_storages = [_storage(tensor) for tensor in tensors]
+    if storages.isdisjoint(output_storages):
+        if len(set(output_storages)) < len(output_storages) or not all(map(_is_whole, tensors)):
             return _UNKNOWN
         return _Outcome("fresh", tuple(map(_fresh, results)), container=container)
     first = args[0]
-    is_view = isinstance(first, FakeTensor) and set(own) == {_storage(first)}
+    is_view = isinstance(first, FakeTensor) and set(output_storages) == {_storage(first)}
     if is_view and len(tensors) == len(results):
         return _Outcome("view", container=container)
     return _UNKNOWN
@@ -314,7 +321,7 @@ def _is_plain(result: Any) -> bool:
 
 
 def _is_whole(result: Tensor) -> bool:
-    """Whether a tensor of these strides alone has as large a storage."""
+    """Whether a new tensor with these strides would have a storage of the same size."""
     twin = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
     return (
         not result.storage_offset()

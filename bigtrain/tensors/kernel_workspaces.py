@@ -1,10 +1,10 @@
-"""What CUDA's kernels take of a device inside: made and freed in one operation, seen by nobody.
+"""Workspaces of CUDA kernels: memory that is allocated and freed inside one operation.
 
-A bias's gradient is a sum over all rows, and that of torch 2.11 on a GPU takes up to eight bytes
-for each number it adds: often the highest moment of a backward pass. Attention's backward pass adds
-the queries' gradients up in fp32. These are the sizes that torch's and cuDNN's code asks the
-allocator for, as they were seen on an H100 (docs/gpu.md). What cuDNN's convolutions take depends on
-the algorithm that it picks, and is not here.
+A bias's gradient is a sum over all rows, and torch 2.11's kernel on a GPU takes up to eight bytes
+for each number it sums: often the peak of a backward pass. Attention's backward pass sums the
+queries' gradients in fp32. These are the sizes that torch's and cuDNN's code requests from the
+allocator, as observed on an H100 (docs/gpu.md). The workspace of a cuDNN convolution depends on the
+algorithm that cuDNN picks, and is not predicted.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh of torch, for the shapes of blocks and grids.
 """
@@ -23,20 +23,20 @@ from bigtrain.devices import device_count, processors
 
 _ATEN = torch.ops.aten
 PROCESSORS = 132
-"""Multiprocessors of a GPU that is not here: an H100's. It matters to wide sums alone."""
+"""Multiprocessors assumed without a GPU: an H100's. They matter to wide sums alone."""
 _RESIDENT_THREADS = 2048
 """Threads that a multiprocessor keeps at once."""
 _BLOCK_THREADS, _WARP = 512, 32
 _LEAST_PER_THREAD, _MOST_PER_THREAD = 16, 256
-"""Numbers that a thread adds up, before and after a sum is shared out among blocks."""
+"""Numbers that a thread sums, before and after a sum is divided among blocks."""
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Bytes that an operation on CUDA holds, at its highest, beside what goes in and comes out.
+    """Return the peak bytes of an operation on CUDA, in addition to its inputs and outputs.
 
     Args:
         func: the operation.
-        args: of it, real or fake, wherever they are.
+        args: of it, real or fake, on any device.
         result: of it.
     """
     rule = _RULES.get(func)
@@ -44,7 +44,7 @@ def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
 
 
 def workspaces_of(device_type: str) -> Callable[[Any, Sequence[Any], Any], int] | None:
-    """`workspace_bytes` where a run's kernels are CUDA's; None where they are not."""
+    """Return `workspace_bytes` for CUDA, None for any other device."""
     return workspace_bytes if device_type == "cuda" else None
 
 
@@ -54,12 +54,12 @@ def _multiprocessors() -> int:
 
 
 def column_sum_bytes(rows: int, columns: int, size: int, multiprocessors: int) -> int:
-    """The partial sums, and the counters, of a sum over rows that lie one after the other.
+    """Return the bytes of partial sums and counters of a sum over contiguous rows.
 
     Args:
-        rows: how many are added up.
-        columns: numbers of a row, and of the result.
-        size: bytes of a number in which it adds up.
+        rows: number of rows.
+        columns: numbers in a row, and in the result.
+        size: bytes of an accumulator.
         multiprocessors: of the GPU.
     """
     vector = next(n for n in (4, 2, 1) if columns % n == 0)
@@ -69,7 +69,7 @@ def column_sum_bytes(rows: int, columns: int, size: int, multiprocessors: int) -
     height = min(high, threads // width)
     width = min(wide, threads // height)
     if rows < min(height * 16, 256):
-        return 0  # each thread adds a column up by itself
+        return 0  # each thread sums a column alone
     each = math.ceil(rows / height)
     grid = math.ceil(columns // vector / width)
     target = multiprocessors * (_RESIDENT_THREADS // (width * height))
@@ -99,9 +99,9 @@ def _sum(args: Sequence[Any], _result: Any) -> int:
 
 
 def _attention_backward(args: Sequence[Any], _result: Any) -> int:
-    """The queries' gradients in fp32, and a number for each of their rows.
+    """Return the bytes of the queries' gradients in fp32, with a number for each row.
 
-    In fp32 torch's kernel copies the gradient that comes in before that, which takes as much.
+    In fp32 torch's kernel copies the incoming gradient before, which takes as many bytes.
     """
     query: Tensor = args[1]
     batch, heads, length = query.shape[:3]
@@ -112,7 +112,7 @@ def _attention_backward(args: Sequence[Any], _result: Any) -> int:
 
 
 def _copies(count: int) -> Callable[[Sequence[Any], Any], int]:
-    """Of the first so many arguments those that lie in another order than their dims."""
+    """Return a rule: the bytes of those of the first `count` arguments that are not contiguous."""
 
     def rule(args: Sequence[Any], _result: Any) -> int:
         return sum(t.numel() * t.itemsize for t in args[:count] if not t.is_contiguous())
@@ -125,7 +125,7 @@ _RULES: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _ATEN._scaled_dot_product_cudnn_attention_backward.default: _attention_backward,
     _ATEN._scaled_dot_product_flash_attention_backward.default: _attention_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward.default: _attention_backward,
-    # Where a run on CUDA is described on the CPU.
+    # A run on CUDA described by the CPU's tensors: see `cuda_program`.
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _ATEN.native_layer_norm.default: _copies(1),
     _ATEN.native_layer_norm_backward.default: _copies(2),

@@ -1,4 +1,4 @@
-"""Images with their channels last in memory, which convolutions on GPUs work on."""
+"""The order of a tensor's elements in memory: channels last, gaps, and flat views."""
 
 from __future__ import annotations
 
@@ -9,13 +9,36 @@ _BY_DIMENSIONS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The same numbers, of a batch of images or videos laid so; any other tensor as it is."""
-    order = _BY_DIMENSIONS.get(tensor.dim())
-    return tensor if order is None else tensor.contiguous(memory_format=order)
+    """Return a batch of images or videos with channels last in memory; any other tensor itself."""
+    memory_format = _BY_DIMENSIONS.get(tensor.dim())
+    return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)
 
 
 def set_channels_last(model: nn.Module) -> None:
-    """Lay the weights of convolutions so, in place and one at a time."""
+    """Convert the weights of convolutions to channels last, in place and one at a time."""
     for parameter in model.parameters():
         if parameter.dim() in _BY_DIMENSIONS:
             parameter.data = channels_last(parameter.data)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """Return all elements in memory order: a view, or a copy if the tensor has gaps."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements have no gaps in memory, whatever the order of dims (channels_last)."""
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

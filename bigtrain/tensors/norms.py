@@ -1,8 +1,8 @@
-"""The norm of gradients, right to 3e-7: one for clipping and for what is reported.
+"""The norm of gradients with a relative error of 3e-7, for clipping and for reports.
 
-On a CPU `torch.linalg.vector_norm` adds the squares of a whole tensor up in a few numbers of its
-own precision: in fp32 it loses 1e-5 at a million elements and 2e-3 at forty million. Here it is
-given slices, and their norms are added up in double: nothing is copied, and it takes as long.
+On a CPU `torch.linalg.vector_norm` sums the squares of a whole tensor in a few accumulators of the
+tensor's precision: in fp32 its error is 1e-5 at a million elements and 2e-3 at forty million. Here
+it gets slices, whose norms are combined in double: nothing is copied, and it is as fast.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from bigtrain.tensors.dtensors import flat_view, is_dense, local_tensor
+from bigtrain.tensors.memory_format import flat_view, is_dense
+from bigtrain.tensors.shards import local_tensor
 
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 _SLICE = 2**8
-"""Elements whose squares are added up in fp32. Equal ones, whose sums are all rounded to one side,
-lose 3e-7 so and 7e-6 in 2**13; random ones 2e-11, and 2e-7 in 2**16."""
+"""Elements whose squares are summed in fp32. Equal elements, whose partial sums all round to one
+side, have an error of 3e-7 (7e-6 with 2**13); random ones of 2e-11 (2e-7 with 2**16)."""
 _CONVERTED = 2**20
-"""Elements of bf16 and fp16 that are in fp32 at a time."""
+"""Elements of bf16 and fp16 that are converted to fp32 at a time."""
 
 
 class GradientNorm:
-    """The norm of gradients that are given one by one or together, and need not stay.
+    """Accumulates the norm of gradients that arrive one by one and need not be kept.
 
     Args:
-        device_type: whose kernels are meant where tensors are fake.
+        device_type: whose kernels fake tensors stand for.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -40,7 +41,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def add(self, gradients: Iterable[Tensor]) -> None:
-        """Count gradients in: plain tensors, or DTensors that are sharded or whole on the ranks."""
+        """Add gradients: plain tensors, or DTensors that are sharded or replicated."""
         by_layout: dict[_Layout, list[Tensor]] = {}
         for gradient in gradients:
             by_layout.setdefault(_layout(gradient), []).append(local_tensor(gradient))
@@ -50,7 +51,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def total(self) -> Tensor:
-        """The norm of all that was counted: 0-dim. Collective where they are in shards."""
+        """Return the norm of all added gradients: 0-dim. Collective if some are sharded."""
         norms = []
         for layout, parts in self._norms.items():
             norm = _together(parts)
@@ -59,7 +60,7 @@ class GradientNorm:
 
 
 def global_norm(gradients: Iterable[Tensor], device_type: str = "cpu") -> Tensor:
-    """The norm of all gradients together: see `GradientNorm`."""
+    """Return the norm of all gradients: see `GradientNorm`."""
     norm = GradientNorm(device_type)
     norm.add(gradients)
     return norm.total()
@@ -67,15 +68,15 @@ def global_norm(gradients: Iterable[Tensor], device_type: str = "cpu") -> Tensor
 
 @torch.no_grad()
 def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
-    """The norm of plain tensors together, of this rank alone.
+    """Return the norm of plain tensors, of this rank alone.
 
     Args:
-        tensors: on a CPU or elsewhere.
-        device_type: whose kernels are meant where they are fake.
+        tensors: on any device.
+        device_type: whose kernels fake tensors stand for.
 
     Returns:
-        0-dim, on the first one's device: in float64 from a CPU, from a GPU as torch has it, whose
-        kernels there add up as a tree.
+        0-dim, on the first tensor's device: float64 from a CPU; from a GPU in torch's dtype, since
+        its kernels there sum as a tree and lose nothing.
     """
     in_slices: list[Tensor] = []
     whole: list[Tensor] = []
@@ -94,7 +95,7 @@ def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
 
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of what has these norms, which may be on several devices of a process."""
+    """Combine norms, which may be on several devices of a process."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     if len(norms) == 1:
@@ -103,7 +104,7 @@ def _together(norms: Sequence[Tensor]) -> Tensor:
 
 
 def _over_ranks(norm: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The norm of what has this norm in a rank's shards. Collective."""
+    """Combine the norms of all ranks' shards. Collective."""
     square = norm.to(mesh.device_type, torch.float64).square()  # shards may be on the host
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
@@ -127,7 +128,7 @@ def _norm_in_double(few: Tensor) -> Tensor:
 
 
 def _norm_in_slices(tensor: Tensor) -> Tensor:
-    """The norm of a tensor on a CPU: 0-dim, float64."""
+    """Return the norm of a tensor on a CPU: 0-dim, float64."""
     if tensor.layout is not torch.strided:  # of an embedding with sparse gradients
         tensor = tensor.coalesce().values()
     if tensor.numel() <= _SLICE:
@@ -135,13 +136,13 @@ def _norm_in_slices(tensor: Tensor) -> Tensor:
     most = _CONVERTED if _is_half(tensor) else None
     norms: list[Tensor] = []
     for piece in _pieces(tensor, most):
-        # torch would convert the whole of it, too, and add up less exactly what it converts.
+        # With `dtype=` torch would convert the whole tensor, and sum it less exactly.
         norms += _slice_norms(piece.float() if _is_half(piece) else piece)
     return _norm_in_double(norms[0] if len(norms) == 1 else torch.cat(norms))
 
 
 def _slice_norms(piece: Tensor) -> Iterator[Tensor]:
-    """What has the norm of a piece: those of its slices, which are views, and the rest of it."""
+    """Yield tensors whose norm is that of the piece: the norms of its slices, and the remainder."""
     if piece.numel() <= _SLICE:
         yield _norm_in_double(piece).view(1)
         return
@@ -153,17 +154,17 @@ def _slice_norms(piece: Tensor) -> Iterator[Tensor]:
 
 
 def _pieces(tensor: Tensor, most: int | None) -> Iterator[Tensor]:
-    """A tensor in parts, none of them copied: each is dense in memory, or no longer than a slice.
+    """Yield a tensor in parts without copies: each is dense in memory, or no longer than a slice.
 
     Args:
-        tensor: any.
-        most: the most elements of a part; None: any number.
+        tensor: any strided tensor.
+        most: the most elements of a part; None for no limit.
     """
     if is_dense(tensor):
         yield from (tensor,) if most is None else torch.split(flat_view(tensor), most)
     elif tensor.numel() <= _SLICE:
         yield tensor
-    else:  # with gaps: a column, what was expanded
+    else:  # with gaps: a column, or an expanded tensor
         dims = [dim for dim in range(tensor.dim()) if tensor.size(dim) > 1]
         outer = max(dims, key=lambda dim: (tensor.stride(dim), tensor.size(dim)))
         for part in torch.split(tensor, -(-tensor.size(outer) // 2), outer):

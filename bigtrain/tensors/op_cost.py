@@ -1,4 +1,4 @@
-"""What one operation of torch does: tensors it changes, its arithmetic, the bytes it touches."""
+"""The cost of a torch operation: FLOPs, sizes of its product, bytes; and the tensors it mutates."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.versions.torch_versions import flop_formula
 
 REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
-"""How often what is done now is done in a run: on fake tensors a loop's equal rounds go once."""
+"""How many iterations of a real run the current one represents: see `loop_starts`."""
 
 
 def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
-    """The starts of a loop's rounds: all of them, and on fake tensors only those that differ.
+    """Yield the first rows of a loop's iterations; on fake tensors at most three of them.
 
-    Without numbers every round but the first and the last takes what another takes. One of them is
-    gone through, and says by `REPEAT_COUNT` how many it stands for.
+    On fake tensors all iterations but the first and the last are equal. One of them runs, and
+    `REPEAT_COUNT` says how many it represents.
 
     Args:
-        tensor: that the loop works on.
-        number: of rows.
-        step: rows of a round.
+        tensor: the tensor that the loop works on.
+        number: rows in total.
+        step: rows per iteration.
     """
     starts = range(0, number, step)
     if len(starts) <= 3 or not isinstance(tensor, FakeTensor):
@@ -42,7 +42,7 @@ def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
 
 
 def mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
+    """Return the tensors that an operation changes in place."""
     mutated = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -52,13 +52,13 @@ def mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Arithmetic operations of matrix products, convolutions and attention; 0 of all else."""
+    """Return the FLOPs of a matrix product, convolution or attention; 0 for anything else."""
     formula = flop_formula(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
 class ProductSize(NamedTuple):
-    """A matrix product m x k times k x n, so many times at once; zeros of what is none."""
+    """The sizes of a batched matrix product, (m x k) times (k x n); zeros for anything else."""
 
     m: int = 0
     n: int = 0
@@ -67,11 +67,11 @@ class ProductSize(NamedTuple):
 
 
 def product_size(func: Any, args: Any, result: Any) -> ProductSize:
-    """The sizes of a product; zeros of what is none, or not known.
+    """Return the sizes of a product; zeros if the operation is none or is not known.
 
-    Attention is taken as its product with the values, one for each head: its kernels share out
-    rows of the queries. A convolution is the product that its windows make (implicit GEMM), and its
-    backward pass two of the same three sizes, which count as that one.
+    Attention counts as its product with the values, one per head: kernels parallelise over rows of
+    the queries. A convolution is the product of its windows and the kernel (implicit GEMM); its
+    backward pass is two products of the same sizes, and counts as one.
     """
     name = func._overloadpacket.__name__
     shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
@@ -92,7 +92,7 @@ def product_size(func: Any, args: Any, result: Any) -> ProductSize:
 
 
 def bytes_touched(inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes; none for a view."""
+    """Return the bytes that an operation reads and writes; 0 for a view."""
     input_storages = {t.untyped_storage()._cdata for t in inputs}
     new_outputs = [t for t in outputs if t.untyped_storage()._cdata not in input_storages]
     if not new_outputs and outputs:

@@ -1,4 +1,4 @@
-"""What a technique's own linear layers keep of a model, seen while it runs on fake tensors."""
+"""Records, on fake tensors, how a technique's replacement of linear layers uses parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReplacedProducts:
-    """Has a model run as under the technique, and notes how its parameters are used.
+    """Runs a model as under the technique and records how its parameters are used.
 
     Args:
-        root: whose forward pass is run; None where the products are torch's.
-        clock: tells the time.
+        root: the model; None if linear layers are torch's.
+        clock: returns the current tick.
     """
 
     def __init__(self, root: nn.Module | None, clock: Callable[[], int] = lambda: 0) -> None:
@@ -28,26 +28,26 @@ class ReplacedProducts:
         self._begins: dict[nn.Module, list[int]] = {}
         self._forward: dict[nn.Module, list[int]] = {}
         self.viewed: dict[nn.Parameter, list[int]] = {}
-        """Those of which a view is saved for the backward pass, and the times at which one goes."""
+        """Parameters with views saved for backward, and the ticks at which one of them is freed."""
 
     @contextmanager
     def noted(self, functions: AbstractContextManager[object]) -> Iterator[None]:
-        """To be entered around all passes, with the technique's functions in torch's place."""
+        """Return the context of all passes; `functions` puts the technique's functions in place."""
         with ExitStack() as entered:
             entered.enter_context(functions)
             if self._modules:
                 entered.enter_context(self._noting_views())
             for module in self._modules:
                 module.register_forward_pre_hook(self._before)
-                # A block that is computed again stops in its last module.
+                # Recomputation of a block ends by an exception in its last module.
                 module.register_forward_hook(self._after, always_call=True)
             yield
 
-    def together(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int]]]:
-        """The parameters of each module: they are gathered at once, when it is gone through.
+    def gathered_together(self) -> Iterator[tuple[list[nn.Parameter], list[int], list[int]]]:
+        """Yield the parameters of each called module, which ZeRO stage 3 gathers together.
 
-        With them the times at which its forward passes began and ended, in turn, and those at which
-        a gradient of its output was there.
+        With them come the ticks at which its forward passes began and ended, alternating, and those
+        at which a gradient of its output was ready.
         """
         for module in self._called:
             parameters = list(self._used_by(module))
@@ -55,14 +55,20 @@ class ReplacedProducts:
                 yield parameters, self._forward.get(module, []), self._begins.get(module, [])
 
     def _used_by(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Its own, and those of modules in it that it does not call, as attention's last one."""
+        """Yield a module's parameters and those of children that are never called.
+
+        nn.MultiheadAttention uses its output projection's weight without calling the module.
+        """
         yield from module.parameters(recurse=False)
         for child in module.children():
             if child not in self._called:
                 yield from self._used_by(child)
 
     def _before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hand on no tensor twice, as its hooks do: attention goes by that, and cuts its matrix."""
+        """Make each input a different object, as the technique's hooks do.
+
+        nn.MultiheadAttention splits its weight unless query, key and value are one object.
+        """
         self._called[module] = None
         self._forward.setdefault(module, []).append(self._clock())
         tensors = [one for one in inputs if isinstance(one, Tensor)]
@@ -81,32 +87,32 @@ class ReplacedProducts:
         parameters = (p for module in self._modules for p in module.parameters(recurse=False))
         by_storage = {p.untyped_storage()._cdata: p for p in parameters}
 
-        def note(tensor: Tensor) -> Tensor | _Kept:
+        def note(tensor: Tensor) -> Tensor | _SavedView:
             owner = by_storage.get(tensor.untyped_storage()._cdata)
-            if owner is not None and not _lies_as(tensor, owner):
-                ends, kept = self.viewed.setdefault(owner, []), _Kept(tensor)
-                weakref.finalize(kept, lambda: ends.append(self._clock()))
-                return kept
+            if owner is not None and not _is_parameter_itself(tensor, owner):
+                ends, saved_view = self.viewed.setdefault(owner, []), _SavedView(tensor)
+                weakref.finalize(saved_view, lambda: ends.append(self._clock()))
+                return saved_view
             return tensor
 
-        return saved_tensors_hooks(note, _given_back)
+        return saved_tensors_hooks(note, _unpack)
 
 
 @dataclass(eq=False)
-class _Kept:
-    """A view that is saved for the backward pass; it goes when that has come by."""
+class _SavedView:
+    """A view that is saved for the backward pass; freed when autograd drops it."""
 
     tensor: Tensor
 
 
-def _given_back(saved: Tensor | _Kept) -> Tensor:
-    return saved.tensor if isinstance(saved, _Kept) else saved
+def _unpack(saved: Tensor | _SavedView) -> Tensor:
+    return saved.tensor if isinstance(saved, _SavedView) else saved
 
 
-def _lies_as(saved: Tensor, owner: nn.Parameter) -> bool:
-    """Whether what is saved is the parameter itself, which the technique empties and fills.
+def _is_parameter_itself(saved: Tensor, owner: nn.Parameter) -> bool:
+    """Whether a saved tensor is the parameter itself, whose storage the technique frees and fills.
 
-    A view of it, as transposed weights are, has hold of what was gathered.
+    A view with other strides, such as a transposed weight, keeps the gathered storage alive.
     """
     same = saved.shape == owner.shape and saved.stride() == owner.stride()
     return bool(same and saved.storage_offset() == owner.storage_offset())

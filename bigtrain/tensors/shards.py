@@ -1,8 +1,8 @@
-"""What a rank holds of a tensor of the training state, and what it wants of a saved one.
+"""The elements of a state tensor that a rank holds, or reads from a saved tensor.
 
-Whatever the technique, a rank holds elements of a tensor that are runs of its row-major order:
-all of it, some rows (DTensors), a stretch of the flattened tensor (DeepSpeed, fairscale). An
-`Extent` says which. Nothing here exchanges anything.
+Under every technique a rank holds runs of the row-major order of a tensor: all of it, some rows
+(DTensors), or a slice of the flattened tensor (DeepSpeed, fairscale). An `Extent` describes them.
+Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from bigtrain.tensors.dtensors import is_dense, local_tensor
+from bigtrain.tensors.memory_format import is_dense
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Runs of equal length at equal distances in a tensor whose elements lie in row-major order.
+    """Runs of equal length at equal distances in the row-major order of a tensor.
 
     In elements, or in bytes (`scaled`). One run is `Extent(start, length)`.
     """
 
     start: int
     length: int
-    """Of a run."""
+    """Of each run."""
     count: int = 1
-    """Runs."""
+    """Number of runs."""
     pitch: int = 0
-    """From the start of a run to that of the next one; at least `length` where there are two."""
+    """Distance between the starts of two runs; at least `length` if there are several."""
 
     @property
     def size(self) -> int:
-        """Of all runs together."""
+        """The total length of all runs."""
         return self.length * self.count
 
     def scaled(self, factor: int) -> Extent:
-        """The same, with each element `factor` long."""
+        """Return the extent in units of which an element has `factor`, such as bytes."""
         return Extent(self.start * factor, self.length * factor, self.count, self.pitch * factor)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, Extent]]:
-        """What lies in [begin, end) of the whole: its place in the runs' values, and its extent."""
+        """Yield the elements in [begin, end) of the whole: offset in the runs' values, extent."""
         if self.count == 1:
             first, last = max(self.start, begin), min(self.start + self.length, end)
             if first < last:
@@ -59,15 +59,15 @@ class Extent:
             run = self.start + number * self.pitch
             first, last = max(run, begin), min(run + self.length, end)
             runs = 1
-            if last - first == self.length:  # with all after it, but for a last one that is cut
+            if last - first == self.length:  # with all runs after it, except a last one that is cut
                 is_cut = self.start + highest * self.pitch + self.length > end
                 runs = max(1, highest - number + 1 - is_cut)
-            found = Extent(run, self.length, runs, self.pitch) if runs > 1 else None
-            yield number * self.length + first - run, found or Extent(first, last - first)
+            runs_extent = Extent(run, self.length, runs, self.pitch) if runs > 1 else None
+            yield number * self.length + first - run, runs_extent or Extent(first, last - first)
             number += runs
 
     def at(self, begin: int, end: int) -> Iterator[Extent]:
-        """Where the elements [begin, end) of the runs' values lie in the whole."""
+        """Yield the extents in the whole of elements [begin, end) of the runs' values."""
         while begin < min(end, self.size):
             number, inside = divmod(begin, self.length)
             full = (min(end, self.size) - begin) // self.length
@@ -82,33 +82,33 @@ class Extent:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the training state, as one rank has it."""
+    """A tensor of the training state, with the elements that one rank holds."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole tensor."""
     extents: tuple[Extent, ...]
-    """The elements that are here, in the order of `values`; none where it lies elsewhere."""
+    """This rank's elements, in the order of `values`; empty if it holds none."""
     values: Callable[[], Tensor]
-    """Those elements, of `dtype`, in one dimension, on any device. No exchange."""
+    """Returns these elements, of `dtype`, one-dimensional, on any device. Not collective."""
     replicas_differ: bool = False
-    """Whether ranks may hold other values of it (running statistics): the lowest rank's count."""
+    """Whether replicas may have different values (running statistics): the lowest rank's count."""
     in_slices: bool = False
-    """Whether the ranks of the tp axis hold other parts of it, each its own."""
+    """Whether each rank of the tp axis holds a different part."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:
-        """A tensor of which this rank holds all or, as a DTensor, a part.
+        """Describe a plain tensor, or this rank's part of a DTensor.
 
         Args:
-            tensor: it is read when `values` is called.
-            dtype: what its values are saved in; left out, its own.
+            tensor: read when `values` is called.
+            dtype: the dtype to save; None for the tensor's.
         """
         saved = dtype or tensor.dtype
 
         def values() -> Tensor:
             own = local_tensor(tensor.detach())
-            if own.layout is not torch.strided:  # what sparse gradients have left
+            if own.layout is not torch.strided:  # state of an optimizer for sparse gradients
                 own = own.to_dense()
             return own.reshape(-1).to(saved)
 
@@ -121,22 +121,46 @@ class StateTensor:
 
 
 class SavedTensor(Protocol):
-    """A tensor that can be read in parts."""
+    """A saved tensor that can be read in parts."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it was saved."""
+        """The saved dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """The elements of these extents one after the other: one dimension, on the CPU."""
+        """Return the elements of these extents, concatenated: one-dimensional, on the CPU."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: a DTensor's local tensor, any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
+    """Return the DTensor with this local tensor and the layout of `like`; `local` if it is none."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, which several ranks hold together."""
+    return isinstance(tensor, DTensor)
 
 
 def extents_of(tensor: Tensor) -> tuple[Extent, ...]:
-    """The elements of the whole tensor that this rank holds, in row-major order of its part."""
+    """Return this rank's elements of a tensor or DTensor, in row-major order of its part."""
     if not isinstance(tensor, DTensor):
         return whole_extents(tensor.shape)
     shape = tuple(tensor.shape)
@@ -147,19 +171,19 @@ def extents_of(tensor: Tensor) -> tuple[Extent, ...]:
 
 
 def whole_extents(shape: Sequence[int]) -> tuple[Extent, ...]:
-    """All elements of a tensor."""
+    """Return the extent of all elements of a tensor; none if it is empty."""
     return (Extent(0, math.prod(shape)),) if math.prod(shape) else ()
 
 
 def box_extents(
     shape: Sequence[int], offset: Sequence[int], local: Sequence[int]
 ) -> tuple[Extent, ...]:
-    """The elements of a box of a tensor, in the row-major order of the box.
+    """Return the elements of a box of a tensor, in the row-major order of the box.
 
     Args:
         shape: of the whole tensor.
-        offset: where the box begins, along each dim.
-        local: its size along each dim.
+        offset: where the box begins, per dim.
+        local: the size of the box, per dim.
     """
     if not math.prod(local):
         return ()
@@ -181,12 +205,12 @@ def box_extents(
 
 
 def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
-    """The elements [start, stop) of what this rank holds, as it lies in memory.
+    """Return elements [start, stop), in memory order, of this rank's part of a tensor.
 
     Args:
-        held: a tensor or a DTensor, without gaps in memory; its dims may lie in any order.
+        held: a tensor or a DTensor, without gaps in memory, with any order of dims.
         start: the first element.
-        stop: the one after the last.
+        stop: one past the last element.
     """
     local = local_tensor(held)
     if local.is_contiguous():
@@ -206,14 +230,18 @@ def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
 
 
 def nested_extents(outer: Iterable[Extent], begin: int, end: int) -> Iterator[Extent]:
-    """Where elements [begin, end) of the values of these extents lie in the whole."""
+    """Yield the extents in the whole of elements [begin, end) of the values of `outer`."""
     for extent in outer:
         yield from extent.at(max(0, begin), max(0, end))
         begin, end = begin - extent.size, end - extent.size
 
 
 def _memory_runs(tensor: Tensor, start: int, stop: int) -> Iterator[Extent]:
-    """Elements [start, stop) in the order of memory, as runs of the row-major order."""
+    """Yield elements [start, stop) in memory order as runs of the row-major order.
+
+    Raises:
+        ValueError: the tensor has gaps in memory.
+    """
     if not is_dense(tensor):
         raise ValueError(f"a tensor with gaps in memory: {tensor.shape}, {tensor.stride()}")
     strides = tensor.stride()
@@ -227,18 +255,18 @@ def _memory_runs(tensor: Tensor, start: int, stop: int) -> Iterator[Extent]:
 
 
 def read_whole(saved: SavedTensor) -> Tensor:
-    """All of a saved tensor, on the CPU, in its shape."""
+    """Read a whole saved tensor to the CPU."""
     return saved.read(whole_extents(saved.shape)).view(saved.shape)
 
 
 def read_like(saved: SavedTensor, like: Tensor) -> Tensor:
-    """What this rank holds of a saved tensor, were it laid out as `like` is.
+    """Read this rank's part of a saved tensor, in the layout of another tensor.
 
     Args:
-        saved: of the shape of `like`.
+        saved: of the same shape as `like`.
         like: a DTensor or a plain tensor.
 
     Returns:
-        A plain tensor of the saved type, on the CPU, in the shape of `like`'s local part.
+        A plain tensor of the saved dtype, on the CPU, in the shape of `like`'s local part.
     """
     return saved.read(extents_of(like)).view(local_tensor(like).shape)

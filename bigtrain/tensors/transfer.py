@@ -1,7 +1,7 @@
-"""Ways out of a device's memory and back: a file without a name, or memory of the host.
+"""Copies of device memory to host memory or to an anonymous file, and back.
 
-Files are read and written, not mapped: a full disk is then an error with a message and not a
-signal, and what is in memory is what the tracker counts.
+Files are read and written, not mapped: a full disk then raises an error instead of a signal, and
+the tracker counts all memory that is in use.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from bigtrain.memory.disk import anonymous_file
 
 _Result = TypeVar("_Result")
 WaitFn = Callable[[], None]
-"""Returns when a copy is done, as far as what is computed next on the calling thread can see."""
+"""Returns when later computations of the calling thread will see a copy as done."""
 
 _ALIGN = 4096
-"""Tensors begin at multiples of so many bytes in the file: no page of it is written twice."""
+"""Tensors are aligned to this in the file, so that no page is written twice."""
 
 
 class Transfer(Protocol):
-    """Copies bytes of a device away and back, in the order asked for, beside what is computed."""
+    """Copies bytes of a device out and back in, in order, concurrently with computation."""
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
-        """Begin to copy away a tensor of uint8 in one piece; it must live until it is waited for.
+        """Start to copy a contiguous uint8 tensor out; it must live until the wait is over.
 
         Returns:
-            Where it will be, and what waits until it is there. Waiting raises `BigtrainError`
-            where the place took less.
+            The location of the copy, and a function that waits for it. Waiting raises
+            `BigtrainError` if the copy could not be written.
         """
 
-    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
-        """Begin to copy back what `put` has put there, into uint8; the target must live as long."""
+    def copy_in(self, location: Any, target: Tensor) -> WaitFn:
+        """Start to copy back from a location; the uint8 target must live until the wait is over."""
 
-    def held_bytes(self, nbytes: int) -> int:
-        """What a tensor of so many takes of the place."""
+    def stored_bytes(self, nbytes: int) -> int:
+        """Return the bytes that a tensor of `nbytes` occupies outside the device."""
 
-    def free(self, spot: Any) -> None:
-        """What is put away from now on may overwrite what is there."""
+    def free(self, location: Any) -> None:
+        """Allow later copies to overwrite this location."""
 
     def close(self) -> None:
-        """Let go of threads, files and memory."""
+        """Release threads, files and memory."""
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What the host gives for a pinned buffer of so many: torch takes powers of two."""
+    """Return the bytes of a pinned buffer for `nbytes`: torch allocates powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 class NullTransfer:
-    """Copies nothing: for fake tensors, which have no numbers.
+    """Copies nothing: for fake tensors, which have no values.
 
     Args:
-        pinned: whether it stands for copies to pinned memory of the host.
+        pinned: whether it stands for copies to pinned host memory.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -72,32 +72,32 @@ class NullTransfer:
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """See `Transfer.copy_out`."""
         del source
-        return (), _arrived
+        return (), _no_wait
 
-    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+    def copy_in(self, location: Any, target: Tensor) -> WaitFn:
         """See `Transfer.copy_in`."""
-        del spot, target
-        return _arrived
+        del location, target
+        return _no_wait
 
-    def held_bytes(self, nbytes: int) -> int:
-        """See `Transfer.held_bytes`."""
+    def stored_bytes(self, nbytes: int) -> int:
+        """See `Transfer.stored_bytes`."""
         return pinned_bytes(nbytes) if self._pinned else nbytes
 
-    def free(self, spot: Any) -> None:
+    def free(self, location: Any) -> None:
         """See `Transfer.free`."""
 
     def close(self) -> None:
         """See `Transfer.close`."""
 
 
-def _arrived() -> None:
-    """Nothing is under way."""
+def _no_wait() -> None:
+    """Return at once: no copy is in progress."""
 
 
 class HostCopies:
-    """Copies between a device and the host, one after the other, in the order asked for.
+    """Copies between a device and the host, in order.
 
-    Of a CUDA device on a stream of their own, beside what it computes; elsewhere at once.
+    Copies of a CUDA device run on a separate stream; those of other devices are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,35 +106,35 @@ class HostCopies:
 
     @property
     def device(self) -> torch.device:
-        """Between which and the host it copies."""
+        """The device whose memory is copied."""
         return self._device
 
     @property
-    def beside(self) -> bool:
-        """Whether copies go on beside what is computed, so that they end later than the call."""
+    def is_asynchronous(self) -> bool:
+        """Whether copies run concurrently with computation and end after the call."""
         return self._stream is not None
 
     def host_bytes(self, nbytes: int) -> int:
-        """What the host gives for a buffer of so many."""
+        """Return the bytes that the host allocates for a buffer of `nbytes`."""
         return pinned_bytes(nbytes) if self._stream is not None else nbytes
 
     def host_buffer(self, like: Tensor) -> Tensor:
-        """Memory of the host for the values of a tensor: pinned, where copies are beside."""
-        # Torch keeps pinned memory that is free for the next one who wants as much.
+        """Allocate host memory for the values of a tensor: pinned, if copies are asynchronous."""
+        # torch caches freed pinned memory for the next allocation of the same size.
         return torch.empty_like(
             like, device="cpu", pin_memory=self._stream is not None, requires_grad=False
         )
 
     def mark(self) -> Any:
-        """What `copy` may follow on another thread: all that was computed until now."""
+        """Return a mark after everything computed so far, for `copy` on another thread."""
         return None if self._stream is None else current_stream(self._device).record_event()
 
     def copy(self, target: Tensor, source: Tensor, after: Any = None) -> None:
-        """Copy, when what was computed so far is done, or until the mark `after`."""
+        """Copy after everything computed so far, or after the mark `after`."""
         if self._stream is None:
             target.copy_(source)
             return
-        # After what is computed so far: it makes the source, or last used the target's memory.
+        # Earlier computations may produce the source, or still use the target's memory.
         if after is None:
             self._stream.wait_stream(current_stream(self._device))
         else:
@@ -143,43 +143,43 @@ class HostCopies:
             target.copy_(source, non_blocking=True)
 
     def host_wait(self) -> WaitFn:
-        """What waits on the host, when it is called, for the copies so far."""
+        """Return a function that blocks the host until the copies so far are done."""
         if self._stream is None:
-            return _arrived
+            return _no_wait
         event = self._stream.record_event()
         return lambda: event.synchronize()
 
     def device_wait(self) -> WaitFn:
-        """What puts the copies so far before all that the device computes after the call."""
+        """Return a function after which the device computes only once the copies are done."""
         if self._stream is None:
-            return _arrived
+            return _no_wait
         event = self._stream.record_event()
         return lambda: current_stream(self._device).wait_event(event)
 
 
 class HostTransfer:
-    """To memory of the host and back. Only the device waits, not the host."""
+    """Copies to host memory and back. Only the device waits, not the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._copies = HostCopies(device)
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """See `Transfer.copy_out`."""
-        spot = self._copies.host_buffer(source)
-        self._copies.copy(spot, source)
-        return spot, self._copies.device_wait()
+        location = self._copies.host_buffer(source)
+        self._copies.copy(location, source)
+        return location, self._copies.device_wait()
 
-    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+    def copy_in(self, location: Any, target: Tensor) -> WaitFn:
         """See `Transfer.copy_in`."""
-        self._copies.copy(target, spot)
+        self._copies.copy(target, location)
         return self._copies.device_wait()
 
-    def held_bytes(self, nbytes: int) -> int:
-        """See `Transfer.held_bytes`."""
+    def stored_bytes(self, nbytes: int) -> int:
+        """See `Transfer.stored_bytes`."""
         return self._copies.host_bytes(nbytes)
 
-    def free(self, spot: Any) -> None:
-        """See `Transfer.free`. Torch does it, when the last reference goes."""
+    def free(self, location: Any) -> None:
+        """See `Transfer.free`. torch frees the buffer with its last reference."""
 
     def close(self) -> None:
         """See `Transfer.close`."""
@@ -187,14 +187,14 @@ class HostTransfer:
 
 
 class ScratchFile:
-    """A file of this rank, which has no name and vanishes with the process.
+    """An anonymous file of this rank, which the system removes when the process ends.
 
     Args:
-        folder: where it is made.
-        contents: what a failure says of it, as `Saved activations are kept there`.
+        folder: where it is created.
+        contents: a sentence for error messages, such as `Saved activations are kept there`.
 
     Raises:
-        ConfigError: the folder takes no file.
+        ConfigError: no file can be created in the folder.
     """
 
     def __init__(self, folder: str, contents: str) -> None:
@@ -203,24 +203,24 @@ class ScratchFile:
         self.fd = self._file.fileno()
 
     def write(self, tensor: Tensor, offset: int) -> None:
-        """Write a tensor of the CPU, in one piece, to an offset in bytes.
+        """Write a contiguous CPU tensor at an offset in bytes.
 
         Raises:
-            BigtrainError: the disk took less.
+            BigtrainError: the disk is full, or failed.
         """
         self._transfer_all(os.pwritev, tensor, offset)
 
     def read(self, tensor: Tensor, offset: int) -> None:
-        """Fill a tensor of the CPU, in one piece, with what is at an offset in bytes.
+        """Read a contiguous CPU tensor from an offset in bytes.
 
         Raises:
-            BigtrainError: there was less.
+            BigtrainError: the file is shorter, or the disk failed.
         """
         self._transfer_all(os.preadv, tensor, offset)
 
     def _transfer_all(self, transfer: Callable[..., int], tensor: Tensor, offset: int) -> None:
-        """Read or write all bytes; the system may do less than it is asked for."""
-        # Not through numpy: whatever runs here must not be seen as an operation.
+        """Read or write all bytes; a system call may transfer fewer."""
+        # Not through numpy: dispatch modes must see no torch operation here.
         content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         remaining = memoryview(content).cast("B")
         try:
@@ -236,100 +236,100 @@ class ScratchFile:
             ) from None
 
     def close(self) -> None:
-        """The file's blocks are free again."""
+        """Close the file, which frees its blocks on the disk."""
         self._file.close()
 
 
 BOUNCE_BYTES = 16 << 20
-"""Of each of the two buffers on the way between an accelerator and a file; a power of two."""
+"""Bytes of each of the two buffers between an accelerator and a file; a power of two."""
 
 
 class BouncedFile:
-    """Tensors of an accelerator to a file and back, through two buffers of pinned memory.
+    """Writes tensors of an accelerator to a file and reads them, through two pinned buffers.
 
-    While the file has one of them, the other is copied. For one thread at a time.
+    While one buffer is written or read, the other is copied. Not thread-safe.
     """
 
     def __init__(self, file: ScratchFile, copies: HostCopies) -> None:
         self._file, self._copies = file, copies
         like = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="meta")
         self._buffers = [copies.host_buffer(like) for _ in range(2)]
-        self._waits: list[WaitFn] = [_arrived, _arrived]
-        self._turn = 0
+        self._waits: list[WaitFn] = [_no_wait, _no_wait]
+        self._next_slot = 0
 
     def write(self, tensor: Tensor, offset: int, after: Any = None) -> None:
-        """Write a tensor of uint8, in one piece; it is in the file when the call returns.
+        """Write a contiguous uint8 tensor; it is in the file when the call returns.
 
         Args:
             tensor: on the device.
             offset: in bytes.
-            after: the mark that the copies follow; None for all that is computed so far.
+            after: the mark that the copies follow; None for everything computed so far.
 
         Raises:
-            BigtrainError: the disk took less.
+            BigtrainError: the disk is full, or failed.
         """
         waiting: tuple[int, Tensor, int] | None = None
         for part in torch.split(tensor.view(-1), BOUNCE_BYTES):
-            turn, buffer = self._free_buffer(part)
+            slot, buffer = self._free_buffer(part)
             self._copies.copy(buffer, part, after)
-            self._waits[turn] = self._copies.host_wait()
+            self._waits[slot] = self._copies.host_wait()
             if waiting is not None:
                 self._write_arrived(*waiting)
-            waiting, offset = (turn, buffer, offset), offset + len(part)
+            waiting, offset = (slot, buffer, offset), offset + len(part)
         if waiting is not None:
             self._write_arrived(*waiting)
 
     def read(self, tensor: Tensor, offset: int, after: Any = None) -> WaitFn:
-        """Fill a tensor of uint8, in one piece, as `write` takes it.
+        """Read a contiguous uint8 tensor; the arguments are those of `write`.
 
         Returns:
-            What puts that before all that the device computes after its call.
+            A function after which the device computes only once the copies are done.
 
         Raises:
-            BigtrainError: there was less.
+            BigtrainError: the file is shorter, or the disk failed.
         """
         for part in torch.split(tensor.view(-1), BOUNCE_BYTES):
-            turn, buffer = self._free_buffer(part)
+            slot, buffer = self._free_buffer(part)
             self._file.read(buffer, offset)
             self._copies.copy(part, buffer, after)
-            self._waits[turn] = self._copies.host_wait()
+            self._waits[slot] = self._copies.host_wait()
             offset += len(part)
         return self._copies.device_wait()
 
     def _free_buffer(self, part: Tensor) -> tuple[int, Tensor]:
-        """The buffer whose turn it is, as long as a part, when its last copy is made."""
-        turn, self._turn = self._turn, 1 - self._turn
-        self._wait(turn)
-        return turn, self._buffers[turn][: len(part)]
+        """Return the next buffer, cut to the length of a part, once its last copy is done."""
+        slot, self._next_slot = self._next_slot, 1 - self._next_slot
+        self._wait(slot)
+        return slot, self._buffers[slot][: len(part)]
 
-    def _wait(self, turn: int) -> None:
-        wait, self._waits[turn] = self._waits[turn], _arrived
+    def _wait(self, slot: int) -> None:
+        wait, self._waits[slot] = self._waits[slot], _no_wait
         wait()
 
-    def _write_arrived(self, turn: int, buffer: Tensor, offset: int) -> None:
-        self._wait(turn)
+    def _write_arrived(self, slot: int, buffer: Tensor, offset: int) -> None:
+        self._wait(slot)
         self._file.write(buffer, offset)
 
 
 class DiskTransfer:
-    """To a file of this rank and back, by a thread of its own, beside what is computed.
+    """Copies to an anonymous file of this rank and back, on a thread.
 
-    The room of what is free in the file is used again.
+    Freed space in the file is used again.
 
     Args:
-        folder: where the file is made.
-        copies: between the device of the tensors and the host.
+        folder: where the file is created.
+        copies: between the tensors' device and the host.
 
     Raises:
-        ConfigError: the folder takes no file.
+        ConfigError: no file can be created in the folder.
     """
 
     def __init__(self, folder: str, copies: HostCopies) -> None:
         self._file = ScratchFile(folder, "Saved activations are kept there")
         self._copies = copies
-        self._bounced = BouncedFile(self._file, copies) if copies.beside else None
+        self._bounced = BouncedFile(self._file, copies) if copies.is_asynchronous else None
         self._space = FileAllocator()
-        # A new thread's device is the first, where it would take memory of another rank's.
+        # A new thread's current device is device 0, which may belong to another rank.
         self._worker = ThreadPoolExecutor(
             1,
             thread_name_prefix="bigtrain-disk",
@@ -347,32 +347,32 @@ class DiskTransfer:
             write = partial(self._bounced.write, after=self._copies.mark())
         return (offset, size), self._begin(write, source, offset)
 
-    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+    def copy_in(self, location: Any, target: Tensor) -> WaitFn:
         """See `Transfer.copy_in`."""
         if self._bounced is None:
-            return self._begin(self._file.read, target, spot[0])
+            return self._begin(self._file.read, target, location[0])
         read = partial(self._bounced.read, after=self._copies.mark())
-        begun = self._begin(read, target, spot[0])
+        begun = self._begin(read, target, location[0])
         return lambda: begun()()
 
     def _begin(
         self, transfer: Callable[[Tensor, int], _Result], tensor: Tensor, offset: int
     ) -> Callable[[], _Result]:
-        # Taken out of the list, the thread lets go of it before anybody learns that it is done:
-        # the last reference never goes there.
+        # Popped from the list, the tensor is released by the thread before the result is set, so
+        # that the last reference is never dropped on the thread.
         holder = [tensor]
         return self._worker.submit(lambda: transfer(holder.pop(), offset)).result
 
-    def held_bytes(self, nbytes: int) -> int:
-        """See `Transfer.held_bytes`."""
+    def stored_bytes(self, nbytes: int) -> int:
+        """See `Transfer.stored_bytes`."""
         return nbytes
 
-    def free(self, spot: Any) -> None:
+    def free(self, location: Any) -> None:
         """See `Transfer.free`."""
-        self._space.release(*spot)
+        self._space.release(*location)
 
     def close(self) -> None:
-        """See `Transfer.close`. The file's blocks are free again."""
+        """See `Transfer.close`. Frees the file's blocks on the disk."""
         self._shut()
 
 
@@ -382,15 +382,15 @@ def _shut(worker: ThreadPoolExecutor, file: ScratchFile) -> None:
 
 
 class FileAllocator:
-    """Which parts of a file are free; the first that is large enough is taken. Bytes."""
+    """A first-fit allocator of space in a file, in bytes."""
 
     def __init__(self) -> None:
         self.end = 0
-        """How long the file has become."""
-        self._free: list[tuple[int, int]] = []  # place and size, sorted, none next to another
+        """The length that the file has reached."""
+        self._free: list[tuple[int, int]] = []  # offset and size, sorted, no two adjacent
 
     def allocate(self, size: int) -> int:
-        """The place of so many bytes that nobody else has."""
+        """Return the offset of `size` free bytes."""
         size = _aligned(size)
         for index, (offset, free_size) in enumerate(self._free):
             if free_size >= size:
@@ -401,7 +401,7 @@ class FileAllocator:
         return self.end - size
 
     def release(self, offset: int, size: int) -> None:
-        """Take back what `take` gave."""
+        """Free space that `allocate` returned."""
         size = _aligned(size)
         index = bisect_left(self._free, (offset, 0))
         if index < len(self._free) and self._free[index][0] == offset + size:

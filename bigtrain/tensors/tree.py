@@ -1,4 +1,4 @@
-"""What modules take and give: tensors in tuples, mappings, dataclasses and objects of any kind."""
+"""Tensors in the inputs and outputs of modules: tuples, mappings, dataclasses, any objects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same structure with every tensor changed, in a fixed order; `value` stays as it is.
+    """Return a copy of a structure with a function applied to every tensor, in a fixed order.
 
-    Tuples, named tuples, lists, mappings of any class, dataclasses and plain objects are gone
-    through; what holds no tensor is handed on itself.
+    Tuples, named tuples, lists, mappings of any class, dataclasses and plain objects are traversed.
+    An object without tensors is not copied.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -26,11 +26,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return [map_tensors(item, change) for item in value]
     if isinstance(value, Mapping):
         return _refilled(value, {k: map_tensors(v, change) for k, v in value.items()})
-    return _object(value, change)
+    return _map_object(value, change)
 
 
 def tree_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a structure, in the order of `map_tensors`."""
+    """Return the tensors in a structure, in the order of `map_tensors`."""
     leaves: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -42,10 +42,10 @@ def tree_tensors(value: Any) -> list[Tensor]:
 
 
 def matching_tensors(template: Any, value: Any) -> list[Tensor]:
-    """The tensors that a structure has where a template has some, in the template's order.
+    """Return the tensors of a structure at the places where a template has tensors, in its order.
 
     Raises:
-        ValueError: it is of another structure.
+        ValueError: the structures differ, or a tensor has another shape.
     """
     if isinstance(template, Tensor):
         if not isinstance(value, Tensor) or value.shape != template.shape:
@@ -72,7 +72,7 @@ def matching_tensors(template: Any, value: Any) -> list[Tensor]:
 
 
 def nested_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a structure, and all that its objects hold, at any depth."""
+    """Return the tensors in a structure and in all attributes of its objects, at any depth."""
     leaves: list[Tensor] = []
     seen: set[int] = set()
     pending = [value]
@@ -95,7 +95,7 @@ def nested_tensors(value: Any) -> list[Tensor]:
 
 
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the same class with other values, set one by one as the class wants it."""
+    """Return a copy of a mapping with other values, set one by one as its class may require."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     copied: Any = copy.copy(mapping)
@@ -107,8 +107,8 @@ def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return copied
 
 
-def _object(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """An object of a user's class: a copy with changed attributes, where it holds tensors."""
+def _map_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of any object with changed attributes; the object itself without tensors."""
     fields = getattr(value, "__dict__", None)
     if not isinstance(fields, dict) or callable(value):
         return value

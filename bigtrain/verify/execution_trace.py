@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigtrain.slicing.exchange import all_gather
-from bigtrain.slicing.sliced_tensor import held, is_sliced, leaves_of
+from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, local_of
 
 _PROJECTIONS = 4
 _SIGNS = 2**14
@@ -133,7 +133,7 @@ class ExecutionTrace(TorchFunctionMode):
             for leaf in leaves_of(result):
                 value, whole = leaf, _itself
                 if is_sliced(leaf):  # all ranks of its group come here
-                    value = held(leaf)
+                    value = local_of(leaf)
                     whole = partial(all_gather, slices=leaf.slices, group=leaf.group)
                 known = type(value) is Tensor and value.device.type != "meta"
                 if known and id(value) not in self._states:

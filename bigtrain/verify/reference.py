@@ -19,7 +19,7 @@ from torch import nn
 from bigtrain.core.strategy import Assembly, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.job.schema import Role
-from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.parameters import bf16_parameter_names
 
 WITH_BF16_PARAMETERS = "strategy.replicate=bigtrain.verify.reference:SingleInBf16"
 WITH_MOVED_WEIGHTS = "strategy.replicate=bigtrain.verify.reference:SingleMoved"

@@ -36,7 +36,7 @@ from bigtrain.costs.traffic import Traffic, TrafficKind, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, scale_timeline
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import names_of
 from bigtrain.optim.partition import even_bounds
 from bigtrain.recorder.exchanges import watch_messages
 from bigtrain.strategies.parameter_server.asynchronous import (

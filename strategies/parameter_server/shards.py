@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bigtrain.optim.partition import Slice, merge_slices, partition_evenly
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import flat_view
+from bigtrain.tensors.memory_format import flat_view
 
 MESSAGE_ELEMENTS = 1 << 20
 """Numbers in a message at most: a server holds one such message of every worker but the first."""

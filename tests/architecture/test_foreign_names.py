@@ -9,13 +9,11 @@ from collections.abc import Iterator
 import pytest
 from support.rooms import imported, sources, tree
 
-from bigtrain.strategies.autotp.adapter import AUTOTP
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED
 from bigtrain.strategies.fairscale_adapter import FAIRSCALE
 
 ADAPTER_OF = {
     "strategies.deepspeed_adapter": DEEPSPEED,
-    "strategies.autotp.adapter": AUTOTP,
     "strategies.fairscale_adapter": FAIRSCALE,
 }
 PUBLIC = {

@@ -76,8 +76,7 @@ FULL = {
     "slicing/test_ranks_memory.py::test_a_run_on_fake_tensors_has_the_memory_of_each_rank": 1,
     "slicing/test_ranks_peaks.py::test_every_rank_beside_other_techniques": 4,
     "slicing/test_ranks_peaks.py::test_the_first_ranks_peak_is_predicted_to_the_byte": 5,
-    "slicing/test_ranks_sequence.py::test_stretches_of_the_sequence_have_the_gradients_of_one"
-    "_process": 2,
+    "slicing/test_ranks_sequence.py::test_sequence_shards_have_the_gradients_of_one_process": 2,
     "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 2,
     "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 2,
     "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 16,

@@ -111,7 +111,7 @@ def test_what_makes_no_sense_is_refused(strategy, options, message):
 NAMES = [
     ({"layers": ["block.0"]}, r"no module 'block.0', did you mean 'blocks.0'\?.*blocks.0"),
     ({"layers": ["blocks"]}, r"blocks is a ModuleList.*Use blocks\.\*"),
-    ({"layers": ["blocks.0", "blocks.0.mlp"]}, "is inside of blocks.0.*Leave one out"),
+    ({"layers": ["blocks.0", "blocks.0.mlp"]}, "is inside blocks.0.*Leave one out"),
     ({"every": 5}, "has 4 blocks. Use strategy.recompute.every=4"),
     ({"blocks": {"blocks.9": "full"}}, "no module 'blocks.9'"),
 ]

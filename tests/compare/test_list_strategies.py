@@ -154,7 +154,7 @@ def test_the_list_has_every_preset_once_below_its_need(capsys, monkeypatch, widt
     assert {"zero3", "fsdp", "+offload_parameters_cpu"} <= set(found[NEEDS["parameters"]])
     assert {"+full", "+budget", "ddp_checkpointing"} <= set(found[NEEDS["activations"]])
     assert {"1f1b", "1f1b_zero1", "layer_split"} <= set(found[NEEDS["model"]])
-    assert {"tensor", "tensor_sequence", "autotp", "3d"} == set(found[NEEDS["layer"]])
+    assert {"tensor", "tensor_sequence", "3d"} == set(found[NEEDS["layer"]])
     assert {"local_sgd", "diloco"} == set(found[NEEDS["slow links"]])
     assert {"ring", "parameter_server", "sync_sgd"} <= set(found[NEEDS["learning"]])
     if width == 140:

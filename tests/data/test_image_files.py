@@ -16,7 +16,7 @@ from PIL import Image
 
 from bigtrain.data import open_data
 from bigtrain.data.image_files import (
-    check_whole,
+    check_complete,
     decode_image,
     image_header,
     read_colours,
@@ -45,7 +45,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def small(written, tmp_path):
-    """Makes a copy of one of the data sets that may be damaged."""
+    """Makes a copy of a data set, which a test may damage."""
 
     def make(name):
         for file in (written / name).rglob("*"):
@@ -89,7 +89,7 @@ def test_the_same_seed_writes_the_same_bytes(written, tmp_path):
 
 
 def test_small_cifar10_is_stored_by_channels(written):
-    """Its pictures are parts of photographs, whose neighbouring pixels are alike."""
+    """Its images are parts of photographs, whose neighbouring pixels are similar."""
     images = torch.cat([opened("cifar10", written / "cifar10").validation[i][0] for i in range(9)])
     near, far = images.diff(dim=-1).abs().mean(), (images - images.flip(-1)).abs().mean()
     assert near < 0.5 * far
@@ -139,7 +139,7 @@ def test_labels_of_mnist_belong_to_its_images(small):
     root = small("mnist")
     labels = root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     labels.write_bytes(struct.pack(">2I", 0x801, 3) + bytes([1, 2, 3]))
-    refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* beside it 3 labels")
+    refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* has 3 labels")
     labels.write_bytes(struct.pack(">2I", 0x801, 18) + bytes([12] * 18))
     refused("mnist", root, r"t10k-labels.* has the label 12, all must be below 10")
     labels.with_name(f"{labels.name}.gz").unlink()
@@ -226,15 +226,15 @@ def test_many_files_are_looked_at_in_part(tmp_path):
     for file in files:
         Image.new("RGB", (2, 2)).save(file)
     files[3].write_bytes(b"\xff\xd8")
-    check_whole(files, most=5)
+    check_complete(files, most=5)
     with pytest.raises(ConfigError, match=r"3\.jpg cannot be read: "):
-        check_whole(files, most=10)
+        check_complete(files, most=10)
 
 
 @pytest.mark.parametrize("kind", ["bomb", "pipe", "device", "folder", "text", "no header"])
 def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "odd.png"
-    if kind == "bomb":  # a few bytes that stand for ten gigabytes
+    if kind == "bomb":  # a few bytes that expand to ten gigabytes
         size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", size), (b"IDAT", b"x"), (b"IEND", b"")]
         packed = [
@@ -250,7 +250,12 @@ def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
         path.mkdir()
     else:
         path.write_bytes(b"a text" if kind == "text" else b"\x89PNG\r\n\x1a\nIEND\xaeB`\x82")
-    for read in (decode_image, image_header, read_colours, lambda one: check_whole([one], most=1)):
+    for read in (
+        decode_image,
+        image_header,
+        read_colours,
+        lambda one: check_complete([one], most=1),
+    ):
         with pytest.raises(ConfigError, match=r"data\.path: .*odd\.png cannot be read: .*Get this"):
             read(path)
 

@@ -71,7 +71,7 @@ def write_voc(root, year="2012", inner=""):
         names = [f"{part}{index}" for index in range(number)]
         (folder / "ImageSets" / "Segmentation" / f"{part}.txt").write_text("\n".join(names))
         for name in names:
-            # The picture tells its own classes: red is the class times 10.
+            # The image encodes its classes: red is the class times 10.
             mask = np.zeros((40, 60), dtype=np.uint8)
             mask[:20, :30], mask[20:, 30:], mask[:20, 30:] = 5, 20, 255
             picture = np.stack([mask, mask * 0, mask * 0], axis=-1)

@@ -255,7 +255,7 @@ def test_the_draft_of_a_process_that_was_killed_is_removed_by_the_next(folder, c
     assert process.stdout.readline() == b"begun\n"
     drafts = [path for path in cache.iterdir() if ".draft-" in path.name]
     assert len(drafts) == 1
-    prepare_data("text", str(folder), {})  # whoever lives keeps it
+    prepare_data("text", str(folder), {})  # the surviving process keeps it
     assert drafts[0].exists()
     process.kill()
     process.communicate()

@@ -220,7 +220,7 @@ def test_a_task_that_nobody_settled_refuses_to_be_trained_with():
         ("stream", r"gives a Stream in train, which has no __getitem__: samples are drawn by"),
         ("stream_to_validate", "gives a Stream in validation, which has no __getitem__"),
         ("no_length", "gives a NoLength in train, which has no __len__"),
-        ("empty", r"length 0\), at least 1 is needed. Look at what it makes them of\.$"),
+        ("empty", r"length 0\), at least 1 is needed. Check the function's files\.$"),
     ],
 )
 def test_samples_that_cannot_be_drawn_by_number_are_one_line(data, said):

@@ -86,7 +86,7 @@ def test_tied_parameters_stay_one_object() -> None:
 
 
 class Special(nn.Parameter):
-    """A parameter with a type and attributes of its own."""
+    """A parameter of a subclass with attributes."""
 
 
 def odd() -> nn.Module:

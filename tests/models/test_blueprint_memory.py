@@ -1,4 +1,4 @@
-"""What describing and materialising cost in operations and bytes."""
+"""The cost of describing and materialising, in operations and bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_cost_grows_with_the_model_and_not_with_its_square() -> None:
 
 
 class HeldBytes(TorchDispatchMode):
-    """The most bytes of CPU storages, made meanwhile, that were alive at once."""
+    """The peak bytes of CPU storages made inside a `with` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,4 +60,4 @@ def test_little_more_than_one_tensor_is_held_while_materialising() -> None:
     layers = describe(lambda: nn.ModuleList(nn.Linear(512, 512) for _ in range(8)))
     with HeldBytes() as held:
         layers.materialize("cpu", seed=0)
-    assert held.peak <= 1.01 * 8 * 512 * 513 * 4  # nothing beside the result
+    assert held.peak <= 1.01 * 8 * 512 * 513 * 4  # nothing but the result

@@ -68,7 +68,7 @@ def test_a_callers_own_module_comes_back_with_its_cache(tmp_path, capfd):
 
 
 class WithConfiguration(nn.Module):
-    """Says what its configuration is made by, as transformers' classes do."""
+    """Names its configuration class, as transformers' classes do."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Blocks compiled one by one: which are, with one program for all that are alike."""
+"""Compiled blocks: which ones, and one program for all of a class."""
 
 from __future__ import annotations
 

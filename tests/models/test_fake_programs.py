@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def saved(*, compiled: bool, log: OperationLog | None = None) -> tuple[int, int, int]:
-    """Bytes that one block keeps; its highest moment forward; what is left of it at the end."""
+    """Bytes that a block saves, its forward peak, and the bytes left at the end."""
     tracker = StorageTracker(fake=True)
     with FakeTensorMode(), tracker, log or nullcontext():
         model = nn.Sequential(Block(), Block())

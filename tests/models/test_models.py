@@ -1,4 +1,4 @@
-"""Models by name: what they are made of, what they refuse, and a user's own."""
+"""Models by name and by import path: their structure and refusals."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_too_long_an_input_is_refused() -> None:
     [
         ({"hue": 3}, r"model\.args\.hue: gpt has no argument 'hue'\. Known: vocab_size"),
         ({"num_layer": 3}, r"model\.args\.num_layer: .*, did you mean 'num_layers'\?"),
-        ({"num_layers": 0}, r"model\.args\.num_layers=0 needs a whole number from 1 on\."),
+        ({"num_layers": 0}, r"model\.args\.num_layers=0 needs a whole number, at least 1\."),
         ({"num_layers": 1.5}, r"num_layers=1\.5 needs a whole number"),
         ({"width": "wide"}, r"model\.args\.width='wide' needs a whole number"),
         ({"bias": 1}, r"model\.args\.bias=1 needs true or false\."),
@@ -208,7 +208,7 @@ def test_lenet_refuses_what_it_cannot_take() -> None:
     with pytest.raises(ConfigError, match="images are 28 x 28, needed are 32 x 32. Pad or resize"):
         LeNet()(torch.randn(1, 1, 28, 28))
     for args, message in (
-        ({"num_classes": 0}, r"model\.args\.num_classes=0 needs a whole number from 1 on"),
+        ({"num_classes": 0}, r"model\.args\.num_classes=0 needs a whole number, at least 1"),
         ({"in_channels": "rgb"}, r"model\.args\.in_channels='rgb' needs a whole number"),
         ({"classes": 2}, r"args\.classes: lenet has no argument 'classes', did you mean 'num_cla"),
     ):
@@ -301,7 +301,7 @@ def test_a_constructor_that_fails_is_explained(own: Path) -> None:
         make_model("my_models:anything", {"a": 1})
 
 
-# names, and what the data and the model tell each other
+# names, and arguments that follow from the data
 
 
 def test_all_names_are_listed_once() -> None:
@@ -328,7 +328,7 @@ def test_the_data_fills_in_what_was_left_out() -> None:
     assert language == {"sequence_length": 64}  # its vocabulary is larger, and stays
     larger = model_defaults("gpt2", num_classes=60000, sequence_length=None)
     assert larger == {"vocab_size": 60000}
-    for name in ("gpt", "gpt-10m"):  # models of bytes take what the data have
+    for name in ("gpt", "gpt-10m"):  # models of bytes take the vocabulary of the data
         own = model_defaults(name, num_classes=64, sequence_length=None)
         assert own == {"vocab_size": 64}
     assert model_defaults("gpt", num_classes=None, sequence_length=None) == {}

@@ -103,7 +103,7 @@ def test_index_buffers_are_exact() -> None:
     ("name", "args", "message"),
     [
         ("resnet18", {"num_clases": 3}, r"num_clases: resnet18 has no .*, did you mean 'num_class"),
-        ("resnet18", {"num_classes": 0}, r"args\.num_classes=0 needs a whole number from 1 on"),
+        ("resnet18", {"num_classes": 0}, r"args\.num_classes=0 needs a whole number, at least 1"),
         ("resnet18", {"num_classes": "ten"}, r"args\.num_classes='ten' needs a whole number"),
         (
             "resnet18",
@@ -152,7 +152,7 @@ def test_a_resnet_for_small_images_keeps_their_size():
     model.layer1.register_forward_hook(lambda _m, _i, output: seen.append(tuple(output.shape)))
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert seen == [(2, 64, 32, 32)]
-    # Kaiming's deviation by what goes out: sqrt(2 / (64 * 3 * 3)).
+    # Kaiming's deviation by fan-out: sqrt(2 / (64 * 3 * 3)).
     assert model.conv1.weight.detach().std() == pytest.approx((2 / 576) ** 0.5, rel=0.1)
     assert model.conv1.bias is None
     plain = make_model("resnet18", {"num_classes": 10, "small_images": False})

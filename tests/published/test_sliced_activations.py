@@ -40,9 +40,9 @@ def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int,
         x = torch.empty(s, b, h, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         if sequence_dim is None:
             return saved_bytes(layer, x)
-        dealt = Slices.even(0, s)
-        held = dealt.local(x, group.rank, t).detach().clone().requires_grad_()
-        return saved_bytes(layer, SlicedTensor.of(held, dealt, group))
+        sequence_slices = Slices.even(0, s)
+        held = sequence_slices.local(x, group.rank, t).detach().clone().requires_grad_()
+        return saved_bytes(layer, SlicedTensor.of(held, sequence_slices, group))
 
 
 @pytest.mark.parametrize("name", ["22B", "175B"])

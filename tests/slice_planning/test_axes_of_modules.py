@@ -1,4 +1,4 @@
-"""Modules of which it is known by hand what can be sliced together."""
+"""Modules whose classes of slices are known by hand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def lines(model, *shape, ranks=2, **options):
 
 
 def whole_classes(model, *shape, ranks=2, **options):
-    """By names without the block around them, only what is sliced in classes."""
+    """Return slices of classes by names relative to the block."""
     plan = plan_slices(work_on(model, *shape, **options), ranks)
-    alone = {name for form in plan.singles for name in form.slices}
+    alone = {name for form in plan.single_layers for name in form.slices}
     return {
         name.removeprefix("layer."): text
         for name, text in plan.lines().items()
@@ -87,7 +87,7 @@ def test_fewer_keys_than_ranks_stay_whole_and_queries_are_sliced_within_groups()
         "q.bias": "0/2x32:8",
         "out.weight": "1/2x32:8",
     }
-    kept = plan_slices(work_on(model, 2, 5, 64), 4).kept
+    kept = plan_slices(work_on(model, 2, 5, 64), 4).whole_reasons
     assert kept["layer.k.bias"] == (
         "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
     )
@@ -109,7 +109,7 @@ def test_one_key_for_all_queries_stays_whole():
 
 
 class Einsum(nn.Module):
-    """Attention without a layer of torch: weights with the heads as a dim of their own."""
+    """Attention without torch's layers: weights with a separate dim for the heads."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -148,8 +148,8 @@ def test_gpt(tied):
         "blocks.*.mlp.output.weight": "1/256",
         "head.weight": "0/501",
     }
-    assert not plan.singles
-    assert plan.kept["norm.weight"].startswith("dim 0: a norm goes along it in 'blocks.0.")
+    assert not plan.single_layers
+    assert plan.whole_reasons["norm.weight"].startswith("dim 0: a norm goes along it in 'blocks.0.")
     hidden = 2 * 16 * 64 * 4
     exchanged = {
         own.name: sorted((sent.kind, sent.nbytes, sent.backward) for sent in own.exchanged)
@@ -309,7 +309,7 @@ def test_what_an_autograd_function_of_the_users_own_is_given_is_whole():
     assert not plan.classes
     assert plan.gathered == {"layer.0.weight"}
     why = "it is given to Doubled, an autograd function of the model's own, in 'layer.1'"
-    assert why in plan.kept.get("layer.2.weight", why)
+    assert why in plan.whole_reasons.get("layer.2.weight", why)
     checkpointed = nn.Sequential(nn.Linear(8, 32), Recomputed(), nn.Linear(32, 8))
     assert plan_slices(work_on(Block(8, checkpointed), 2, 3, 8), 2).classes
 
@@ -348,7 +348,7 @@ def test_what_needs_values_stays_whole_and_what_came_before_is_sliced_all_the_sa
     plan = plan_slices(work_on(ByValues(NeedsValues()), 2, 3, 8), 2)
     assert plan.slices["first.layer.0.weight"].dim == 0
     assert "the value of a tensor decides" in plan.failed
-    assert "the value of a tensor decides" in plan.kept["second.weight"]
+    assert "the value of a tensor decides" in plan.whole_reasons["second.weight"]
 
 
 class Experts(nn.Module):
@@ -404,4 +404,4 @@ def test_what_the_forward_pass_leaves_alone_costs_nothing_in_slices():
 
     plan = plan_slices(work_on(Spare(), 2, 8), 2)
     assert plan.lines()["spare.weight"] == "0/40"
-    assert plan.kept["spare.bias"] == "this forward pass does not use it"
+    assert plan.whole_reasons["spare.bias"] == "this forward pass does not use it"

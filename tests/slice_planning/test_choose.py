@@ -1,4 +1,4 @@
-"""What is chosen under prices and under a limit of memory."""
+"""The choice of slices with prices and with a memory limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def held_bytes(plan, model, state=4.0):
 
 
 def sent_bytes(plan):
-    parts = (*plan.classes, *plan.singles)
+    parts = (*plan.classes, *plan.single_layers)
     return sum(sent.nbytes for part in parts for sent in part.exchanged)
 
 
@@ -55,11 +55,11 @@ def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 1.0, seconds_per_flop=1e-12))
     assert plan.slices == {}
     assert not plan.classes
-    assert not plan.singles
+    assert not plan.single_layers
 
 
 def test_what_pays_is_sliced_and_what_does_not_is_not():
-    # A block's MLP has twice the operations of its attention's products, and sends as much.
+    # A block's MLP has twice the FLOPs of its attention's products, and sends equally many bytes.
     mlp = 2 * 4 * 64 * (2 * 128 * 512) * 3 / 2
     each = mlp * 1e-12 / 2  # of its two exchanges
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.9 * each, seconds_per_flop=1e-12))
@@ -95,7 +95,7 @@ def test_a_limit_slices_what_it_must_and_the_cheapest_of_it():
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_what_it_takes():
-    message = r"a rank is to hold 1.0 MiB, and with all that can be sliced it holds \d+.\d MiB"
+    message = r"the limit of a rank is 1.0 MiB, and with everything sliced .* it needs \d+.\d MiB"
     with pytest.raises(ConfigError, match=rf"mesh.tp=2: {message}.*Use more ranks"):
         plan_slices(GPT_WORK, 2, limit=2**20)
 
@@ -116,7 +116,7 @@ def test_residual_blocks_send_no_more_than_two_exchanges_each():
     model = models.resnet18(weights=None)
     plan = plan_slices(work_on(model, 2, 3, 64, 64), 2)
     assert plan.sliced_share(model) > 0.9
-    assert not plan.singles
+    assert not plan.single_layers
     # By hand: the gradient of a block's input, and its output, in floats of two images.
     stages = [(64, 16), (128, 8), (256, 4), (512, 2)]
     outputs = [2 * channels * side * side * 4 for channels, side in stages]
@@ -139,7 +139,7 @@ def test_few_parameters_that_cost_traffic_stay_whole():
     plan = plan_slices(work_on(GPT(config), 2, 32, tokens=9001), 2)
     assert "embedding.position.weight" not in plan.slices
     why = "dim 0: it is 0.26% of the parameters, and slices of it would send 16.0 KiB"
-    assert plan.kept["embedding.position.weight"].startswith(why)
+    assert plan.whole_reasons["embedding.position.weight"].startswith(why)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -1,4 +1,4 @@
-"""A model that looks at its own sizes is sliced where it sees whole ones, and nowhere else."""
+"""A model that reads its sizes is sliced only where it reads whole ones."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(way: str) -> No
     plan = plan_slices(work(way), 2)
     assert {"qkv.weight", "out.weight", "down.weight"} <= plan.slices.keys()
     assert ("up.weight" in plan.slices) == (way in ("sizes", "type"))
-    if "up.weight" in plan.kept:
+    if "up.weight" in plan.whole_reasons:
         where = "up" if way == "called" else "the model"
-        assert plan.kept["up.weight"] == LISTED.replace("\\", "").replace("the model", where)
+        assert plan.whole_reasons["up.weight"] == LISTED.replace("\\", "").replace(
+            "the model", where
+        )
 
 
 @pytest.mark.parametrize("way", ALL_LISTED)
@@ -56,9 +58,9 @@ def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
 def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     plan = plan_slices(work("sizes", heads=2), 4)
     assert plan.sliced_share(OwnSizes("sizes")) > 0.9
-    assert plan.slices["qkv.weight"].dim == 1, "by what goes into the heads"
+    assert plan.slices["qkv.weight"].dim == 1, "by the input of the heads"
     why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
-    assert plan.kept["qkv.bias"] == why
+    assert plan.whole_reasons["qkv.bias"] == why
     lines = {"qkv.weight": "0/3x:16"}
     message = r"mesh.tp=4: qkv.weight has 2 units of 16 along dim 0.*Use mesh.tp=2 or less"
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""What a plan says is exchanged is what a model in its slices exchanges, one by one."""
+"""A sliced model does exactly the exchanges of its plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bigtrain.tensors.fake import fake_model
 
 
 def exchanged(model, plan, *shape, tokens=0):
-    """What a rank of a model in slices exchanges, the loss's left out, and what had no rule."""
+    """Return the exchanges of a rank, without the loss's, and the functions without a rule."""
     noted: list[TensorExchange] = []
     group = SliceGroup(0, plan.ranks, exchanges=noted)
     with FakeTensorMode(allow_non_fake_inputs=True):

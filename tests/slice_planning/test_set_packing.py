@@ -1,4 +1,4 @@
-"""The best disjoint sets, beside all sets tried one by one."""
+"""The best disjoint sets, compared with trying all sets."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_the_frontier_is_that_of_all_sets(seed, claims):
 def test_one_set_is_the_best_of_the_frontier(seed):
     options = drawn(seed, 14, 12)
     points = frontier(options)
-    cheapest = frontier(options, first_of=lambda p: (p.cost, p.nbytes))
-    smallest = frontier(options, first_of=lambda p: (p.nbytes, p.cost))
+    cheapest = frontier(options, best_key=lambda p: (p.cost, p.nbytes))
+    smallest = frontier(options, best_key=lambda p: (p.nbytes, p.cost))
     assert [(p.cost, p.nbytes) for p in cheapest] == [(points[0].cost, points[0].nbytes)]
     assert [(p.cost, p.nbytes) for p in smallest] == [(points[-1].cost, points[-1].nbytes)]
 
@@ -84,14 +84,14 @@ def test_blocks_that_are_alike_are_solved_once(monkeypatch):
         "_branch",
         lambda self, part: branched.append(part) or branch(self, part),
     )
-    found = frontier(blocks_along_a_skip(200), first_of=lambda p: (p.nbytes, p.cost))
+    found = frontier(blocks_along_a_skip(200), best_key=lambda p: (p.nbytes, p.cost))
     assert len(found[0].taken) == 201
     assert len(branched) < 20
 
 
 def test_a_long_chain_is_solved():
     chained = [Option(n, frozenset((f"w{n}", f"w{n + 1}")), 1.0, -float(n % 7)) for n in range(150)]
-    best = frontier(chained, first_of=lambda p: (p.nbytes, p.cost))[0]
+    best = frontier(chained, best_key=lambda p: (p.nbytes, p.cost))[0]
     # The classic recurrence over a path, by hand.
     before, now = 0.0, 0.0
     for option in chained:

@@ -1,4 +1,4 @@
-"""What goes together in slices can be shuffled together: on the numbers of whole models."""
+"""Dims that are sliced together can be permuted together without changing a model's output."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def classes_of(model, inputs):
         one
         for one in found
         if one.units > 1
-        and one.carried
-        and not one.looked_up
+        and one.in_activations
+        and not one.is_table
         and all(sent.kind != "all_gather" for sent in one.exchanged)
     ]
     return [own[n * len(own) // MOST] for n in range(MOST)] if len(own) > MOST else own

@@ -1,4 +1,4 @@
-"""Attention whose heads are dealt out, on real ranks: shared keys and values, a decoder."""
+"""Attention with sliced heads on real ranks: shared keys and values, a decoder."""
 
 from collections import Counter
 

@@ -49,8 +49,8 @@ WHOLE = {
     "SHAPES fourier": "0.2",
     "INDICES number": "0.0",
     "INDICES numbers": "0.1",
-    "INDICES stretch": "0.1 0.2",
-    "INDICES last stretch": "0.1",
+    "INDICES range": "0.1 0.2",
+    "INDICES last range": "0.1",
     "INDICES rows": "0.1",
     "INDICES rows in front": "0.0 0.1",
     "INDICES two, apart": "0.0 0.2",
@@ -89,7 +89,7 @@ WHOLE = {
     "MORE ELEMENTS changed": "1.0 1.1",
     "MORE PIECES cat short": "0.1",
     "MORE PIECES set row": "0.1 1.0 1.1",
-    "MORE PIECES set stretch": "0.2 1.0 1.1",
+    "MORE PIECES set range": "0.2 1.0 1.1",
     "MORE PIECES set rows": "0.1 1.0 1.1",
     "MORE PIECES set corner": "0.0 0.1",
     "MORE PIECES set plain": "0.0 0.1",
@@ -140,7 +140,7 @@ def all_calls(context, kind, count):
 
 
 def wrong_and_whole(kind, ranks, count):
-    """What is wrong; and of each call the tensors and dims whose slices are gathered."""
+    """Return wrong results, and for each call the tensors and dims whose slices are gathered."""
     wrong, whole = [], {}
     for found in zip(*run_ranks(all_calls, ranks, kind, count, tp=ranks), strict=True):
         for name, _, result in found:

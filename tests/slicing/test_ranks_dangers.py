@@ -1,4 +1,4 @@
-"""What models do besides calling functions: it is right on slices, or refused by name."""
+"""Code of models other than calls of functions works on slices, or is refused by name."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.exchange import reduce_scatter, to_all
+from bigtrain.slicing.exchange import copied_to_ranks, reduce_scatter
 from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced
 from bigtrain.slicing.slices import Slices, SliceSection
 
@@ -126,7 +126,7 @@ class Answer:
 
 
 class Hooked(Layers):
-    """Hooks see whole shapes; what they give back is used."""
+    """Hooks see whole shapes; their results are used."""
 
     def __init__(self):
         super().__init__()
@@ -246,8 +246,8 @@ def _dispatched(hidden):
 
 
 REFUSED = {
-    "its result": "DoubleBackward, a torch.autograd.Function of the model's own",
-    "its gradient": "a torch.autograd.Function of the model's own was given a sliced tensor",
+    "its result": "DoubleBackward, a torch.autograd.Function of the model, is given",
+    "its gradient": "a torch.autograd.Function of the model was given a sliced tensor",
     "reentrant": "CheckpointFunctionBackward, .*Recompute with use_reentrant=False",
     "dispatch": "aten.add.Tensor is called on a sliced tensor where no rule can see it",
     "pickle": "Linear holds this rank's slices and is not pickled",
@@ -256,7 +256,7 @@ REFUSED = {
     "data": "`data` or `grad` of a sliced tensor is set",
     "buffer": r"Linear.weight is sliced, 10 long in dim 0, and is set to a tensor of \[3, 3\]",
     "two ways": "first.weight and second.weight are one tensor, and are sliced in two ways",
-    "few": r"up.weight can be dealt out to 1 ranks, and mesh.tp=2.*keep=\[up\]",
+    "few": r"up.weight can be sliced over 1 ranks at most, and mesh.tp=2.*keep=\[up\]",
 }
 
 
@@ -313,7 +313,7 @@ def test_modes_and_copies():
 
 
 def alive_tensors(context):
-    """Tensors that live after so many steps, and what `to_all` remembers of one."""
+    """Tensors that live after so many steps, and what `copied_to_ranks` remembers of one."""
     group = slice_group(context)
     model = in_slices(in_double(Direct), {**SLICES, "mean": COLUMNS}, group)
     counts = []
@@ -330,16 +330,16 @@ def alive_tensors(context):
     finally:
         gc.enable()
     whole = torch.ones(3, requires_grad=True)
-    twice = to_all(whole, group) is to_all(whole, group)
-    kept = to_all(whole, group)
+    twice = copied_to_ranks(whole, group) is copied_to_ranks(whole, group)
+    kept = copied_to_ranks(whole, group)
     whole.data = torch.zeros(3)
-    other = to_all(whole, group)
+    other = copied_to_ranks(whole, group)
     return counts, twice, bool((other == kept).any()), isinstance(kept, SlicedTensor)
 
 
 def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
     for counts, twice, is_stale, _ in run_ranks(alive_tensors, 2, tp=2):
-        # The backend's thread may hold what was sent last: a leak would be one in each step.
+        # The backend's thread may keep the last sent tensor: a leak would keep one per step.
         assert min(counts[-8:]) <= min(counts[:8]) + 1, counts
         assert not is_stale
         assert twice
@@ -361,7 +361,7 @@ class Dropping(Layers):
 
 
 def drawn_numbers(context):
-    """Gradients with dropout, once recomputed; what ranks drop; and what they draw after that."""
+    """Gradients with dropout, recomputed or not; dropped elements; numbers drawn afterwards."""
     group = slice_group(context)
     gradients = []
     for recomputes in (False, True):
@@ -424,7 +424,7 @@ def test_blocks_of_slices_are_computed_again():
 
 
 def shared_out(context):
-    """Parts that lie in another order in memory; sums that are changed in place."""
+    """Parts with another memory order; sums that are changed in place."""
     group = slice_group(context, sequence_dim=1)
     slices = Slices.even(1, 4)
     partial = torch.arange(120.0).view(2, 5, 3, 4).permute(0, 3, 1, 2)

@@ -18,7 +18,7 @@ SOME = ("gpt, tied", "recurrent", "upwards", "swin, second")
 
 
 def made_fake(model, mode):
-    """Put fakes in place of the tensors of a model; tied ones stay tied."""
+    """Replace the tensors of a model by fakes; tied ones stay tied."""
     twins = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():

@@ -46,7 +46,7 @@ def test_more_random_slices_on_more_ranks():
     assert_right(light, [2], 3)
 
 
-def test_random_slices_beside_stretches_of_the_sequence():
+def test_random_slices_with_sequence_shards():
     assert_right(["gpt", "gpt, tied", "attention", "encoder, norm first", "vit"], [4, 5], 2, 1)
 
 

@@ -35,7 +35,7 @@ def values(shape, ignored):
 
 
 def both(context, logits, dim, compute, sections=None):
-    """A loss and its gradient of this rank's part, and what one process has of them."""
+    """A loss and its gradient of this rank's part, and those of one process."""
     group = slice_group(context)
     slices = Slices(dim, sections) if sections else Slices.even(dim, logits.shape[dim])
     whole = logits.clone().requires_grad_()
@@ -82,7 +82,7 @@ def test_cross_entropy_of_logits_in_slices(ranks):
 
 
 def low(context):
-    """Cross entropy of 16-bit logits, as a run has it and as torch's own is called."""
+    """Cross entropy of 16-bit logits, in a run and by torch's function."""
     found = []
     for shape, loss in (((7, 11), CrossEntropy()), ((2, 11, 3, 5), CrossEntropy(class_dim=1))):
         logits, target, _ = values(shape, "some")
@@ -114,7 +114,7 @@ def test_low_precision_is_computed_in_float32():
 
 
 def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, chunk_size):
-    """A head with the loss in chunks: its three gradients beside those of one process."""
+    """A head with a chunked loss: its three gradients equal those of one process."""
     torch.manual_seed(4)
     group = slice_group(context)
     hidden = torch.randn(3, 6, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -126,7 +126,9 @@ def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, ch
         head(hidden).view(-1, WORDS), target.view(-1), reduction="sum", label_smoothing=smoothing
     )
     (plain * 0.5).backward()
-    dealt = None if hidden_dim is None else Slices.even(hidden_dim, hidden.shape[hidden_dim])
+    hidden_slices = (
+        None if hidden_dim is None else Slices.even(hidden_dim, hidden.shape[hidden_dim])
+    )
     words = Slices.even(0, WORDS)
 
     def mine(tensor, slices):
@@ -137,11 +139,11 @@ def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, ch
         return tensor if slices is None else SlicedTensor.of(tensor, slices, group)
 
     of_head = words if sliced_head else None
-    own_hidden = mine(hidden, dealt).requires_grad_()
+    own_hidden = mine(hidden, hidden_slices).requires_grad_()
     own_weight = mine(head.weight, of_head).requires_grad_()
     own_bias = mine(head.bias, of_head).requires_grad_() if has_bias else None
     loss = chunked_cross_entropy(
-        given(own_hidden, dealt),
+        given(own_hidden, hidden_slices),
         given(own_weight, of_head),
         None if own_bias is None else given(own_bias, of_head),
         target,
@@ -149,7 +151,7 @@ def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, ch
         chunk_size=chunk_size,
     )
     (loss * 0.5).backward()
-    found = [(loss, plain), (own_hidden.grad, mine(hidden.grad, dealt))]
+    found = [(loss, plain), (own_hidden.grad, mine(hidden.grad, hidden_slices))]
     found.append((own_weight.grad, mine(head.weight.grad, of_head)))
     if has_bias:
         found.append((own_bias.grad, mine(head.bias.grad, of_head)))
@@ -176,7 +178,7 @@ def test_chunks_of_a_head_in_slices(ranks):
 
 
 def of_a_model(context, sequence_dim, tied):
-    """A GPT whose head gives the loss, beside the same with plain logits on one process."""
+    """A GPT whose head computes the loss equals one with plain logits on one process."""
     case = gpt_case(tied=tied)
     loss = ChunkedCrossEntropy(head="head", chunk_size=1500, label_smoothing=0.1)
     exchanges = []

@@ -19,7 +19,7 @@ LENGTH = 9
 
 
 class PatientTracker(StorageTracker):
-    """It lets gloo's thread let go of what was sent, which on GPUs nobody has to wait for."""
+    """Wait until gloo's thread releases what was sent; on GPUs there is nothing to wait for."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,4 +1,4 @@
-"""Models whose parameters lie in slices on real ranks compute what one process computes."""
+"""Models with sliced parameters on real ranks compute what one process computes."""
 
 import copy
 

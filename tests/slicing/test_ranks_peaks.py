@@ -95,7 +95,7 @@ BESIDE = {
             "zbv+tensor": IN_TURN,
         },
     ),
-    "several stages, in stretches": (
+    "several stages, in sequence shards": (
         STAGES,
         {
             "interleaved_1f1b+tensor_sequence": IN_TURN,
@@ -164,7 +164,7 @@ def peaks_beside(context, strategies, mesh, folder):
 
 
 def share(row):
-    """By how much the forecast is above what was measured."""
+    """Return by how much the forecast exceeds the measurement."""
     predicted, measured, _ = row
     return predicted.bytes / measured.bytes - 1
 

@@ -18,7 +18,7 @@ from support.sliced_models import (
     vit_case,
 )
 
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held
+from bigtrain.slicing.sliced_tensor import SlicedTensor, local_of
 from bigtrain.slicing.slices import Slices
 
 CASES = {
@@ -55,7 +55,7 @@ def of_cases(context, names, modes):
         ),
     ],
 )
-def test_stretches_of_the_sequence_have_the_gradients_of_one_process(ranks, modes):
+def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):
     found = run_ranks(of_cases, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
     for key, (_, wanted, _) in found[0].items():
         for rank in range(ranks):
@@ -86,7 +86,7 @@ def _halves(exchanges, at):
 
 
 def of_a_layer(context, sequence_dim, mode):
-    """What a layer more exchanges; and the small ones of the backward pass."""
+    """Return the exchanges of one more layer, and the small ones of the backward pass."""
     one, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
     return dict(two[0] - one[0]), dict(two[1] - one[1]), len(two[2]) - len(one[2])
 
@@ -122,10 +122,10 @@ def separate(context):
     group = slice_group(context, sequence_dim=1, exchanges=exchanges)
     whole = torch.randn(2, 5, 6, dtype=torch.float64)
     weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
-    dealt, columns = Slices.even(1, 5), Slices.even(0, 4)
-    held = dealt.local(whole, group.rank, group.size).clone().requires_grad_()
+    sequence_slices, columns = Slices.even(1, 5), Slices.even(0, 4)
+    held = sequence_slices.local(whole, group.rank, group.size).clone().requires_grad_()
     own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
-    x = SlicedTensor.of(held, dealt, group)
+    x = SlicedTensor.of(held, sequence_slices, group)
     made = [F.linear(x, SlicedTensor.of(w, columns, group)) for w in own]
     assert len(group.inputs) == 1
     del x
@@ -136,7 +136,9 @@ def separate(context):
     wanted = whole.requires_grad_()
     plain = [w.requires_grad_() for w in weights]
     sum(F.linear(wanted, w).square().sum() for w in plain).backward()
-    assert torch.allclose(dealt.local(wanted.grad, group.rank, group.size), held.grad, atol=1e-12)
+    assert torch.allclose(
+        sequence_slices.local(wanted.grad, group.rank, group.size), held.grad, atol=1e-12
+    )
     for w, found in zip(plain, own, strict=True):
         mine = columns.local(w.grad, group.rank, group.size)
         assert torch.allclose(mine, found.grad, atol=1e-12)
@@ -150,16 +152,18 @@ def test_linear_layers_of_one_input_gather_it_together():
 
 
 def masks(context):
-    """What dropout leaves of ones: of a sequence in slices, and of a whole tensor."""
+    """Return ones after dropout: of a sharded sequence, and of a whole tensor."""
     group = slice_group(context, sequence_dim=1)
     torch.manual_seed(3)
-    dealt = Slices.even(1, 64)
-    ones = dealt.local(torch.ones(2, 64, 8), group.rank, group.size)
-    first, second = (held(F.dropout(SlicedTensor.of(ones, dealt, group))) for _ in range(2))
+    sequence_slices = Slices.even(1, 64)
+    ones = sequence_slices.local(torch.ones(2, 64, 8), group.rank, group.size)
+    first, second = (
+        local_of(F.dropout(SlicedTensor.of(ones, sequence_slices, group))) for _ in range(2)
+    )
     return first.tolist(), second.tolist(), F.dropout(torch.ones(2, 64, 8)).tolist()
 
 
-def test_each_stretch_has_masks_of_its_own_and_whole_tensors_have_the_same():
+def test_each_shard_has_its_own_masks_and_whole_tensors_have_equal_ones():
     (a, again, whole), (b, _, other) = run_ranks(masks, 2, tp=2)
     assert whole == other
     assert a != b
@@ -201,15 +205,15 @@ def split_backward(context, sequence_dim, count):
     torch.manual_seed(0)
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
-    columns, dealt = Slices.even(0, 4), Slices.even(1, 5)
+    columns, sequence_slices = Slices.even(0, 4), Slices.even(1, 5)
     whole = torch.randn(2, 5, 6, dtype=torch.float64)
     weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(count)]
     own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
-    leaf = whole if sequence_dim is None else dealt.local(whole, group.rank, group.size)
+    leaf = whole if sequence_dim is None else sequence_slices.local(whole, group.rank, group.size)
     leaf = leaf.clone().requires_grad_()
     x = leaf * 1.0
-    given = x if sequence_dim is None else SlicedTensor.of(x, dealt, group)
-    made = sum(held(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
+    given = x if sequence_dim is None else SlicedTensor.of(x, sequence_slices, group)
+    made = sum(local_of(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
     del exchanges[:]
     (to_leaf,) = torch.autograd.grad(made, [leaf], retain_graph=True)
     first = Counter(e.kind for e in exchanges)
@@ -217,7 +221,9 @@ def split_backward(context, sequence_dim, count):
     to_weights = torch.autograd.grad(made, own)
     second = Counter(e.kind for e in exchanges)
     wanted = sum(w.sum(0) for w in weights).expand_as(whole)
-    wanted = wanted if sequence_dim is None else dealt.local(wanted, group.rank, group.size)
+    wanted = (
+        wanted if sequence_dim is None else sequence_slices.local(wanted, group.rank, group.size)
+    )
     assert torch.allclose(to_leaf, wanted, atol=1e-12)
     for found in to_weights:
         assert torch.allclose(found, whole.sum((0, 1)).expand_as(found), atol=1e-12)

@@ -1,4 +1,4 @@
-"""How slices lie in another shape, beside the elements themselves."""
+"""Slices after a reshape, compared with the elements themselves."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from bigtrain.slicing.slices import reshaped
 
 
 def shapes_of(draw):
-    """A shape and another one of as many elements."""
+    """Two shapes with equally many elements."""
     primes = [draw.choice([1, 2, 2, 2, 3, 3, 5]) for _ in range(draw.randint(2, 6))]
 
     def grouped():

@@ -1,4 +1,4 @@
-"""Models in slices, beside replicas and stages, compute what one process computes.
+"""Sliced models, with replicas and with stages, compute what one process computes.
 
 Losses, norms, every gradient and every weight, with accumulation, a ragged batch, rows without
 valid targets, tied and untied heads, and parts that the ranks cannot share out evenly.
@@ -30,7 +30,7 @@ WORDS, CLASSES, SIZES = 29, 5, {"num_layers": 2, "width": 24, "num_heads": 6, "v
 
 
 class Own(nn.Module):
-    """A user's module: keys that queries share, a gate from one weight, and names of its own."""
+    """A user's module: grouped queries, a gate from one weight, other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Places(nn.Module):
 
 
 class Placed(nn.Module):
-    """A user's module whose blocks are all told of a table: it goes from stage to stage, too."""
+    """A user's module that passes a table to every block, so it crosses all stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
 
 
 def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
-    """Where a list of all parameters shows what a rank holds, it holds all."""
+    """A parameter that the model reads from a list stays whole."""
     assert_equal_one_process(("tensor",), tuple(OF_OWN_SIZES), "fp64", 4, tp=4)
 
 
@@ -207,14 +207,14 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_s
         ("tensor", ("gpt, tied", "own")),
         # The patches of a picture and its class are 17 places.
         ("tensor_sequence", ("gpt, tied", "placed", "vit")),
-        # Of pictures the stretches are of channels, or of their rows.
+        # Images are sharded along channels, or along rows.
         pytest.param("tensor_sequence", (SMOOTH, "convnext"), marks=pytest.mark.full),
     ],
 )
 def test_stages_that_send_each_other_parts_equal_one_process(
     slices: str, names: tuple[str, ...]
 ) -> None:
-    """Every rank sends its part of what goes to the next stage; in a V some stages send nothing."""
+    """Every rank sends its part to the next stage; in a V schedule some stages send nothing."""
     strategies = tuple(f"{schedule}+{slices}" for schedule in (*SCHEDULES, "1f1b+full"))
     assert_equal_one_process(strategies, names, "fp64", 4, **STAGES)
 
@@ -222,13 +222,13 @@ def test_stages_that_send_each_other_parts_equal_one_process(
 def ends_of_steps(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> list[dict[tuple[str, str], Record]]:
-    """With parts, and with all of every wire sent by every rank."""
+    """With parts, and with every rank sending whole boundary tensors."""
     found = [trained(context, strategies, names, keys)]
-    least, scatter_gather.MIN_DEALT_BYTES = scatter_gather.MIN_DEALT_BYTES, 2**60
+    least, scatter_gather.MIN_SCATTERED_BYTES = scatter_gather.MIN_SCATTERED_BYTES, 2**60
     try:
         return [*found, trained(context, strategies, names, keys)]
     finally:
-        scatter_gather.MIN_DEALT_BYTES = least
+        scatter_gather.MIN_SCATTERED_BYTES = least
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ PIECES = {
     "cat short": ((X, (4, 1, 8)), lambda x, y: torch.cat([y, x], 1)),
     "stack": (((6, 8), (6, 8)), lambda x, y: torch.stack([x, y])),
     "set row": ((X, (4, 8)), set_to((slice(None), 1))),
-    "set stretch": ((X, (6, 3)), set_to((..., slice(2, 5)))),
+    "set range": ((X, (6, 3)), set_to((..., slice(2, 5)))),
     "set rows": ((X, (3, 8)), set_to((slice(None), THREE))),
     "set corner": ((X, (1,)), set_to((slice(1, 3), slice(2, 4)))),
     "set plain": (((4, 8),), into_plain),

@@ -111,8 +111,8 @@ SHAPES = {
 INDICES = {
     "number": lambda x: x[1],
     "numbers": lambda x: x[:, 1] + x[..., -1, :],
-    "stretch": lambda x: x[:, None, 2:4, ::2],
-    "last stretch": lambda x: (x[:, -2:], x[:, 3:3]),
+    "range": lambda x: x[:, None, 2:4, ::2],
+    "last range": lambda x: (x[:, -2:], x[:, 3:3]),
     "all": lambda x: x[...] + x[:],
     "rows": lambda x: (x[:, PICKED], x[:, PICKED, None], x[:, [0, 2]]),
     "rows in front": lambda x: (x[None, :, PICKED[None]], x[1, PICKED]),

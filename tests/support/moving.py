@@ -140,19 +140,19 @@ class LateCarrier:
         self.under_way = self.most_under_way = 0
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
-        spot = max(self.spots, default=-1) + 1
-        self.spots[spot] = None
+        location = max(self.spots, default=-1) + 1
+        self.spots[location] = None
 
         def copy() -> None:
-            self.spots[spot] = source.clone()
+            self.spots[location] = source.clone()
 
-        self.told.append(f"put {spot}")
-        return spot, self._later(copy)
+        self.told.append(f"put {location}")
+        return location, self._later(copy)
 
-    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+    def copy_in(self, location: Any, target: Tensor) -> WaitFn:
         target.fill_(255)  # NaN
-        self.told.append(f"take {spot}")
-        return self._later(lambda: target.copy_(self.spots[spot]))
+        self.told.append(f"take {location}")
+        return self._later(lambda: target.copy_(self.spots[location]))
 
     def _later(self, copy: Callable[[], Any]) -> WaitFn:
         self.under_way += 1
@@ -164,11 +164,11 @@ class LateCarrier:
 
         return wait
 
-    def held_bytes(self, nbytes: int) -> int:
+    def stored_bytes(self, nbytes: int) -> int:
         return nbytes
 
-    def free(self, spot: Any) -> None:
-        del self.spots[spot]
+    def free(self, location: Any) -> None:
+        del self.spots[location]
 
     def close(self) -> None:
         self.told.append("close")

@@ -16,7 +16,7 @@ from torch import nn
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
 from bigtrain.slicing import sliced_tensor
-from bigtrain.slicing.sliced_tensor import held
+from bigtrain.slicing.sliced_tensor import local_of
 from bigtrain.strategies.ddp import DDP
 from bigtrain.strategies.tensor import TensorSlices
 
@@ -128,7 +128,7 @@ def break_rule(function, *, second_on_rank):
     def wrong(*args, **kwargs):
         result = plain(*args, **kwargs)
         is_wrong = second_on_rank == 1 and next(calls) % 2 == 0
-        return result.like(held(result) * 1.01) if is_wrong else result
+        return result.like(local_of(result) * 1.01) if is_wrong else result
 
     sliced_tensor._RULES[function] = wrong
 

@@ -146,7 +146,7 @@ FILES: dict[str, PublicFile] = {
             "zero_optimization": stage_2(5e8, overlap=False, round_robin_gradients=True),
             "tensor_parallel": {"autotp_size": 2},
         },
-        "tensor_parallel is not supported. Use --strategy autotp mesh.tp=N",
+        "tensor_parallel is not supported. Use --strategy tensor mesh.tp=N",
     ),
     "LLaMA-Factory, fp8": PublicFile(
         "hiyouga/LLaMA-Factory examples/deepspeed/ds_z3_fp8_config.json",

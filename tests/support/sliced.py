@@ -1,4 +1,4 @@
-"""A model in slices on real ranks beside the whole model: what differs, and where."""
+"""A sliced model on real ranks compared with the whole model: differences and their places."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, whole_of
 from bigtrain.slicing.slices import Slices, SliceSection
 
 Run = Callable[[nn.Module], tuple[Any, Tensor]]
-"""One forward pass: what the model gives, and a loss."""
+"""One forward pass: the model's output, and a loss."""
 
 
 @dataclass
 class Compared:
-    """What a rank found."""
+    """The findings of a rank."""
 
     worst: float = 0.0
-    """The largest difference, as a share of the largest number beside it."""
+    """The largest difference, relative to the largest number of the same tensor."""
     where: str = ""
-    """The tensor that has it."""
+    """The tensor with that difference."""
     gathers: dict[str, int] = field(default_factory=dict)
     error: str = ""
     """A traceback, where the sliced model raised."""
@@ -198,7 +198,7 @@ def same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
 def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) -> dict[str, Slices]:
     """An assignment drawn by a seed: any dim, sections and units of parameters and buffers.
 
-    Tied tensors are sliced alike, under each of their names.
+    Tied tensors have the same slices, under each of their names.
     """
     draw = random.Random(seed)
     named = [

@@ -20,13 +20,13 @@ from bigtrain.slicing.slices import Slices
 
 assert RULES
 X = (4, 6, 8)
-"""The usual shape: no two dims are alike."""
+"""The default shape: no two dims are equal."""
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class Result:
-    """What came of one call with some of its tensors sliced."""
+    """The result of one call with some of its tensors sliced."""
 
     call: str
     slices: dict[int, Slices]

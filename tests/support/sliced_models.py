@@ -1,4 +1,4 @@
-"""Models of the tests of slices, with how each of their parameters is dealt out, and one pass."""
+"""Models of the tests of slices, with the slices of their parameters, and one pass."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def work_on(model: nn.Module, *shape: int, tokens: int = 0, loss: Any = None) ->
 
 
 class Block(nn.Module):
-    """A norm, a layer and a skip: what is between two of them is the layer's own affair."""
+    """A norm, a layer and a residual connection."""
 
     def __init__(self, width: int, layer: nn.Module) -> None:
         super().__init__()

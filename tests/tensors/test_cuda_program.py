@@ -1,4 +1,4 @@
-"""What CUDA's autocast, dropout and attention keep, on the CPU's fakes."""
+"""Tensors that CUDA's autocast, dropout and attention save, on the CPU's fakes."""
 
 from __future__ import annotations
 

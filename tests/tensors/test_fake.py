@@ -40,5 +40,5 @@ def types_of(make, shape, dtype):
 def test_statistics_of_norms_have_the_precision_of_the_kernels(name, dtype):
     real = types_of(*NORMS[name], dtype)
     with FakeMode():
-        for _ in range(2):  # first as torch has it, then as seen before
+        for _ in range(2):  # first torch's result, then the cached one
             assert types_of(*NORMS[name], dtype) == real

@@ -1,4 +1,4 @@
-"""What kernels give of fake tensors is what they give of real ones, and as large."""
+"""Kernels' results on fake tensors have the shapes and sizes of those on real ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _layout(tensor):
 
 
 def same_on_fakes(run, word):
-    """Assert that both give the same; return what the real one gives."""
+    """Assert that both results are equal; return the real one."""
     real, fake = Results(word), Results(word)
     with real:
         run()
@@ -115,7 +115,7 @@ def test_ctc_holds_the_alignments_of_the_longest_target():
         targets = torch.ones(4, 12, dtype=torch.long)
         steps, lengths = torch.full((4,), 50), torch.full((4,), 12)
         ctc_loss(scores, targets, steps, lengths).backward()
-        # As transformers does it: what is not padding, laid end to end.
+        # As in transformers: targets without padding, concatenated.
         whole = targets.masked_select(targets >= 0)
         ctc_loss(scores, whole, steps, lengths)
 

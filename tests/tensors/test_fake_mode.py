@@ -1,4 +1,4 @@
-"""What the mode for fake tensors remembers is what torch's own gives each time."""
+"""Cached results of the fake mode equal torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.tensors.fake_mode import FakeMode
 
 
 class Log(TorchDispatchMode):
-    """Each operation, and all that is to be known of what it gives."""
+    """Return each operation with all properties of its results."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_each_operation_gives_what_torchs_own_mode_gives(name, low):
     own = steps(FakeMode(), MODELS[name], low=low)
     again = steps(FakeMode(), MODELS[name], low=low)
     plain = FakeTensorMode()
-    plain.cache_enabled = False  # what it remembers shares no storage
+    plain.cache_enabled = False  # cached results share no storage
     torchs = steps(plain, MODELS[name], low=low)
     assert own == again
     if name == "lstm":  # torch's fakes leave out what oneDNN's kernel keeps: see `fake_kernels`

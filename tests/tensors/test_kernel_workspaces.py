@@ -23,7 +23,7 @@ ATEN = torch.ops.aten
         (8192, 1024, 67_108_896),
         (8192, 768, 50_331_672),
         (12_608, 768, 77_463_576),
-        # Wide sums are shared out among as many blocks as the GPU can have at once.
+        # Wide sums are divided among as many blocks as the GPU can run at once.
         (8192, 4096, 138_412_160),
         (8192, 2304, 139_198_536),
     ],

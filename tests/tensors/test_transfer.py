@@ -1,4 +1,4 @@
-"""The file of activations that have left, and the order of what is asked of a CUDA device."""
+"""The file of offloaded activations, and the order of calls on a CUDA device."""
 
 from __future__ import annotations
 
@@ -358,6 +358,6 @@ def test_of_a_cpu_copies_are_made_at_once():
 def test_on_a_gpu_the_host_is_where_things_go(cuda):
     mover = ActivationOffloader("cpu", torch.device("cuda"))
     assert isinstance(mover._transfer, HostTransfer)
-    assert mover._transfer.held_bytes(4097) == 8192
-    assert NullTransfer(pinned=True).held_bytes(4097) == 8192
+    assert mover._transfer.stored_bytes(4097) == 8192
+    assert NullTransfer(pinned=True).stored_bytes(4097) == 8192
     mover.close()

@@ -1,4 +1,4 @@
-"""What functions of torch do with sliced tensors, on each rank's own slices.
+"""The rules of torch's functions for sliced tensors.
 
-Which functions act on slices as they are, and what is exchanged where they do not.
+Decides: which functions compute on a rank's slices, and what is exchanged where they cannot.
 """

@@ -1,4 +1,4 @@
-"""What attention does with slices: heads are dealt out."""
+"""Rules of attention: each rank computes some of the heads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain.slicing.column_parallel import forget_input
-from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, part_of, to_all
-from bigtrain.slicing.rules.norms import own_random
+from bigtrain.slicing.exchange import (
+    SliceGroup,
+    copied_to_ranks,
+    gathered_with_partial_grad,
+    scattered,
+)
+from bigtrain.slicing.rules.norms import rank_random
 from bigtrain.slicing.rules.products import linear, scaled
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
-    own_part,
+    local_of,
+    matching_part,
     rule,
     whole_of,
 )
@@ -36,11 +41,21 @@ def _attention(
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
     sliced = [t for t in (query, key, value, attn_mask) if is_sliced(t)]
+    # The first operand that is sliced by heads or by samples; the others follow its slices.
     main = next((t for t in sliced if t.negative_dim <= -3), sliced[0])
     dim, group, slices = main.negative_dim, main.group, main.slices
     if dim > -3:
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return _of_columns(sliced, query, key, value, attn_mask, enable_gqa, options)
+        return _by_value_columns(
+            sliced,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     forget_input(group)
     times = query.shape[-3] // key.shape[-3] if enable_gqa and dim == -3 else 1
     if times > 1 and (main is key or main is value):
@@ -50,55 +65,73 @@ def _attention(
         whole = F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        own = slices.at(whole.dim() + dim)
-        return SlicedTensor.of(part_of(whole, own, group), own, group)
-    q, mask = (_own(t, slices, dim, group) for t in (query, attn_mask))
+        result_slices = slices.at(whole.dim() + dim)
+        return SlicedTensor.of(scattered(whole, result_slices, group), result_slices, group)
+    q, mask = (_local_part(t, slices, dim, group) for t in (query, attn_mask))
     shared = scaled(slices, times, 1)
     again = None if shared is None else scaled(shared, 1, times)
     if times == 1 or (shared and again and again.same(slices, group.size)):
-        k, v = (_own(t, shared or slices, dim, group) for t in (key, value))
+        k, v = (_local_part(t, shared or slices, dim, group) for t in (key, value))
     else:
-        k, v = (_own_of_shared(t, slices, times, group) for t in (key, value))
+        k, v = (_shared_heads(t, slices, times, group) for t in (key, value))
         enable_gqa = False
-    with own_random(group, draws=dropout_p > 0):
+    with rank_random(group, draws=dropout_p > 0):
         local = F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     return SlicedTensor.of(local, slices.at(local.dim() + dim), group)
 
 
-def _of_columns(
-    sliced: list[Any], query: Any, key: Any, value: Any, mask: Any, shared: Any, options: Any
+def _by_value_columns(
+    sliced: list[Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Any:
-    """Attention of which each rank mixes its own columns of the values, all by the same weights."""
+    """Attention with values sliced along their width: all ranks compute the same weights."""
     if len(sliced) > 1 or sliced[0] is not value or value.negative_dim != -1:
         return NotImplemented
     group = value.group
     q, k = as_operand(query, None, group), as_operand(key, None, group)
-    own_mask = None if mask is None else as_operand(mask, None, group)
+    whole_mask = None if mask is None else as_operand(mask, None, group)
     return value.like(
-        F.scaled_dot_product_attention(q, k, held(value), own_mask, enable_gqa=shared, **options)
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            local_of(value),
+            whole_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     )
 
 
-def _own(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
-    """A rank's part along a dim, counted from the last one (-1), however the whole is sliced."""
+def _local_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
+    """Return a rank's part along a dim, counted from the last one (-1), of any tensor."""
     if not is_sliced(value):
-        return own_part(value, slices, dim, group)
+        return matching_part(value, slices, dim, group)
     if value.negative_dim == dim and value.slices.same(slices, group.size):
-        return held(value)
-    whole = gathered_for_parts(held(value), value.slices, group)
+        return local_of(value)
+    whole = gathered_with_partial_grad(local_of(value), value.slices, group)
     if whole.dim() < -dim or whole.shape[dim] == 1:
         return whole
     return slices.at(whole.dim() + dim).local(whole, group.rank, group.size)
 
 
-def _own_of_shared(value: Any, slices: Slices, times: int, group: SliceGroup) -> Tensor:
-    """Keys or values for each of a rank's heads of queries; so many queries share them."""
+def _shared_heads(value: Any, slices: Slices, times: int, group: SliceGroup) -> Tensor:
+    """Return a key or value head for each of a rank's query heads; `times` queries share one."""
     whole = (
-        gathered_for_parts(held(value), value.slices, group)
+        gathered_with_partial_grad(local_of(value), value.slices, group)
         if is_sliced(value)
-        else to_all(value, group)
+        else copied_to_ranks(value, group)
     )
     parts = slices.parts(group.rank, group.size)
     heads = [head // times for begin, n in parts for head in range(begin, begin + n)]
@@ -141,7 +174,7 @@ def _multi_head_attention(
         return NotImplemented
     is_batched = query.dim() == 3
     if not is_batched:
-        batched = {id(t): t.unsqueeze(1) for t in inputs}  # one object stays one
+        batched = {id(t): t.unsqueeze(1) for t in inputs}  # query is key stays true
         inputs = tuple(batched[id(t)] for t in inputs)
     del embed_dim_to_check
     separate = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
@@ -163,9 +196,9 @@ def _multi_head_attention(
         mixed = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     mixed = mixed.permute(2, 0, 1, 3).flatten(-2)
     if is_sliced(mixed) or is_sliced(out_proj_weight):
-        # As what it is added to lies; torch's own function has the sequence first, always.
-        place = inputs[0].slices.dim if is_sliced(inputs[0]) else 0
-        out = linear(mixed, out_proj_weight, out_proj_bias, place)
+        # Sharded as the residual stream is; in torch's own function the sequence comes first.
+        sequence_dim = inputs[0].slices.dim if is_sliced(inputs[0]) else 0
+        out = linear(mixed, out_proj_weight, out_proj_bias, sequence_dim)
     else:
         out = F.linear(mixed, out_proj_weight, out_proj_bias)
     if weights is not None and average_attn_weights:
@@ -187,18 +220,16 @@ def _projections(inputs: tuple[Any, ...], weight: Any, bias: Any, separate: Any)
 def _mask(
     attn_mask: Tensor | None, padding: Tensor | None, q: Any, keys: int, heads: int
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores: (batch or 1, heads or 1, queries, keys)."""
-    found = None
+    """Return both masks as one to add to the scores: (batch or 1, heads or 1, queries, keys)."""
+    mask = None
     if attn_mask is not None:
-        found = _additive(attn_mask, q.dtype)
-        found = (
-            found[None, None] if found.dim() == 2 else found.reshape(-1, heads, *found.shape[1:])
-        )
+        mask = _additive(attn_mask, q.dtype)
+        mask = mask[None, None] if mask.dim() == 2 else mask.reshape(-1, heads, *mask.shape[1:])
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding[None]
         rows = _additive(padding, q.dtype).view(-1, 1, 1, keys)
-        found = rows if found is None else found + rows
-    return found
+        mask = rows if mask is None else mask + rows
+    return mask
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

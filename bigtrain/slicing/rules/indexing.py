@@ -1,4 +1,4 @@
-"""What functions that pick elements by numbers or masks do with slices, along the other dims."""
+"""Rules of indexing by numbers, ranges and masks: they act along dims that are not sliced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bigtrain.slicing.rules.shapes import pieces
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
-    own_part,
+    local_of,
+    matching_part,
     rule,
     rule_with_function,
 )
@@ -23,7 +23,7 @@ _T: Any = torch.Tensor
 
 
 def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
-    """An index as one entry for each dim, and for each dim that is added; None where it is odd."""
+    """Return an index as one entry per dim and per added dim; None for an unsupported index."""
     entries = list(index) if isinstance(index, tuple) else [index]
     named = 0
     for place, entry in enumerate(entries):
@@ -47,73 +47,75 @@ def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
     return [*entries[:at], *rest, *entries[at + 1 :]]
 
 
-def _stretch(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
-    """A stretch of the sliced dim that is made of whole sections."""
+def _range(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
+    """Return a range of the sliced dim that consists of whole sections; None for any other."""
     total = tensor.shape[tensor.slices.dim]
     start, stop, step = index.indices(total)
     if step != 1 or stop <= start:
         return None
     if (start, stop) == (0, total):
         return tensor
-    found = pieces(tensor, [n for n in (start, stop - start, total - stop) if n])
-    return None if found is None else found[1 if start else 0]
+    parts = pieces(tensor, [n for n in (start, stop - start, total - stop) if n])
+    return None if parts is None else parts[1 if start else 0]
 
 
-def _placed(tensor: SlicedTensor, entries: list[Any]) -> tuple[SlicedTensor, int, int] | None:
-    """What is indexed on each rank; where its sliced dim lies in the result, of how many dims.
+def _with_result_dim(
+    tensor: SlicedTensor, entries: list[Any]
+) -> tuple[SlicedTensor, int, int] | None:
+    """Return the tensor to index on each rank, its sliced dim in the result, and the result's dims.
 
-    As torch does: first numbers, stretches and added dims; then tensors, whose dims come where the
-    first of them is, or in front where there is something between them.
+    torch applies numbers, ranges and added dims first, then tensors. The dims of these come where
+    the first tensor is, or in front if other entries separate the tensors.
     """
-    source, place, wide, found = 0, 0, 0, None
+    source, dim, index_dims, result_dim = 0, 0, 0, None
     chosen: list[int] = []
     for number, entry in enumerate(entries):
         if entry is None:
-            place += 1
+            dim += 1
             continue
         is_tensor = isinstance(entry, Tensor) and entry.dim() > 0
         is_mask = is_tensor and entry.dtype in (torch.bool, torch.uint8)
         width = entry.dim() if is_mask else 1
         if source <= tensor.slices.dim < source + width:
-            part = _stretch(tensor, entry) if isinstance(entry, slice) else None
+            part = _range(tensor, entry) if isinstance(entry, slice) else None
             if part is None:
                 return None
-            tensor, found = part, place
+            tensor, result_dim = part, dim
             entries[number] = slice(None)
         if is_tensor:
-            chosen += range(place, place + width)
-            wide = max(wide, 1 if is_mask else entry.dim())
-        place += width if is_tensor or isinstance(entry, slice) else 0
+            chosen += range(dim, dim + width)
+            index_dims = max(index_dims, 1 if is_mask else entry.dim())
+        dim += width if is_tensor or isinstance(entry, slice) else 0
         source += width
-    if found is None:
+    if result_dim is None:
         return None
     if chosen:
         in_a_row = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
-        before = sum(dim < found for dim in chosen)
-        found += (wide if not in_a_row or chosen[0] < found else 0) - before
-    return tensor, found, place - len(chosen) + wide
+        before = sum(dim < result_dim for dim in chosen)
+        result_dim += (index_dims if not in_a_row or chosen[0] < result_dim else 0) - before
+    return tensor, result_dim, dim - len(chosen) + index_dims
 
 
 @rule(_T.__getitem__)
 def _get(tensor: Any, index: Any) -> Any:
     entries = _entries(tensor, index) if is_sliced(tensor) else None
-    placed = None if entries is None else _placed(tensor, entries)
+    placed = None if entries is None else _with_result_dim(tensor, entries)
     if entries is None or placed is None:
         return NotImplemented
     part, dim, _ = placed
-    return part.like(held(part)[tuple(entries)], dim)
+    return part.like(local_of(part)[tuple(entries)], dim)
 
 
 @rule(_T.__setitem__)
 def _set(tensor: Any, index: Any, value: Any) -> Any:
     entries = _entries(tensor, index) if is_sliced(tensor) else None
-    placed = None if entries is None else _placed(tensor, entries)
+    placed = None if entries is None else _with_result_dim(tensor, entries)
     if entries is None or placed is None:
         return NotImplemented
     part, dim, count = placed
-    value = own_part(value, part.slices, dim - count, tensor.group)
-    held(part)[tuple(entries)] = value
-    tensor.change(held(tensor))
+    value = matching_part(value, part.slices, dim - count, tensor.group)
+    local_of(part)[tuple(entries)] = value
+    tensor.change(local_of(tensor))
     return None
 
 
@@ -122,52 +124,52 @@ def _select(tensor: SlicedTensor, dim: int, index: Any) -> Any:
     dim %= tensor.dim()
     if dim == tensor.slices.dim or is_sliced(index):
         return NotImplemented
-    place = tensor.slices.dim - (dim < tensor.slices.dim)
-    return tensor.like(held(tensor).select(dim, int(index)), place)
+    result_dim = tensor.slices.dim - (dim < tensor.slices.dim)
+    return tensor.like(local_of(tensor).select(dim, int(index)), result_dim)
 
 
 @rule(_T.narrow, torch.narrow)
 def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
     begin = int(start) % max(1, tensor.shape[dim])
     if dim % tensor.dim() != tensor.slices.dim:
-        return tensor.like(held(tensor).narrow(dim, begin, length))
-    found = _stretch(tensor, slice(begin, begin + length))
-    return NotImplemented if found is None else found
+        return tensor.like(local_of(tensor).narrow(dim, begin, length))
+    part = _range(tensor, slice(begin, begin + length))
+    return NotImplemented if part is None else part
 
 
 @rule_with_function(_T.index_select, torch.index_select)
 def _index_select(func: Any, tensor: Any, dim: int, index: Any) -> Any:
     if not is_sliced(tensor) or is_sliced(index) or dim % tensor.dim() == tensor.slices.dim:
         return NotImplemented
-    return tensor.like(func(held(tensor), dim, index))
+    return tensor.like(func(local_of(tensor), dim, index))
 
 
-def _main(dim: int, tensors: list[Any], changed: Any = None) -> SlicedTensor | None:
-    """The one by which tensors of as many dims are taken, where none is dealt out along the dim."""
+def _main_tensor(dim: int, tensors: list[Any], changed: Any = None) -> SlicedTensor | None:
+    """Return the tensor whose slices the others follow; None if they cannot, or `dim` is sliced."""
     main: Any = changed
     if main is None:
         main = max((tensor for tensor in tensors if is_sliced(tensor)), key=Tensor.numel)
     if not is_sliced(main) or any(tensor.dim() != main.dim() for tensor in tensors):
         return None
-    place = main.slices.dim
-    same = all(tensor.shape[place] == main.shape[place] for tensor in tensors)
-    return main if same and dim % main.dim() != place else None
+    sliced_dim = main.slices.dim
+    same = all(tensor.shape[sliced_dim] == main.shape[sliced_dim] for tensor in tensors)
+    return main if same and dim % main.dim() != sliced_dim else None
 
 
 @rule_with_function(_T.gather, torch.gather, _T.take_along_dim, torch.take_along_dim)
 def _gather(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     names = ("indices", "dim") if "along" in func.__name__ else ("dim", "index")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    index, dim = given.pop("indices", given.pop("index", None)), given.pop("dim", None)
-    if given.pop("sparse_grad", False) or given or dim is None:
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    index, dim = named.pop("indices", named.pop("index", None)), named.pop("dim", None)
+    if named.pop("sparse_grad", False) or named or dim is None:
         return NotImplemented
-    main = _main(dim, [tensor, index])
+    main = _main_tensor(dim, [tensor, index])
     if main is None:
         return NotImplemented
-    values, places = (as_operand(t, main.slices, main.group) for t in (tensor, index))
+    values, indices = (as_operand(t, main.slices, main.group) for t in (tensor, index))
     if names[0] == "indices":
-        return main.like(torch.take_along_dim(values, places, dim))
-    return main.like(values.gather(dim, places))
+        return main.like(torch.take_along_dim(values, indices, dim))
+    return main.like(values.gather(dim, indices))
 
 
 @rule_with_function(
@@ -177,15 +179,15 @@ def _gather(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 def _scatter(func: Any, tensor: Any, dim: int, index: Any, src: Any = None, **kwargs: Any) -> Any:
     changes = func.__name__.endswith("_")
     tensors = [t for t in (tensor, index, src) if isinstance(t, Tensor) and t.dim()]
-    main = _main(dim, tensors, tensor if changes else None)
+    main = _main_tensor(dim, tensors, tensor if changes else None)
     if main is None or kwargs.get("out") is not None:
         return NotImplemented
-    own = [as_operand(t, main.slices, main.group) for t in (tensor, index)]
+    operands = [as_operand(t, main.slices, main.group) for t in (tensor, index)]
     if isinstance(src, Tensor):
         kwargs["src"] = as_operand(src, main.slices if src.dim() else None, main.group)
     elif src is not None:
         kwargs["value"] = src
-    local = func(own[0], dim, own[1], **kwargs)
+    local = func(operands[0], dim, operands[1], **kwargs)
     return main.change(local) if changes else main.like(local)
 
 
@@ -198,8 +200,8 @@ def _index_write(func: Any, tensor: Any, dim: int, index: Any, source: Any, **kw
         return NotImplemented
     if source.dim() != tensor.dim():
         return NotImplemented
-    own = as_operand(source, tensor.slices, tensor.group)
-    local = func(held(tensor), dim, index, own, **kwargs)
+    local_source = as_operand(source, tensor.slices, tensor.group)
+    local = func(local_of(tensor), dim, index, local_source, **kwargs)
     return tensor.change(local) if func.__name__.endswith("_") else tensor.like(local)
 
 
@@ -207,7 +209,7 @@ def _index_write(func: Any, tensor: Any, dim: int, index: Any, source: Any, **kw
 def _one_hot(tensor: SlicedTensor, num_classes: int = -1) -> Any:
     if num_classes < 0:
         return NotImplemented
-    return tensor.like(F.one_hot(held(tensor), num_classes))
+    return tensor.like(F.one_hot(local_of(tensor), num_classes))
 
 
 @rule(F.grid_sample)
@@ -215,4 +217,4 @@ def _grid_sample(x: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_sliced(x) or x.slices.dim > 1:
         return NotImplemented
     slices = x.slices if x.slices.dim == 0 else None
-    return x.like(F.grid_sample(held(x), as_operand(grid, slices, x.group), *args, **kwargs))
+    return x.like(F.grid_sample(local_of(x), as_operand(grid, slices, x.group), *args, **kwargs))

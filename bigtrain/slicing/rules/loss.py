@@ -1,8 +1,8 @@
-"""Cross entropy of logits whose classes are dealt out to the ranks: no rank has them all.
+"""Cross entropy of logits that are sliced along the classes: no rank has all classes.
 
-Of each target three numbers are exchanged: the largest logit, the sum of exponentials, and what
-belongs to the target. With label smoothing a fourth, the sum of all logits: a rank's own mean would
-be another number. Where the targets are dealt out, each rank has the losses of its own.
+For each target the ranks exchange three numbers: the largest logit, the sum of exponentials and the
+target's logit. Label smoothing needs a fourth, the sum of all logits. If the logits are sliced
+along the targets instead, each rank computes the losses of its targets.
 
 Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.exchange import SliceGroup, all_reduce
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, whole_of
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of, rule, whole_of
 from bigtrain.slicing.slices import Slices
 
 
@@ -47,12 +47,12 @@ def _cross_entropy(
         losses = _by_targets(logits, target, weight, ignore_index, label_smoothing)
     if reduction == "none":
         return losses
-    total = losses.sum()  # of losses in slices it is made whole here
+    total = losses.sum()  # sliced losses become a whole sum here
     return total / _count(target, weight, ignore_index) if reduction == "mean" else total
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean divides by: the valid targets, or their classes' weights."""
+    """Return the divisor of the mean: the number of valid targets, or their classes' weights."""
     valid = target != ignore_index
     if weight is None:
         return valid.sum()
@@ -62,26 +62,26 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 def _by_targets(
     logits: SlicedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> SlicedTensor:
-    """Losses of this rank's targets, which has all classes of them."""
+    """Return the losses of this rank's targets, of which it has all classes."""
     group, dim = logits.group, logits.slices.dim
-    place = dim - 1 if dim else 0
-    own = logits.slices.at(place).local(target, group.rank, group.size)
+    target_dim = dim - 1 if dim else 0
+    local_targets = logits.slices.at(target_dim).local(target, group.rank, group.size)
     losses = F.cross_entropy(
-        held(logits),
-        own,
+        local_of(logits),
+        local_targets,
         weight,
         ignore_index=ignore_index,
         reduction="none",
         label_smoothing=smoothing,
     )
-    return logits.like(losses, place)
+    return logits.like(losses, target_dim)
 
 
 def _by_classes(
     logits: SlicedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
 ) -> Tensor:
-    """Losses of all targets, whose classes are dealt out."""
-    local, group = held(logits), logits.group
+    """Return the losses of all targets; the classes are sliced."""
+    local, group = local_of(logits), logits.group
     if local.dim() > 2:  # (batch, classes, ...) to (targets, classes)
         local = local.movedim(1, -1).reshape(-1, local.shape[1])
     if torch.is_autocast_enabled(local.device.type) and local.dtype != torch.float64:
@@ -93,7 +93,7 @@ def _by_classes(
 
 @dataclass(frozen=True)
 class _Targets:
-    """What is known beside logits and targets."""
+    """Everything but logits and targets."""
 
     slices: Slices
     """Of the classes."""
@@ -121,7 +121,7 @@ class _Targets:
 
 
 class _Losses(torch.autograd.Function):
-    """(targets, own classes) to the loss of each target, equal on all ranks.
+    """From logits (targets, local classes) to the loss of each target, equal on all ranks.
 
     With classes' weights w, of C classes, target t, smoothing e and logits z it is
     (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as torch has it.
@@ -133,13 +133,15 @@ class _Losses(torch.autograd.Function):
         highest = all_reduce(logits.amax(1).to(full), of.group, dist.ReduceOp.MAX)
         shifted = logits.to(full) - highest.unsqueeze(1)
         ignored = target == of.ignore_index
-        place = target - of.begin
-        elsewhere = (place < 0) | (place >= of.length) | ignored
-        place = place.masked_fill(elsewhere, 0)
-        rows = [shifted.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)]
+        local_target = target - of.begin
+        elsewhere = (local_target < 0) | (local_target >= of.length) | ignored
+        local_target = local_target.masked_fill(elsewhere, 0)
+        rows = [shifted.gather(1, local_target.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)]
         if of.smoothing:
-            own = of.own_weights()
-            rows.append(shifted.sum(1) if own is None else shifted @ own.to(full))
+            local_weights = of.own_weights()
+            rows.append(
+                shifted.sum(1) if local_weights is None else shifted @ local_weights.to(full)
+            )
         probabilities = shifted.exp_()
         sums = all_reduce(torch.stack([probabilities.sum(1), *rows]), of.group)
         log_total = sums[0].log()
@@ -152,26 +154,26 @@ class _Losses(torch.autograd.Function):
             even = (log_total * of.all_weights - sums[2]) / of.slices.total
             losses = (1 - of.smoothing) * losses + of.smoothing * even
         probabilities.div_(sums[0].unsqueeze(1))
-        ctx.save_for_backward(probabilities, place, elsewhere, ignored, weights)
+        ctx.save_for_backward(probabilities, local_target, elsewhere, ignored, weights)
         ctx.of, ctx.dtype = of, logits.dtype
         return losses.masked_fill(ignored, 0.0).to(logits.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, place, elsewhere, ignored, weights = ctx.saved_tensors
+        probabilities, local_target, elsewhere, ignored, weights = ctx.saved_tensors
         of: _Targets = ctx.of
         rows = gradient.to(probabilities.dtype).masked_fill(ignored, 0.0).unsqueeze(1)
         share = of.smoothing / of.slices.total
-        own = of.own_weights()
+        local_weights = of.own_weights()
         hit = (~elsewhere).to(probabilities.dtype).mul_(of.smoothing - 1.0)
-        if own is None:
-            result = probabilities.clone()  # what belongs to the target and to all classes is 1
+        if local_weights is None:
+            result = probabilities.clone()  # the factors of the target and of all classes sum to 1
         else:
             hit.mul_(weights)
             of_all = (1.0 - of.smoothing) * weights + share * of.all_weights
             result = probabilities * of_all.unsqueeze(1)
         if of.smoothing:
-            result.sub_(share if own is None else share * own.to(result.dtype))
-        result.scatter_add_(1, place.unsqueeze(1), hit.unsqueeze(1))
+            result.sub_(share if local_weights is None else share * local_weights.to(result.dtype))
+        result.scatter_add_(1, local_target.unsqueeze(1), hit.unsqueeze(1))
         return result.mul_(rows).to(ctx.dtype), None, None

@@ -1,4 +1,4 @@
-"""What norms, reductions, pooling and dropout do with slices: they act along other dims."""
+"""Rules of norms, reductions, pooling and dropout: they act along dims that are not sliced."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain import devices
-from bigtrain.slicing.exchange import SliceGroup, all_gather, part_of, summed
+from bigtrain.slicing.exchange import SliceGroup, all_gather, scattered, summed
 from bigtrain.slicing.rules.pointwise import words
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
+    local_of,
     rule,
     rule_with_function,
 )
@@ -27,11 +27,11 @@ _T: Any = torch.Tensor
 
 
 @contextmanager
-def own_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
-    """Random numbers of this rank's own, for what is sliced, inside of a `with` block.
+def rank_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
+    """Draw random numbers from a stream of this rank inside a `with` block, for sliced tensors.
 
-    They begin with one number of the common stream and the rank's place, so that the ranks stay in
-    step outside, and a block that is computed again draws the same.
+    The stream is seeded by a number of the common stream and the rank, so that the common streams
+    stay equal on all ranks and recomputation draws the same numbers.
     """
     if not draws:
         yield
@@ -45,9 +45,9 @@ def own_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
         yield
 
 
-def drawn_whole(x: SlicedTensor, func: Any, *args: Any, **kwargs: Any) -> SlicedTensor:
-    """What a function that draws makes of the whole tensor, sliced again; see `Draws.whole`."""
-    return x.like(part_of(func(x.whole(), *args, **kwargs), x.slices, x.group))
+def draw_whole(x: SlicedTensor, func: Any, *args: Any, **kwargs: Any) -> SlicedTensor:
+    """Call a random function with the whole tensor and slice its result: see `Draws.whole`."""
+    return x.like(scattered(func(x.whole(), *args, **kwargs), x.slices, x.group))
 
 
 def _devices() -> list[int]:
@@ -66,21 +66,21 @@ def _dropout(
     inplace: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
     if tensor.group.draws.whole and training and p > 0:
-        return drawn_whole(tensor, func, p, training)
-    # Whole channels are dropped: where these are not dealt out, all ranks drop the same ones.
+        return draw_whole(tensor, func, p, training)
+    # Whole channels are dropped: if channels are not sliced, all ranks must drop the same ones.
     channel = min(1, tensor.dim() - 2)
     by_channel = func not in (F.dropout, F.alpha_dropout) and tensor.slices.dim > channel
-    with own_random(tensor.group, draws=training and p > 0 and not by_channel):
-        local = func(held(tensor), p, training, inplace)
+    with rank_random(tensor.group, draws=training and p > 0 and not by_channel):
+        local = func(local_of(tensor), p, training, inplace)
     return tensor.like(local)
 
 
 @rule(F.rrelu)
 def _rrelu(x: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
     if x.group.draws.whole:
-        return drawn_whole(x, F.rrelu, *args, **kwargs)
-    with own_random(x.group):
-        return x.like(F.rrelu(held(x), *args, **kwargs))
+        return draw_whole(x, F.rrelu, *args, **kwargs)
+    with rank_random(x.group):
+        return x.like(F.rrelu(local_of(x), *args, **kwargs))
 
 
 _ALONG = words("softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort")
@@ -95,9 +95,9 @@ _TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2")
 def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.__name__
     is_transform = name in _TRANSFORMS
-    place = 1 if func is F.normalize or is_transform else 0
+    dim_position = 1 if func is F.normalize or is_transform else 0
     usual = 1 if func is F.normalize else (-2, -1) if name.endswith("fft2") else -1
-    dim = kwargs.get("dim", args[place] if len(args) > place else usual)
+    dim = kwargs.get("dim", args[dim_position] if len(args) > dim_position else usual)
     dims = [dim] if isinstance(dim, int) else dim
     if not is_sliced(x) or isinstance(dim, bool) or not isinstance(dims, (tuple, list)):
         return NotImplemented
@@ -105,10 +105,10 @@ def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if x.slices.dim in [d % x.dim() for d in dims]:
         return _gated(x) if func is F.glu else NotImplemented
-    found = func(held(x), *args, **kwargs)
-    if isinstance(found, Tensor):
-        return x.like(found)
-    return type(found)([x.like(part) for part in found])
+    result = func(local_of(x), *args, **kwargs)
+    if isinstance(result, Tensor):
+        return x.like(result)
+    return type(result)([x.like(part) for part in result])
 
 
 def _gated(tensor: SlicedTensor) -> Any:
@@ -127,11 +127,11 @@ def _layer_norm(
         return as_operand(value, None, x.group) if isinstance(value, Tensor) else value
 
     named = {name: own(value) for name, value in kwargs.items()}
-    return x.like(func(held(x), shape, own(weight), *map(own, args), **named))
+    return x.like(func(local_of(x), shape, own(weight), *map(own, args), **named))
 
 
 class _Statistics:
-    """Running statistics of a norm, and the part of them that goes with a rank's channels."""
+    """Running statistics of a norm, and their part for a rank's channels."""
 
     def __init__(self, whole: Any, slices: Slices, group: SliceGroup) -> None:
         self._whole, self._slices, self._group = whole, slices, group
@@ -140,68 +140,55 @@ class _Statistics:
             self.own = self.own.clone()
 
     def _is_held(self) -> bool:
-        return is_sliced(self._whole) and self.own is held(self._whole)
+        return is_sliced(self._whole) and self.own is local_of(self._whole)
 
     def put_back(self) -> None:
-        """Let the buffer have what has become of a part of it that was taken out."""
+        """Write the updated part back to the buffer, if the part is a copy."""
         if self.own is None or self._is_held():
             return
         now = all_gather(self.own, self._slices, self._group)
         if is_sliced(self._whole):
-            now = part_of(now, self._whole.slices, self._group)
-        (held(self._whole) if is_sliced(self._whole) else self._whole).copy_(now)
+            now = scattered(now, self._whole.slices, self._group)
+        (local_of(self._whole) if is_sliced(self._whole) else self._whole).copy_(now)
 
 
-def _by_channel(
-    func: Any, x: Any, statistics: Sequence[Any], affine: Sequence[Any], options: Any, changes: Any
-) -> Any:
-    """A norm that treats each channel, dim 1, by itself."""
-    sliced = [t for t in (*statistics, *affine) if is_sliced(t)]
-    if is_sliced(x) and x.slices.dim == 1:
-        sliced = [x]
-    if not sliced or x.dim() < 2:
-        return NotImplemented
-    slices, group = sliced[0].slices.at(0), sliced[0].group
-    running = [_Statistics(t, slices, group) for t in statistics]
-    parts = [None if t is None else as_operand(t, slices, group) for t in affine]
-    own = as_operand(x, slices.at(1), group)
-    local = func(own, *(one.own for one in running), *parts, *options)
-    if changes:
-        for one in running:
-            one.put_back()
-    return SlicedTensor.of(local, slices.at(1), group)
+_USES_BATCH = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
+"""The sixth argument says whether the input's own statistics are used: its name and default."""
 
 
-@rule(F.batch_norm)
-def _batch_norm(
-    x: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,  # noqa: FBT001, FBT002 - torch's own
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    options = (training, momentum, eps)
-    statistics, affine = (running_mean, running_var), (weight, bias)
-    return _by_channel(F.batch_norm, x, statistics, affine, options, training)
-
-
-@rule(F.instance_norm)
-def _instance_norm(
+@rule_with_function(*_USES_BATCH)
+def _channel_norm(
+    func: Any,
     x: Any,
     running_mean: Any = None,
     running_var: Any = None,
     weight: Any = None,
     bias: Any = None,
-    use_input_stats: bool = True,  # noqa: FBT001, FBT002 - torch's own
+    uses_batch: bool | None = None,  # noqa: FBT001 - torch's own
     momentum: float = 0.1,
     eps: float = 1e-5,
+    **named: Any,
 ) -> Any:
-    options = (use_input_stats, momentum, eps)
-    statistics, affine = (running_mean, running_var), (weight, bias)
-    return _by_channel(F.instance_norm, x, statistics, affine, options, use_input_stats)
+    """BatchNorm or InstanceNorm, which treat each channel, dim 1, independently."""
+    name, default = _USES_BATCH[func]
+    if uses_batch is None:
+        uses_batch = named.pop(name, default)
+    sliced = [t for t in (running_mean, running_var, weight, bias) if is_sliced(t)]
+    if is_sliced(x) and x.slices.dim == 1:
+        sliced = [x]
+    if named or not sliced or x.dim() < 2:
+        return NotImplemented
+    slices, group = sliced[0].slices.at(0), sliced[0].group
+    running = [_Statistics(t, slices, group) for t in (running_mean, running_var)]
+    affine = [None if t is None else as_operand(t, slices, group) for t in (weight, bias)]
+    local_input = as_operand(x, slices.at(1), group)
+    local = func(
+        local_input, *(statistics.own for statistics in running), *affine, uses_batch, momentum, eps
+    )
+    if uses_batch:
+        for statistics in running:
+            statistics.put_back()
+    return SlicedTensor.of(local, slices.at(1), group)
 
 
 @rule(torch._weight_norm)
@@ -219,8 +206,10 @@ def _group_norm(
         return NotImplemented
     group, slices = x.group, x.slices
     if slices.dim == 0:
-        own, own_bias = (None if t is None else as_operand(t, None, group) for t in (weight, bias))
-        return x.like(F.group_norm(held(x), num_groups, own, own_bias, eps))
+        local_weight, local_bias = (
+            None if t is None else as_operand(t, None, group) for t in (weight, bias)
+        )
+        return x.like(F.group_norm(local_of(x), num_groups, local_weight, local_bias, eps))
     each = x.shape[1] // num_groups
     if any(
         n % each
@@ -229,10 +218,12 @@ def _group_norm(
         for n in part
     ):
         return NotImplemented
-    own_groups = slices.length(group.rank, group.size) // each
+    local_groups = slices.length(group.rank, group.size) // each
     at = slices.at(0)
-    own, own_bias = (None if t is None else as_operand(t, at, group) for t in (weight, bias))
-    return x.like(F.group_norm(held(x), own_groups, own, own_bias, eps))
+    local_weight, local_bias = (
+        None if t is None else as_operand(t, at, group) for t in (weight, bias)
+    )
+    return x.like(F.group_norm(local_of(x), local_groups, local_weight, local_bias, eps))
 
 
 _POOLS = words(
@@ -261,8 +252,8 @@ def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     spatial = _DIMS.get(name[-2:], x.dim() - 2)
     if not is_sliced(x) or x.negative_dim >= -spatial:
         return NotImplemented
-    found = func(held(x), *args, **kwargs)
-    return x.like(found) if isinstance(found, Tensor) else tuple(x.like(part) for part in found)
+    result = func(local_of(x), *args, **kwargs)
+    return x.like(result) if isinstance(result, Tensor) else tuple(x.like(part) for part in result)
 
 
 _REDUCTIONS = words(
@@ -278,33 +269,35 @@ median std_mean var_mean aminmax count_nonzero
     torch.linalg.vector_norm,
 )
 def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())
-    if not is_sliced(x) or any(isinstance(value, Tensor) for value in given):
+    values = (*args, *kwargs.values())
+    if not is_sliced(x) or any(isinstance(value, Tensor) for value in values):
         return NotImplemented
     name = func.__name__
-    place = 1 if name in ("norm", "vector_norm", "linalg_vector_norm", "topk") else 0
-    dim = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
+    dim_position = 1 if name in ("norm", "vector_norm", "linalg_vector_norm", "topk") else 0
+    dim = kwargs.get(
+        "dim", args[dim_position] if len(args) > dim_position else -1 if name == "topk" else None
+    )
     if isinstance(dim, bool) or dim is None or dim in ((), []):
         dims = list(range(x.dim()))
     else:
         dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
     if x.slices.dim in dims:
         return _sum(x, name, args, kwargs) if name in ("sum", "mean") else NotImplemented
-    found = func(held(x), *args, **kwargs)
-    tensors = [found] if isinstance(found, Tensor) else list(found)
-    kept = tensors[0].dim() == x.dim()
-    at = x.slices.dim - (0 if kept else sum(d < x.slices.dim for d in dims))
-    own = [x.like(t, at) for t in tensors]
-    if isinstance(found, Tensor):
-        return own[0]
-    return tuple(own) if type(found) is tuple else type(found)(own)
+    result = func(local_of(x), *args, **kwargs)
+    tensors = [result] if isinstance(result, Tensor) else list(result)
+    keeps_dim = tensors[0].dim() == x.dim()
+    at = x.slices.dim - (0 if keeps_dim else sum(d < x.slices.dim for d in dims))
+    results = [x.like(t, at) for t in tensors]
+    if isinstance(result, Tensor):
+        return results[0]
+    return tuple(results) if type(result) is tuple else type(result)(results)
 
 
 def _sum(x: SlicedTensor, name: str, args: Any, kwargs: Any) -> Any:
-    """A sum or a mean over the sliced dim: each rank's, added up."""
-    local = held(x)
+    """A sum or a mean over the sliced dim: the sum of the ranks' results."""
+    local = local_of(x)
     if name == "sum":
         return summed(torch.sum(local, *args, **kwargs), x.group)
-    # A mean by its share: the sum may be more than its type can hold.
+    # The mean of the ranks' means, weighted: the sum of all elements may overflow its dtype.
     share = local.shape[x.slices.dim] / x.slices.total
     return summed(torch.mean(local, *args, **kwargs) * share, x.group)

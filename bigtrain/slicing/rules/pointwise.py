@@ -1,4 +1,4 @@
-"""What functions of one element at a time do with slices: the same, on each rank's own."""
+"""Rules of pointwise functions: each rank applies them to its slices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bigtrain.errors import ConfigError
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
     leaves_of,
-    own_part,
+    local_of,
+    matching_part,
     rule,
     rule_with_function,
 )
@@ -106,12 +106,12 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if func is torch.where and len(args) + len(kwargs) < 3:
         return NotImplemented
-    # Of tensors that are sliced in different ways the largest stays as it is.
+    # Among tensors with different slices the largest keeps its own.
     main = args[0] if changes else max(filter(is_sliced, tensors), key=Tensor.numel)
     slices, dim, group = main.slices, main.negative_dim, main.group
     shape = tuple(main.shape) if len(tensors) == 1 else _broadcast(tensors)
     own: Any = tree_map(
-        lambda value: own_part(value, slices, dim, group), (args, kwargs), is_leaf=is_sliced
+        lambda value: matching_part(value, slices, dim, group), (args, kwargs), is_leaf=is_sliced
     )
     local = func(*own[0], **own[1])
     if not isinstance(local, Tensor):
@@ -123,10 +123,10 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule_with_function(_T.to, _T.type_as)
 def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another tensor only lends its type and its device."""
-    own = [held(a) if is_sliced(a) else a for a in (tensor, *args)]
-    named = {name: held(a) if is_sliced(a) else a for name, a in kwargs.items()}
-    local = func(*own, **named)
+    """Of another tensor only the dtype and the device are used."""
+    arguments = [local_of(a) if is_sliced(a) else a for a in (tensor, *args)]
+    named = {name: local_of(a) if is_sliced(a) else a for name, a in kwargs.items()}
+    local = func(*arguments, **named)
     return tensor.like(local) if is_sliced(tensor) else local
 
 
@@ -135,17 +135,21 @@ def _prelu(func: Any, x: Any, weight: Any) -> Any:
     main = x if is_sliced(x) else weight
     dim = 1 if x.dim() > 1 else 0
     if weight.numel() == 1 or (is_sliced(x) and x.slices.dim != dim):
-        own = as_operand(weight, None, main.group)
+        local_weight = as_operand(weight, None, main.group)
     else:
-        own = as_operand(weight, main.slices.at(0), main.group)
+        local_weight = as_operand(weight, main.slices.at(0), main.group)
     slices = x.slices if is_sliced(x) else main.slices.at(dim)
-    return SlicedTensor.of(func(as_operand(x, slices, main.group), own), slices, main.group)
+    return SlicedTensor.of(
+        func(as_operand(x, slices, main.group), local_weight), slices, main.group
+    )
 
 
 @rule_with_function(torch.rand_like, torch.randn_like, torch.randint_like)
 def _random(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Random numbers are whole, so that they are those of one process."""
-    whole: Tensor = func(held(tensor).detach().new_empty(()).expand(tensor.shape), *args, **kwargs)
+    """Draw numbers of the whole shape, as one process does."""
+    whole: Tensor = func(
+        local_of(tensor).detach().new_empty(()).expand(tensor.shape), *args, **kwargs
+    )
     return whole
 
 
@@ -154,11 +158,11 @@ _DRAWN = words("bernoulli_ normal_ uniform_ random_ exponential_ geometric_ log_
 
 @rule_with_function(*_named(_T, _DRAWN))
 def _drawn(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Random numbers are drawn for the whole, so that they are those of one process."""
+    """Draw numbers of the whole shape, as one process does, and keep this rank's slices."""
     if not is_sliced(tensor) or any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
         return NotImplemented
-    whole = func(held(tensor).detach().new_empty(tensor.shape), *args, **kwargs)
-    return tensor.change(held(tensor).copy_(as_operand(whole, tensor.slices, tensor.group)))
+    whole = func(local_of(tensor).detach().new_empty(tensor.shape), *args, **kwargs)
+    return tensor.change(local_of(tensor).copy_(as_operand(whole, tensor.slices, tensor.group)))
 
 
 @rule_with_function(
@@ -166,7 +170,7 @@ def _drawn(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 )
 def _loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of each element by itself, then of all."""
+    """Compute the loss of each element, then reduce."""
     reduction = kwargs.pop("reduction", "mean")
     if args or reduction == "none" or x.shape != target.shape:
         return NotImplemented
@@ -176,26 +180,26 @@ def _loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(_T.contiguous)
 def _contiguous(tensor: SlicedTensor, **kwargs: Any) -> SlicedTensor:
-    return tensor.like(held(tensor).contiguous(**kwargs))
+    return tensor.like(local_of(tensor).contiguous(**kwargs))
 
 
 @rule(_T.data.__get__)
 def _data(tensor: SlicedTensor) -> SlicedTensor:
-    return tensor.like(held(tensor).detach())
+    return tensor.like(local_of(tensor).detach())
 
 
 @rule(_T.data.__set__, _T.grad.__set__)
 def _set(tensor: Any, value: Any) -> Any:
     del tensor, value
     raise ConfigError(
-        "strategy.slice: `data` or `grad` of a sliced tensor is set by the model's own code. Use "
+        "strategy.slice: `data` or `grad` of a sliced tensor is set by the model's code. Use "
         "copy_ there, or keep the module whole that does it: strategy.slice.keep=[NAME]."
     )
 
 
 @rule(_T.grad.__get__)
 def _grad(tensor: SlicedTensor) -> Any:
-    gradient = held(tensor).grad
+    gradient = local_of(tensor).grad
     return None if gradient is None else tensor.like(gradient)
 
 
@@ -206,19 +210,19 @@ def _set_requires_grad(tensor: SlicedTensor, value: bool) -> None:  # noqa: FBT0
 
 @rule(_T.retain_grad)
 def _retain_grad(tensor: SlicedTensor) -> None:
-    held(tensor).retain_grad()
+    local_of(tensor).retain_grad()
 
 
 @rule(_T.register_hook)
 def _register_hook(tensor: SlicedTensor, hook: Any) -> Any:
-    """A hook sees gradients as the model's code sees tensors."""
+    """Call a hook with sliced gradients, as the model's code sees sliced tensors."""
     slices, group = tensor.slices, tensor.group
 
     def called(gradient: Tensor) -> Any:
-        found = hook(SlicedTensor.of(gradient, slices, group))
-        return as_operand(found, slices, group) if isinstance(found, Tensor) else None
+        result = hook(SlicedTensor.of(gradient, slices, group))
+        return as_operand(result, slices, group) if isinstance(result, Tensor) else None
 
-    local: Any = held(tensor)
+    local: Any = local_of(tensor)
     return local.register_hook(called)
 
 
@@ -248,7 +252,7 @@ for _function in (
     *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size),
 ):
     rule(_function)(_on_wrapper(_function))
-rule(_T.grad_fn.__get__)(lambda tensor: held(tensor).grad_fn)
-rule(_T.requires_grad.__get__)(lambda tensor: held(tensor).requires_grad)
-rule(_T.is_leaf.__get__)(lambda tensor: held(tensor).is_leaf)
-rule(_T._version.__get__)(lambda tensor: held(tensor)._version)
+rule(_T.grad_fn.__get__)(lambda tensor: local_of(tensor).grad_fn)
+rule(_T.requires_grad.__get__)(lambda tensor: local_of(tensor).requires_grad)
+rule(_T.is_leaf.__get__)(lambda tensor: local_of(tensor).is_leaf)
+rule(_T._version.__get__)(lambda tensor: local_of(tensor)._version)

@@ -1,7 +1,7 @@
-"""What products do with slices: columns, rows, heads, channels and the vocabulary.
+"""Rules of products: columns, rows, heads, channels and the vocabulary.
 
-By the letters of a product (as einsum has them): where the sliced letter stays in the result, the
-result is sliced; where it is summed over, each rank has a part of the sum, and all add theirs up.
+A product is described by letters, as in einsum. If the sliced letter is in the result, the result
+is sliced; if it is summed over, each rank has a partial sum, and the partial sums are summed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bigtrain.slicing.exchange import (
     SliceGroup,
     summed,
 )
-from bigtrain.slicing.sequence_parallel import total
+from bigtrain.slicing.sequence_parallel import sum_partials
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
+    local_of,
     rule,
     rule_with_function,
     shares_memory,
@@ -41,15 +41,15 @@ def product(
     main: int | None = None,
     add_up: Callable[[Tensor, SliceGroup], Any] = summed,
 ) -> Any:
-    """A product by its letters, on slices.
+    """Compute a product, described by its letters, on slices.
 
     Args:
-        letters: for each operand one of each dim.
-        result: those of the result; others are summed over.
-        operands: at least one of them sliced.
+        letters: for each operand one letter per dim.
+        result: letters of the result; all others are summed over.
+        operands: of the product.
         compute: the product of plain tensors.
-        main: the operand by whose slices it is computed; left out, the first that is sliced.
-        add_up: what makes the whole of parts of a sum.
+        main: the operand whose slices the others follow; None for the first sliced one.
+        add_up: sums partial results over the ranks.
     """
     sliced = [n for n, operand in enumerate(operands) if is_sliced(operand)]
     if not sliced:
@@ -58,7 +58,7 @@ def product(
     letter = letters[sliced[0] if main is None else main][chosen.slices.dim]
     group = chosen.group
     forget_input(group)
-    own = [
+    local_operands = [
         as_operand(
             operand,
             chosen.slices.at(names.index(letter))
@@ -68,10 +68,10 @@ def product(
         )
         for names, operand in zip(letters, operands, strict=True)
     ]
-    local = compute(*own)
+    local = compute(*local_operands)
     if letter not in result:
-        # It is added up in place, and in inference mode a view does not say that it is one.
-        is_own = not any(shares_memory(local, operand) for operand in own)
+        # The sum is done in place, and in inference mode a view cannot be told by `_is_view`.
+        is_own = not any(shares_memory(local, operand) for operand in local_operands)
         return add_up(local if is_own else local.clone(), group)
     return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
 
@@ -86,23 +86,23 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _gathered_once(result: Any, weight: Any) -> Any:
-    """The result of a product, whole where that is wanted of its weight."""
+    """Gather the result of a product if its weight says so."""
     wanted = is_sliced(weight) and weight.gathers and is_sliced(result)
     return result.whole() if wanted else result
 
 
 def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> Any:
-    """A linear layer, where its input or its weight is sliced.
+    """Compute a linear layer whose input or weight is sliced.
 
     Args:
         x: (..., width).
         weight: (columns, width).
         bias: (columns,), or None.
-        sequence_dim: of `x`; None leaves that to the group.
+        sequence_dim: of `x`; None for the group's.
     """
     if is_sliced(weight) and weight.slices.dim == 0:
         fused = _is_like(bias, weight)
-        local = _columns(x, weight, held(bias) if fused and bias is not None else None)
+        local = _columns(x, weight, local_of(bias) if fused and bias is not None else None)
         result = SlicedTensor.of(local, weight.slices.at(local.dim() - 1), weight.group)
         return result if fused else _with_bias(result, bias)
     names = _names(x.dim() - 1)
@@ -118,32 +118,32 @@ def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> A
 
 
 def _adds_up(x: Any, sequence_dim: int | None = None) -> Callable[[Tensor, SliceGroup], Any]:
-    """What makes the whole of the parts that a linear layer of this input gives."""
+    """Return the function that sums the partial results of a linear layer on this input."""
     rows = x.rows if is_sliced(x) else ()
-    return lambda partial, group: total(partial, group, sequence_dim, rows)
+    return lambda partial, group: sum_partials(partial, group, sequence_dim, rows)
 
 
 def _is_like(bias: Any, weight: SlicedTensor) -> bool:
-    """Whether a bias is dealt out as the columns are, or there is none."""
+    """Whether a bias is sliced as the weight's columns are, or there is none."""
     if not is_sliced(bias):
         return bias is None
     return bool(bias.slices.same(weight.slices, weight.group.size))
 
 
 def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
-    """What a linear layer gives in the columns of this rank."""
+    """Return the output of a linear layer in this rank's columns."""
     group = weight.group
-    # A vector; or gathered, with a gradient that is partial.
+    # `column_linear` takes neither a vector nor an input that is sliced along its width.
     if x.dim() == 1 or (is_sliced(x) and x.slices.dim == x.dim() - 1):
-        return F.linear(as_operand(x, None, group), held(weight), bias)
-    return column_linear(x, held(weight), bias, group)
+        return F.linear(as_operand(x, None, group), local_of(weight), bias)
+    return column_linear(x, local_of(weight), bias, group)
 
 
 def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
-    """Add a bias along a dim: once, after what is partial was added up."""
+    """Add a bias along a dim; once, after partial results were summed."""
     if bias is None:
         return result
-    bias = bias.to(result.dtype)  # as an autocast has chosen it
+    bias = bias.to(result.dtype)  # autocast may have chosen it
     shape = [1] * result.dim()
     shape[dim] = -1
     return result + (bias if dim == -1 else bias.reshape(shape))
@@ -163,16 +163,16 @@ def _matmul(func: Any, a: Any, b: Any) -> Any:
         return _times(a, b)
     batch = max(a.dim(), b.dim()) - 2
     names = _names(batch)
-    # A batch dim of one element is broadcast: it has no letter of the other's.
+    # A batch dim of length 1 is broadcast: it gets another letter than the other operand's.
     first = _batch_names(a, names) + "xy"
     second = _batch_names(b, names) + "yz"
     return product((first, second), f"{names}xz", (a, b), torch.matmul)
 
 
 def _times(x: Any, matrix: Any) -> Any:
-    """A product with a matrix (width, columns), as a linear layer is."""
+    """Return the product with a matrix (width, columns), computed as a linear layer."""
     if is_sliced(matrix) and matrix.slices.dim == 1:
-        columns = SlicedTensor.of(held(matrix).t(), matrix.slices.at(0), matrix.group)
+        columns = SlicedTensor.of(local_of(matrix).t(), matrix.slices.at(0), matrix.group)
         return matrix.like(_columns(x, columns, None), x.dim() - 1)
     names = _names(x.dim() - 1)
     main = 1 if is_sliced(matrix) else None
@@ -181,9 +181,9 @@ def _times(x: Any, matrix: Any) -> Any:
 
 def _batch_names(tensor: Tensor, names: str) -> str:
     count = tensor.dim() - 2
-    own = names[len(names) - count :] if count else ""
+    letters = names[len(names) - count :] if count else ""
     sizes = tensor.shape[:count]
-    return "".join(n.upper() if size == 1 else n for n, size in zip(own, sizes, strict=True))
+    return "".join(n.upper() if size == 1 else n for n, size in zip(letters, sizes, strict=True))
 
 
 _VECTORS = {
@@ -227,7 +227,7 @@ def _with_added(result: Any, added: Any, beta: float, alpha: float) -> Any:
     result = result if alpha == 1 else result * alpha
     if beta == 0:
         return result
-    added = added.to(result.dtype)  # as an autocast has chosen it
+    added = added.to(result.dtype)  # autocast may have chosen it
     return result + (added if beta == 1 else added * beta)
 
 
@@ -243,28 +243,28 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     if not isinstance(equation, str):
         return NotImplemented
     letters, result = _spelled(equation.replace(" ", ""), operands)
-    dealt = [n[t.slices.dim] for n, t in zip(letters, operands, strict=True) if is_sliced(t)]
-    if any(names.count(letter) > 1 for names in letters for letter in dealt):
+    sliced = [n[t.slices.dim] for n, t in zip(letters, operands, strict=True) if is_sliced(t)]
+    if any(names.count(letter) > 1 for names in letters for letter in sliced):
         return NotImplemented  # a diagonal
     return product(letters, result, operands, lambda *own: torch.einsum(equation, *own))
 
 
 def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """The letters of each operand and of the result, with those that dots stand for."""
+    """Return the letters of each operand and of the result, with letters in place of dots."""
     inputs, arrow, result = equation.partition("->")
     letters = inputs.split(",")
     if not arrow:
         once = sorted(n for n in set(inputs) if n.isalpha() and inputs.count(n) == 1)
         result = ("..." if "..." in inputs else "") + "".join(once)
     spare = [chr(n) for n in (*range(65, 91), *range(97, 123)) if chr(n) not in equation]
-    found = []
+    spelled = []
     widest = ""
     for names, operand in zip(letters, operands, strict=True):
         count = operand.dim() - len(names) + 3 if "..." in names else 0
-        own = "".join(reversed(spare[:count]))
-        widest = max(widest, own, key=len)
-        found.append(names.replace("...", own))
-    return found, result.replace("...", widest)
+        dots = "".join(reversed(spare[:count]))
+        widest = max(widest, dots, key=len)
+        spelled.append(names.replace("...", dots))
+    return spelled, result.replace("...", widest)
 
 
 @rule_with_function(F.conv1d, F.conv2d, F.conv3d)
@@ -278,84 +278,10 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    if x.dim() < weight.dim():
-        return func(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-
     def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
         return func(own, kernels, None, stride, padding, dilation, own_groups)
 
-    if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
-        return NotImplemented
-    if groups > 1:
-        result = _grouped(compute, x, weight, groups, weight.shape[0] // groups)
-    else:
-        spatial = "hwd"[: weight.dim() - 2]
-        letters = (f"bx{spatial}", f"yx{spatial.upper()}")
-        main = 1 if is_sliced(weight) else None
-        result = product(letters, f"by{spatial}", (x, weight), compute, main)
-    if result is NotImplemented:
-        return result
-    return _gathered_once(_with_bias(result, bias, 1), weight)
-
-
-def _grouped(
-    compute: Callable[..., Any],
-    x: Any,
-    weight: Any,
-    groups: int,
-    outer: int,
-    *,
-    turned: bool = False,
-) -> Any:
-    """A convolution by groups of channels: those of a rank go together.
-
-    Args:
-        compute: of plain tensors and a number of groups.
-        x: (batch, channels, ...).
-        weight: its first dim goes through the groups.
-        groups: more than one.
-        outer: channels of the result for each of them.
-        turned: it is a transposed convolution: the second dim of its weight is that of its result.
-    """
-    if not is_sliced(x) and not is_sliced(weight):
-        return compute(x, weight, groups)
-    group = (weight if is_sliced(weight) else x).group
-    if is_sliced(x) and x.slices.dim == 0:
-        return x.like(compute(held(x), as_operand(weight, None, group), groups))
-    if is_sliced(weight) and weight.slices.dim == 1:  # the same part of each group
-        each = Slices(1, weight.slices.sections * groups)
-        if turned:
-            local = compute(as_operand(x, None, group), held(weight), groups)
-            return SlicedTensor.of(local, each, group)
-        return summed(compute(as_operand(x, each, group), held(weight), groups), group)
-    if is_sliced(weight) and weight.slices.sections == weight.slices.sections[:1] * groups:
-        if turned:  # the same part of each group, here too
-            part = as_operand(x, weight.slices.at(1), group)
-            return summed(compute(part, held(weight), groups), group)
-        local = compute(as_operand(x, None, group), held(weight), groups)
-        return SlicedTensor.of(local, weight.slices.at(1), group)
-    main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
-    inner, rows = x.shape[1] // groups, weight.shape[0] // groups
-    by_group = scaled(main.slices, main.shape[dim] // groups, 1)
-    if by_group is None or not by_group.length(group.size - 1, group.size):
-        return NotImplemented
-    inputs, kernels, outputs = (scaled(by_group, 1, n) for n in (inner, rows, outer))
-    if inputs is None or kernels is None or outputs is None:
-        return NotImplemented
-    own = as_operand(x, inputs.at(1), group), as_operand(weight, kernels.at(0), group)
-    local = compute(*own, by_group.length(group.rank, group.size))
-    return SlicedTensor.of(local, outputs.at(1), group)
-
-
-def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
-    """The same dealing of elements that are so many times as large or small."""
-    sections = []
-    for length, unit in slices.sections:
-        if length % divide or (unit % divide and length // unit % divide):
-            return None
-        larger = max(1, unit // divide) if unit % divide == 0 else 1
-        sections.append(SliceSection(length // divide * times, larger * times))
-    return Slices(slices.dim, tuple(sections))
+    return _convolution(compute, x, weight, bias, groups, is_transposed=False)
 
 
 @rule_with_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -370,25 +296,92 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    if x.dim() < weight.dim():
-        options = (stride, padding, output_padding, groups, dilation)
-        return func(x.unsqueeze(0), weight, bias, *options).squeeze(0)
-
     def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
         return func(own, kernels, None, stride, padding, output_padding, own_groups, dilation)
 
+    return _convolution(compute, x, weight, bias, groups, is_transposed=True)
+
+
+def _convolution(
+    compute: Callable[..., Any], x: Any, weight: Any, bias: Any, groups: int, *, is_transposed: bool
+) -> Any:
+    """A convolution, or a transposed one: then dim 0 of the weight is summed over, not dim 1.
+
+    Args:
+        compute: the convolution of plain tensors, without bias, in a number of groups.
+        x: (batch, channels, ...), or without the batch.
+        weight: (out channels, in channels of a group, ...); transposed (in, out of a group, ...).
+        bias: (out channels,), or None.
+        groups: of channels.
+        is_transposed: whether it is a transposed convolution.
+    """
+    if x.dim() < weight.dim():
+        batch = _convolution(
+            compute, x.unsqueeze(0), weight, bias, groups, is_transposed=is_transposed
+        )
+        return batch if batch is NotImplemented else batch.squeeze(0)
     if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
         return NotImplemented
     if groups > 1:
-        result = _grouped(compute, x, weight, groups, weight.shape[1], turned=True)
+        result = _grouped(compute, x, weight, groups, is_transposed=is_transposed)
     else:
         spatial = "hwd"[: weight.dim() - 2]
-        letters = (f"bx{spatial}", f"xy{spatial.upper()}")
+        channels = "xy" if is_transposed else "yx"
+        letters = (f"bx{spatial}", f"{channels}{spatial.upper()}")
         main = 1 if is_sliced(weight) else None
         result = product(letters, f"by{spatial}", (x, weight), compute, main)
     if result is NotImplemented:
         return result
     return _gathered_once(_with_bias(result, bias, 1), weight)
+
+
+def _grouped(
+    compute: Callable[..., Any], x: Any, weight: Any, groups: int, *, is_transposed: bool
+) -> Any:
+    """A convolution by groups of channels: a rank has whole groups, or a part of each group.
+
+    The arguments are those of `_convolution`; `groups` is more than one.
+    """
+    if not is_sliced(x) and not is_sliced(weight):
+        return compute(x, weight, groups)
+    group = (weight if is_sliced(weight) else x).group
+    if is_sliced(x) and x.slices.dim == 0:
+        return x.like(compute(local_of(x), as_operand(weight, None, group), groups))
+    if is_sliced(weight) and weight.slices.dim == 1:  # the same part of each group
+        each = Slices(1, weight.slices.sections * groups)
+        if is_transposed:
+            local = compute(as_operand(x, None, group), local_of(weight), groups)
+            return SlicedTensor.of(local, each, group)
+        return summed(compute(as_operand(x, each, group), local_of(weight), groups), group)
+    if is_sliced(weight) and weight.slices.sections == weight.slices.sections[:1] * groups:
+        if is_transposed:  # the same part of each group, here too
+            part = as_operand(x, weight.slices.at(1), group)
+            return summed(compute(part, local_of(weight), groups), group)
+        local = compute(as_operand(x, None, group), local_of(weight), groups)
+        return SlicedTensor.of(local, weight.slices.at(1), group)
+    main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
+    inner, rows = x.shape[1] // groups, weight.shape[0] // groups
+    outer = weight.shape[1] if is_transposed else rows
+    by_group = scaled(main.slices, main.shape[dim] // groups, 1)
+    if by_group is None or not by_group.length(group.size - 1, group.size):
+        return NotImplemented
+    inputs, kernels, outputs = (scaled(by_group, 1, n) for n in (inner, rows, outer))
+    if inputs is None or kernels is None or outputs is None:
+        return NotImplemented
+    operands = as_operand(x, inputs.at(1), group), as_operand(weight, kernels.at(0), group)
+    local = compute(*operands, by_group.length(group.rank, group.size))
+    return SlicedTensor.of(local, outputs.at(1), group)
+
+
+def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
+    """Return sections counted in elements `divide` times as large, then split `times` ways."""
+    sections = []
+    for length, unit in slices.sections:
+        if length % divide or (unit % divide and length // unit % divide):
+            return None
+        larger = max(1, unit // divide) if unit % divide == 0 else 1
+        sections.append(SliceSection(length // divide * times, larger * times))
+    return Slices(slices.dim, tuple(sections))
 
 
 @rule(F.embedding)
@@ -406,18 +399,18 @@ def _embedding(
         return NotImplemented
     group, slices = weight.group, weight.slices
     if slices.dim == 1:
-        local = F.embedding(indices, held(weight), padding_idx)
+        local = F.embedding(indices, local_of(weight), padding_idx)
         result = SlicedTensor.of(local, slices.at(local.dim() - 1), group)
         return _gathered_once(result, weight)
-    place = torch.zeros_like(indices)
+    local_index = torch.zeros_like(indices)
     elsewhere = torch.ones_like(indices, dtype=torch.bool)
     before, own_padding = 0, None
     for begin, length in slices.parts(group.rank, group.size):
         within = (indices >= begin) & (indices < begin + length)
-        place = torch.where(within, indices - begin + before, place)
+        local_index = torch.where(within, indices - begin + before, local_index)
         elsewhere &= ~within
         if padding_idx is not None and 0 <= padding_idx % slices.total - begin < length:
             own_padding = padding_idx % slices.total - begin + before
         before += length
-    rows = F.embedding(place, held(weight), own_padding)
-    return total(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+    rows = F.embedding(local_index, local_of(weight), own_padding)
+    return sum_partials(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)

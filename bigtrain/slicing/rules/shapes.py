@@ -1,4 +1,4 @@
-"""What functions that only arrange elements do with slices: shapes are those of the whole."""
+"""Rules of functions that only rearrange elements: their arguments are shapes of the whole."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
-    held,
     is_sliced,
+    local_of,
     rule,
     rule_with_function,
 )
@@ -32,7 +32,7 @@ def _sizes(sizes: Sequence[Any]) -> list[int]:
 
 
 def _filled(target: list[int], total: int) -> list[int]:
-    """With -1 worked out."""
+    """Return the shape with -1 replaced."""
     if -1 not in target:
         return target
     known = math.prod(size for size in target if size != -1)
@@ -45,12 +45,12 @@ _known = functools.lru_cache(maxsize=4096)(reshaped)
 def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
     target = _filled(target, tensor.numel())
     if math.prod(target) != tensor.numel():
-        return NotImplemented  # torch has the words for it
+        return NotImplemented  # torch raises the error
     slices = _known(tensor.slices, tuple(tensor.shape), tuple(target), tensor.group.size)
     if slices is None:
         return NotImplemented
     shape = slices.local_shape(target, tensor.group.rank, tensor.group.size)
-    result = tensor.derived(held(tensor).reshape(shape), slices, target)
+    result = tensor.derived(local_of(tensor).reshape(shape), slices, target)
     if len(target) == 2 and tensor.dim() > 2 and target[-1] == tensor.shape[-1]:
         result.rows = tuple(tensor.shape[:-1])
     return result
@@ -90,8 +90,8 @@ def _unflatten(tensor: SlicedTensor, dim: int, sizes: Sequence[int]) -> Any:
 @rule(_T.unsqueeze, torch.unsqueeze)
 def _unsqueeze(tensor: SlicedTensor, dim: int) -> SlicedTensor:
     dim %= tensor.dim() + 1
-    place = tensor.slices.dim + (dim <= tensor.slices.dim)
-    return tensor.like(held(tensor).unsqueeze(dim), place)
+    result_dim = tensor.slices.dim + (dim <= tensor.slices.dim)
+    return tensor.like(local_of(tensor).unsqueeze(dim), result_dim)
 
 
 @rule(_T.squeeze, torch.squeeze)
@@ -99,7 +99,7 @@ def _squeeze(tensor: SlicedTensor, dim: Any = None) -> Any:
     chosen = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = [d % tensor.dim() for d in chosen]
     gone = [d for d in dims if tensor.shape[d] == 1]
-    local = held(tensor)
+    local = local_of(tensor)
     for d in sorted(gone, reverse=True):
         local = local.squeeze(d)
     return tensor.like(local, tensor.slices.dim - sum(d < tensor.slices.dim for d in gone))
@@ -107,7 +107,7 @@ def _squeeze(tensor: SlicedTensor, dim: Any = None) -> Any:
 
 def _permuted(tensor: SlicedTensor, order: Sequence[int]) -> SlicedTensor:
     order = [dim % tensor.dim() for dim in order]
-    return tensor.like(held(tensor).permute(order), order.index(tensor.slices.dim))
+    return tensor.like(local_of(tensor).permute(order), order.index(tensor.slices.dim))
 
 
 @rule(_T.permute, torch.permute)
@@ -153,7 +153,7 @@ def _expand(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     dim = tensor.slices.dim + added
     if target[dim] not in (-1, tensor.shape[tensor.slices.dim]):
         return NotImplemented
-    local = held(tensor)
+    local = local_of(tensor)
     target[dim] = local.shape[tensor.slices.dim]
     return tensor.like(local.expand(target), dim)
 
@@ -176,14 +176,14 @@ def _repeat(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     times = [1] * (tensor.dim() - len(times)) + times
     dim = tensor.slices.dim + len(times) - tensor.dim()
     again = tensor.slices.sections * times[dim]
-    return SlicedTensor.of(held(tensor).repeat(*times), Slices(dim, again), tensor.group)
+    return SlicedTensor.of(local_of(tensor).repeat(*times), Slices(dim, again), tensor.group)
 
 
 @rule(_T.repeat_interleave, torch.repeat_interleave)
 def _repeat_interleave(tensor: SlicedTensor, repeats: Any, dim: Any = None, **kwargs: Any) -> Any:
     if not isinstance(repeats, int) or dim is None or not is_sliced(tensor):
         return NotImplemented
-    local = held(tensor).repeat_interleave(repeats, dim, **kwargs)
+    local = local_of(tensor).repeat_interleave(repeats, dim, **kwargs)
     if dim % tensor.dim() != tensor.slices.dim:
         return tensor.like(local)
     sections = tuple(
@@ -194,43 +194,43 @@ def _repeat_interleave(tensor: SlicedTensor, repeats: Any, dim: Any = None, **kw
 
 @rule(_T.flip, torch.flip)
 def _flip(tensor: SlicedTensor, *dims: Any, **kwargs: Any) -> Any:
-    found = _sizes(dims or (kwargs["dims"],))
-    if tensor.slices.dim in [dim % tensor.dim() for dim in found]:
+    flipped = _sizes(dims or (kwargs["dims"],))
+    if tensor.slices.dim in [dim % tensor.dim() for dim in flipped]:
         return NotImplemented
-    return tensor.like(held(tensor).flip(found))
+    return tensor.like(local_of(tensor).flip(flipped))
 
 
 @rule(_T.roll, torch.roll)
 def _roll(tensor: SlicedTensor, shifts: Any, dims: Any = None) -> Any:
-    found = [dims] if isinstance(dims, int) else list(dims or ())
-    if not found or tensor.slices.dim in [dim % tensor.dim() for dim in found]:
+    rolled = [dims] if isinstance(dims, int) else list(dims or ())
+    if not rolled or tensor.slices.dim in [dim % tensor.dim() for dim in rolled]:
         return NotImplemented
-    return tensor.like(held(tensor).roll(shifts, found))
+    return tensor.like(local_of(tensor).roll(shifts, rolled))
 
 
 def pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] | None:
-    """The tensor split along its sliced dim, where the sections are split apart."""
-    sections, found = list(tensor.slices.sections), []
-    local, begin, dim = held(tensor), 0, tensor.slices.dim
+    """Split a tensor along its sliced dim between sections; None if a cut is inside a section."""
+    sections, parts = list(tensor.slices.sections), []
+    local, begin, dim = local_of(tensor), 0, tensor.slices.dim
     group = tensor.group
     for length in lengths:
-        own: list[SliceSection] = []
-        while sections and sum(s.length for s in own) < length:
-            own.append(sections.pop(0))
-        if not own or sum(s.length for s in own) != length:
+        part_sections: list[SliceSection] = []
+        while sections and sum(s.length for s in part_sections) < length:
+            part_sections.append(sections.pop(0))
+        if not part_sections or sum(s.length for s in part_sections) != length:
             return None
-        slices = Slices(dim, tuple(own))
+        slices = Slices(dim, tuple(part_sections))
         held_here = slices.length(group.rank, group.size)
-        found.append(tensor.derived(local.narrow(dim, begin, held_here), slices))
+        parts.append(tensor.derived(local.narrow(dim, begin, held_here), slices))
         begin += held_here
-    return found
+    return parts
 
 
 def _split(tensor: SlicedTensor, lengths: Sequence[int], dim: int) -> Any:
     if dim % tensor.dim() == tensor.slices.dim:
-        found = pieces(tensor, lengths)
-        return NotImplemented if found is None else tuple(found)
-    local: Any = held(tensor)
+        parts = pieces(tensor, lengths)
+        return NotImplemented if parts is None else tuple(parts)
+    local: Any = local_of(tensor)
     return tuple(tensor.like(part) for part in local.split(list(lengths), dim))
 
 
@@ -266,8 +266,8 @@ def _unbind(tensor: SlicedTensor, dim: int = 0) -> Any:
     dim %= tensor.dim()
     if dim == tensor.slices.dim:
         return NotImplemented
-    place = tensor.slices.dim - (dim < tensor.slices.dim)
-    return tuple(tensor.like(part, place) for part in held(tensor).unbind(dim))
+    result_dim = tensor.slices.dim - (dim < tensor.slices.dim)
+    return tuple(tensor.like(part, result_dim) for part in local_of(tensor).unbind(dim))
 
 
 @rule(_T.__iter__)
@@ -309,56 +309,64 @@ def _joined(func: Any, tensors: list[Any], dim: int) -> Any:
 
 @rule(F.pad, torch._C._nn.pad)
 def _pad(tensor: SlicedTensor, pad: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    place = -2 * tensor.negative_dim
-    if any(pad[place - 2 : place]):
+    position = -2 * tensor.negative_dim
+    if any(pad[position - 2 : position]):
         return NotImplemented
-    return tensor.like(F.pad(held(tensor), pad, *args, **kwargs))
+    return tensor.like(F.pad(local_of(tensor), pad, *args, **kwargs))
 
 
 @rule_with_function(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor)
 def _new(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
-    return func(held(tensor), *args, **kwargs) if is_sliced(tensor) else NotImplemented
+    return func(local_of(tensor), *args, **kwargs) if is_sliced(tensor) else NotImplemented
 
 
 @rule_with_function(torch.view_as_real, torch.view_as_complex)
 def _complex(func: Any, tensor: SlicedTensor) -> Any:
     if func is torch.view_as_complex and tensor.negative_dim == -1:
         return NotImplemented
-    return tensor.like(func(held(tensor)))
+    return tensor.like(func(local_of(tensor)))
 
 
 @rule_with_function(_T.tril, torch.tril, _T.triu, torch.triu)
 def _triangle(func: Any, tensor: SlicedTensor, diagonal: int = 0) -> Any:
-    return tensor.like(func(held(tensor), diagonal)) if tensor.negative_dim < -2 else NotImplemented
+    return (
+        tensor.like(func(local_of(tensor), diagonal))
+        if tensor.negative_dim < -2
+        else NotImplemented
+    )
 
 
 @rule(_T.unfold)
 def _windows(tensor: SlicedTensor, dimension: int, size: int, step: int) -> Any:
     if dimension % tensor.dim() == tensor.slices.dim:
         return NotImplemented
-    return tensor.like(held(tensor).unfold(dimension, size, step))
+    return tensor.like(local_of(tensor).unfold(dimension, size, step))
 
 
 def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None:
-    """The same dealing of elements that are so many times as large or small; None: it cuts one."""
+    """Return slices counted in elements `divide` times as large, then split `times` ways.
+
+    Returns:
+        None if a rank's part would cut one of the larger elements.
+    """
     sections = []
     for section in slices.sections:
         if any(n % divide for rank in range(size) for n in section.part(rank, size)):
             return None
         unit = section.unit // divide if section.unit % divide == 0 else 1
         sections.append(SliceSection(section.length // divide * times, unit * times))
-    found = Slices(slices.dim, tuple(sections))
+    result = Slices(slices.dim, tuple(sections))
     for rank in range(size):
-        own = slices.parts(rank, size)
-        if found.parts(rank, size) != tuple(
-            (begin // divide * times, length // divide * times) for begin, length in own
+        parts = slices.parts(rank, size)
+        if result.parts(rank, size) != tuple(
+            (begin // divide * times, length // divide * times) for begin, length in parts
         ):
             return None
-    return found
+    return result
 
 
 def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim: int) -> Any:
-    """What each channel becomes several of, or several become one of."""
+    """Wrap a result in which each channel became several, or several became one."""
     if tensor.slices.dim != dim:
         return tensor.like(local)
     slices = resized(tensor.slices, divide, times, tensor.group.size)
@@ -366,7 +374,7 @@ def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim:
 
 
 def _fits(tensor: Any, divide: int, dim: int) -> bool:
-    """Whether the batch is sliced, or the channels so that none that belong together are apart."""
+    """Whether the batch is sliced, or the channels without separating any that belong together."""
     if not is_sliced(tensor) or tensor.slices.dim > dim:
         return False
     size = tensor.group.size
@@ -378,7 +386,7 @@ def _pixel_shuffle(tensor: Any, upscale_factor: int) -> Any:
     dim, each = tensor.dim() - 3, upscale_factor**2
     if not _fits(tensor, each, dim):
         return NotImplemented
-    return _channels(tensor, F.pixel_shuffle(held(tensor), upscale_factor), each, 1, dim)
+    return _channels(tensor, F.pixel_shuffle(local_of(tensor), upscale_factor), each, 1, dim)
 
 
 @rule(F.pixel_unshuffle)
@@ -386,7 +394,7 @@ def _pixel_unshuffle(tensor: Any, downscale_factor: int) -> Any:
     dim, each = tensor.dim() - 3, downscale_factor**2
     if not _fits(tensor, 1, dim):
         return NotImplemented
-    return _channels(tensor, F.pixel_unshuffle(held(tensor), downscale_factor), 1, each, dim)
+    return _channels(tensor, F.pixel_unshuffle(local_of(tensor), downscale_factor), 1, each, dim)
 
 
 @rule(F.channel_shuffle)
@@ -402,7 +410,7 @@ def _kernel(size: Any) -> int:
 def _unfold(tensor: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
     if tensor.dim() != 4 or not _fits(tensor, 1, 1):
         return NotImplemented
-    local = F.unfold(held(tensor), kernel_size, *args, **kwargs)
+    local = F.unfold(local_of(tensor), kernel_size, *args, **kwargs)
     return _channels(tensor, local, 1, _kernel(kernel_size), 1)
 
 
@@ -411,5 +419,5 @@ def _fold(tensor: Any, output_size: Any, kernel_size: Any, *args: Any, **kwargs:
     each = _kernel(kernel_size)
     if tensor.dim() != 3 or not _fits(tensor, each, 1):
         return NotImplemented
-    local = F.fold(held(tensor), output_size, kernel_size, *args, **kwargs)
+    local = F.fold(local_of(tensor), output_size, kernel_size, *args, **kwargs)
     return _channels(tensor, local, each, 1, 1)

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.state import first_names
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.deepspeed_json import json_section
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer, drop_empty_groups
 from bigtrain.strategies.deepspeed_adapter import (
     Partitioner,
@@ -128,11 +127,6 @@ def build_engine(
         # DeepSpeed makes a flat piece of each group, and none of an empty one.
         drop_empty_groups(optimizer)
         optimizer.state.clear()
-        sliced = replaced_layers(assembly, built.closing)
-        if sliced is not None:
-            # It takes the batch of all ranks for one that every rank has its own part of.
-            config = {k: value for k, value in config.items() if k != "train_batch_size"}
-            config["tensor_parallel"] = sliced
         with blaming_file(path):
             built.engine = start_engine(
                 assembly.model,
@@ -146,18 +140,6 @@ def build_engine(
         built.optimizer = optimizer
         failing.pop_all()
     return built
-
-
-def replaced_layers(assembly: Assembly, closing: ExitStack) -> dict[str, Any] | None:
-    """Let DeepSpeed's layers stand in the model where the plan slices it by them. Collective.
-
-    Returns:
-        The section of DeepSpeed's configuration; None where nothing is sliced.
-    """
-    slicing = assembly.plan.techniques.get("slice")
-    if not isinstance(slicing, SliceStrategy):
-        return None
-    return slicing.replace_layers(assembly, closing)
 
 
 def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitStack) -> None:

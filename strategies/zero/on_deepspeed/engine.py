@@ -143,9 +143,7 @@ class DeepSpeed(Zero):
                 "train.precision=fp64: DeepSpeed updates in fp32. Use --strategy "
                 f"{instead} (engine=torch), or train.precision=fp32."
             )
-        slicing = plan.techniques.get("slice")
-        is_sliced = slicing is not None and slicing.traits.engine == "deepspeed"
-        if "cut" in plan.techniques or plan.pp > 1 or (plan.tp > 1 and not is_sliced):
+        if "cut" in plan.techniques or plan.pp * plan.tp > 1:
             raise ConfigError(
                 "strategy.replicate.engine=deepspeed takes a whole model, and strategy.cut "
                 f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
@@ -217,8 +215,7 @@ class DeepSpeed(Zero):
 
         def runner(final: Assembly) -> Runner:
             built = build_engine(final, config, stage, self.config)
-            sliced = final.slices.by_name if final.slices is not None else ()
-            update = DeepSpeedUpdate(built, final.context, final.model, stage, sliced)
+            update = DeepSpeedUpdate(built, final.context, final.model, stage)
             final.update = update
             return DeepSpeedRunner(final, update)
 

@@ -17,7 +17,7 @@ import torch
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Span, Timeline
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import drop_empty_groups
 from bigtrain.strategies.deepspeed_adapter import step_pipeline
 from bigtrain.strategies.zero import Zero

@@ -148,8 +148,7 @@ class DeepSpeedRunner(LoopRunner):
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        own = {f"model.{name}": g for name, g in self._sharded.gradients().items()}
-        return {name.removeprefix("model."): g for name, g in self.whole_state(own).items()}
+        return self._sharded.gradients()
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""

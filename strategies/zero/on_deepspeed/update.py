@@ -6,7 +6,7 @@ Of each tensor a rank has the stretch that it updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,16 +35,10 @@ class DeepSpeedUpdate:
         context: the ranks that share the parameters.
         model: with plain names.
         stage: 1, 2 or 3.
-        sliced: names of parameters of which each rank of the tp axis has another part.
     """
 
     def __init__(
-        self,
-        built: BuiltEngine,
-        context: RunContext,
-        model: nn.Module,
-        stage: int,
-        sliced: Collection[str] = (),
+        self, built: BuiltEngine, context: RunContext, model: nn.Module, stage: int
     ) -> None:
         self._built = built
         self.engine, self.zero = built.engine, built.engine.optimizer
@@ -54,7 +48,6 @@ class DeepSpeedUpdate:
             self.zero, built
         )
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer
-        self._sliced = frozenset(sliced)
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -66,20 +59,9 @@ class DeepSpeedUpdate:
         return math.sqrt(math.fsum(self._context.all_gather_numbers(self._own_square())))
 
     def _own_square(self) -> float:
-        """The squares of this rank's gradients, added up; whole ones of one tp rank alone."""
-        if self._sliced and self._context.tp_rank > 0:
-            return float(local_norm(list(self._own_gradients(self._sliced)))) ** 2
+        """The squares of this rank's gradients, added up."""
         gradients = (self.shards.gradient(number) for number in range(len(self.shards.pieces)))
         return float(local_norm([g for g in gradients if g is not None])) ** 2
-
-    def _own_gradients(self, names: Collection[str]) -> Iterator[Tensor]:
-        """What this rank has of the gradients of these parameters."""
-        for name, parameter in self.parameters.items():
-            stretch = self.shards.slices.get(id(parameter))
-            gradient = None if stretch is None else self.shards.gradient(stretch.piece)
-            if name in names and stretch is not None and gradient is not None:
-                flat = gradient.view(-1)
-                yield flat[stretch.offset : stretch.offset + stretch.length]
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """See `Update.resident_tensors`."""

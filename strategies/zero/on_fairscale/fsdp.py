@@ -28,7 +28,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
 from bigtrain.models.blocks import independent_blocks
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import names_of
 from bigtrain.optim.update import is_elementwise, steps_on_device
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.strategies.fairscale_adapter import plain_name, whole_size

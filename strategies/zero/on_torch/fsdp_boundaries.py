@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of
 
 
 class _Layout:
@@ -43,7 +43,7 @@ def take_apart_at_boundaries(unit: nn.Module) -> None:
 
 def _apart(value: Any) -> Any:
     return tree_map(
-        lambda leaf: _Apart(held(leaf), _Layout(leaf)) if is_sliced(leaf) else leaf,
+        lambda leaf: _Apart(local_of(leaf), _Layout(leaf)) if is_sliced(leaf) else leaf,
         value,
         is_leaf=is_sliced,
     )

@@ -37,7 +37,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
-from bigtrain.models.names import names_of
+from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero

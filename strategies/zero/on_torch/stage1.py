@@ -22,7 +22,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Span, Timeline, scale_timeline
-from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.optim.kinds import ELEMENTWISE_OPTIMIZERS
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup

@@ -1,4 +1,4 @@
-"""Dims taken apart: views, sums, and what is the same as what."""
+"""The structure of dims: views, sums and unified dims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bigtrain.slice_planning.dim_axes import (
     joined,
     leaves,
     new_dim,
-    taken,
+    split_outer,
     unify,
     viewed,
 )
@@ -36,7 +36,7 @@ def test_a_view_takes_an_axis_apart_and_puts_it_together():
     width = new_dim(12)
     (rows, heads, inner) = viewed((new_dim(5), width), (5, 3, 4))
     assert (lengths(rows), lengths(heads), lengths(inner)) == ([5], [3], [4])
-    assert lengths(width) == [3, 4], "the dim itself knows what it is made of"
+    assert lengths(width) == [3, 4], "the dim itself is split"
     (flat,) = viewed((rows, heads, inner), (60,))
     assert lengths(flat) == [5, 3, 4]
 
@@ -53,23 +53,23 @@ def test_views_that_do_not_fit_block_what_lies_between():
 def test_unified_dims_are_taken_apart_alike():
     one, other = new_dim(24), new_dim(24)
     unify(one, other)
-    taken(one, 4)
+    split_outer(one, 4)
     assert lengths(other) == [4, 6]
     assert expanded(one) == expanded(other)
 
 
 def test_products_of_other_factors_are_refined_to_those_that_both_have():
     one, other = new_dim(24), new_dim(24)
-    taken(one, 2)  # 2 x 12
-    taken(other, 8)  # 8 x 3
+    split_outer(one, 2)  # 2 x 12
+    split_outer(other, 8)  # 8 x 3
     unify(one, other)
     assert lengths(one) == lengths(other) == [2, 4, 3]
 
 
 def test_products_that_have_no_common_factors_are_blocked():
     one, other = new_dim(6), new_dim(6)
-    taken(one, 2)
-    taken(other, 3)
+    split_outer(one, 2)
+    split_outer(other, 3)
     unify(one, other)
     assert set(reasons(one)) == {MISFIT}
 
@@ -78,14 +78,14 @@ def test_what_is_blocked_stays_so_when_it_is_taken_apart_or_unified():
     one, other = new_dim(12), new_dim(12)
     block(one, "why")
     unify(other, one)
-    taken(other, 3)
+    split_outer(other, 3)
     assert reasons(other) == ["why", "why"]
 
 
 def test_a_sum_has_parts_of_which_each_is_taken_apart_by_itself():
     whole = new_dim(20)
     queries, keys = cut(whole, [16, 4])
-    heads, _ = taken(queries, 4)
+    heads, _ = split_outer(queries, 4)
     assert lengths(queries) == [4, 4]
     assert lengths(keys) == [4]
     assert len(list(leaves(whole))) == 3

@@ -1,4 +1,4 @@
-"""What products of columns keep, and when they exchange: on fake tensors, of one of two ranks."""
+"""Tensors that column-parallel layers save, and their exchanges, on fakes of one rank of two."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.install import RULES, slice_modules, slice_tensors
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held
+from bigtrain.slicing.sliced_tensor import SlicedTensor, local_of
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.fake import fake_model
 
@@ -34,15 +34,15 @@ class Order(TorchDispatchMode):
 def given(group, sequence, count, dtype=torch.float32):
     assert RULES
     whole = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype)
-    dealt, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
-    own = dealt.local(whole, group.rank, group.size) if sequence else whole
+    sequence_slices, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
+    own = sequence_slices.local(whole, group.rank, group.size) if sequence else whole
     x = own.clone().requires_grad_() * 1.0
     weights = [
         torch.empty(COLUMNS // 2, WIDTH, dtype=torch.float32, requires_grad=True)
         for _ in range(count)
     ]
     sliced = [SlicedTensor.of(w, columns, group) for w in weights]
-    return SlicedTensor.of(x, dealt, group) if sequence else x, sliced
+    return SlicedTensor.of(x, sequence_slices, group) if sequence else x, sliced
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -51,7 +51,7 @@ def test_one_product_adds_up_while_its_weight_has_its_gradient(sequence):
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
         x, (weight,) = given(group, sequence, 1)
-        made = held(F.linear(x, weight)).sum()
+        made = local_of(F.linear(x, weight)).sum()
         del exchanges[:]
         with Order(exchanges) as order:
             made.backward()
@@ -67,7 +67,7 @@ def test_gradients_of_three_products_are_added_up_together(sequence):
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
         x, weights = given(group, sequence, 3)
-        made = sum(held(F.linear(x, weight)).sum() for weight in weights)
+        made = sum(local_of(F.linear(x, weight)).sum() for weight in weights)
         assert len(exchanges) == (1 if sequence else 0)
         made.backward()
     kinds = [e.kind for e in exchanges]
@@ -84,23 +84,23 @@ def test_an_autocast_exchanges_what_it_computes_with(sequence):
         x, weights = given(group, sequence, 3)
         before = tracker.live_bytes
         with torch.autocast("cpu", torch.bfloat16):
-            results = [held(F.linear(x, weight)) for weight in weights]
+            results = [local_of(F.linear(x, weight)) for weight in weights]
         assert all(result.dtype == torch.bfloat16 for result in results)
         group.inputs.clear()
         made = sum(result.numel() * 2 for result in results)
-        cast = sum(held(weight).numel() * 2 for weight in weights)
+        cast = sum(local_of(weight).numel() * 2 for weight in weights)
         assert tracker.live_bytes - before == made + cast + nbytes // (2 if sequence else 1)
         sum(result.float().sum() for result in results).backward()
     assert {e.nbytes for e in exchanges} == {nbytes}
 
 
-def test_an_input_in_stretches_is_kept_in_stretches():
+def test_a_sharded_input_is_saved_as_a_shard():
     group = SliceGroup(0, 2, sequence_dim=1)
     own = BATCH * LENGTH // 2 * WIDTH * 4
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
         x, weights = given(group, True, 2)
         before = tracker.live_bytes
-        results = [held(F.linear(x, weight)) for weight in weights]
+        results = [local_of(F.linear(x, weight)) for weight in weights]
         made = sum(result.numel() * 4 for result in results)
         assert tracker.live_bytes - before == made + 2 * own  # gathered, for a third product
         del x
@@ -119,7 +119,7 @@ def test_what_is_gathered_is_let_go_when_another_product_begins():
 
 
 def kept_bytes(layers, sequence_dim, mode):
-    """What two ranks' first one keeps of a GPT in fp32 from the forward pass."""
+    """Bytes that the first of two ranks saves of an fp32 GPT for the backward pass."""
     case = gpt_case(tied=False, layers=layers)
     group = SliceGroup(0, 2, sequence_dim=sequence_dim)
     with FakeTensorMode():
@@ -137,7 +137,7 @@ def kept_bytes(layers, sequence_dim, mode):
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_selective_keeps_sums_and_not_their_parts(sequence_dim):
-    """Of sbh numbers: input and both sums, whole or in stretches; q, k, v, mixed, 4 of the MLP."""
+    """In sbh numbers: input and both sums, whole or in shards; q, k, v, mixed, 4 of the MLP."""
     more = kept_bytes(3, sequence_dim, "selective") - kept_bytes(2, sequence_dim, "selective")
     sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # of each row of scores attention keeps one
     between = 3 * sbh if sequence_dim is None else 3 * sbh // 2

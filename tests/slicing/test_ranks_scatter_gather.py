@@ -1,4 +1,4 @@
-"""What stages send each other of a tensor that all ranks of the tp axis have: each its part."""
+"""Boundary tensors between stages with tensor parallelism: each rank sends its part."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bigtrain.cutting.stage_program import BoundaryTensor
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.scatter_gather import (
-    MIN_DEALT_BYTES,
+    MIN_SCATTERED_BYTES,
     Crossing,
-    dealt,
-    part_bytes,
+    gather_boundary,
+    scatter_boundary,
+    scattered_bytes,
     sent_meta,
-    undealt,
 )
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, whole_of
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of, whole_of
 from bigtrain.slicing.slices import Slices
 
 TYPES = (
@@ -32,29 +32,29 @@ SHAPES = ((7, 11, 30), (2311,), (48, 1, 48))
 """Of which two divide by neither 2 nor 3."""
 
 
-def wires() -> Iterator[Tensor]:
+def boundary_tensors() -> Iterator[Tensor]:
     numbers = torch.Generator().manual_seed(2)
     for dtype in TYPES:
         for shape in SHAPES:
             yield (100 * torch.rand(shape, generator=numbers)).to(dtype)
 
 
-def there_and_back(context: RunContext) -> list[tuple[int, int]]:
-    """Send every wire to a next stage that this rank is, too; the elements sent, and all."""
+def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
+    """Send every boundary tensor to this rank as the next stage; return its elements, and all."""
     group = SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
     counts = []
-    for whole in wires():
+    for whole in boundary_tensors():
         trains = whole.is_floating_point() or whole.is_complex()
         leaf = whole.clone().requires_grad_(trains)
-        sent = dealt(leaf, group)
+        sent = scatter_boundary(leaf, group)
         meta = sent_meta(whole.to("meta").requires_grad_(trains), group)
         assert (sent.shape, sent.dtype, sent.requires_grad) == (meta.shape, meta.dtype, trains)
         assert sent.untyped_storage().nbytes() == sent.nbytes
         received = sent.detach().requires_grad_(trains)
-        found = undealt(received, whole.to("meta"), group)
+        found = gather_boundary(received, whole.to("meta"), group)
         assert torch.equal(found, whole)
         if trains:
-            # A gradient that does not lie as its tensor does.
+            # A gradient with other strides than its tensor.
             gradient = whole.flip(0).t().contiguous().t() if whole.dim() == 2 else whole.flip(0)
             found.backward(gradient)
             assert received.grad.shape == sent.shape
@@ -66,7 +66,7 @@ def there_and_back(context: RunContext) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_parts_are_gathered_to_what_they_were_in_every_type(tp: int) -> None:
-    found = run_ranks(there_and_back, tp, tp=tp)
+    found = run_ranks(send_and_receive, tp, tp=tp)
     for of_ranks in zip(*found, strict=True):
         parts = [part for part, _ in of_ranks]
         assert sum(parts) == of_ranks[0][1]
@@ -75,21 +75,30 @@ def test_parts_are_gathered_to_what_they_were_in_every_type(tp: int) -> None:
 
 def test_what_fits_in_a_packet_goes_whole() -> None:
     group = SliceGroup(0, 4)
-    small, large = torch.ones(MIN_DEALT_BYTES // 4 - 1), torch.ones(MIN_DEALT_BYTES // 4)
-    assert dealt(small, group) is small
-    assert undealt(small, small.to("meta"), group) is small
-    assert part_bytes(small.nbytes, 4) == sent_meta(small, group).nbytes == small.nbytes
-    assert dealt(large, group).shape == (MIN_DEALT_BYTES // 16,)
-    assert part_bytes(large.nbytes, 4) == sent_meta(large, group).nbytes == MIN_DEALT_BYTES // 4
+    small, large = torch.ones(MIN_SCATTERED_BYTES // 4 - 1), torch.ones(MIN_SCATTERED_BYTES // 4)
+    assert scatter_boundary(small, group) is small
+    assert gather_boundary(small, small.to("meta"), group) is small
+    assert scattered_bytes(small.nbytes, 4) == sent_meta(small, group).nbytes == small.nbytes
+    assert scatter_boundary(large, group).shape == (MIN_SCATTERED_BYTES // 16,)
+    assert (
+        scattered_bytes(large.nbytes, 4)
+        == sent_meta(large, group).nbytes
+        == MIN_SCATTERED_BYTES // 4
+    )
 
 
-def test_without_slices_nothing_is_dealt_out() -> None:
-    tensor: Any = torch.ones(MIN_DEALT_BYTES)
-    assert dealt(tensor, None) is undealt(tensor, tensor, None) is sent_meta(tensor, None) is tensor
+def test_without_a_group_tensors_are_whole() -> None:
+    tensor: Any = torch.ones(MIN_SCATTERED_BYTES)
+    assert (
+        scatter_boundary(tensor, None)
+        is gather_boundary(tensor, tensor, None)
+        is sent_meta(tensor, None)
+        is tensor
+    )
 
 
-def stretches_there_and_back(context: RunContext) -> list[str]:
-    """Send a tensor of 7 places to a next stage that this rank is, too; what was exchanged."""
+def send_and_receive_shards(context: RunContext) -> list[str]:
+    """Send a tensor of 7 positions to itself as the next stage; return the exchanges."""
     exchanges: list[Any] = []
     given = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
     group, slices, kinds = SliceGroup(*given, sequence_dim=1), Slices.even(1, 7), []
@@ -112,32 +121,32 @@ def stretches_there_and_back(context: RunContext) -> list[str]:
                 found = wire.receive(received, crossing)
                 assert is_sliced(found)
                 assert found.shape == whole.shape
-                assert torch.equal(held(found), own)
-                held(found).backward(own.flip(0))
+                assert torch.equal(local_of(found), own)
+                local_of(found).backward(own.flip(0))
                 sent.backward(received.grad)
                 kinds += [one.kind for one in exchanges]
                 assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
-                # What is whole here has a whole gradient: of all that is to be done the one gather.
+                # A tensor that is whole here has a whole gradient: backward needs one gather.
                 assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
                 exchanges.clear()
     return kinds
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_stretch_of_the_sequence_is_sent_and_taken_as_it_lies(tp: int) -> None:
-    for kinds in run_ranks(stretches_there_and_back, tp, tp=tp):
+def test_a_sequence_shard_is_sent_without_a_gather(tp: int) -> None:
+    for kinds in run_ranks(send_and_receive_shards, tp, tp=tp):
         assert kinds == ["all_gather"] * 4
 
 
-def test_what_goes_in_stretches() -> None:
-    """Activations of a sequence: no masks, tables, or what has too few places or no width."""
+def test_which_tensors_are_sent_as_sequence_shards() -> None:
+    """Activations of a sequence; not masks, tables, short sequences or tensors without a width."""
 
     def lies(*shape: int, trained: bool = True, size: int = 4, **kind: Any) -> Slices | None:
         whole = torch.empty(shape, device="meta", **kind).requires_grad_(trained)
         crossing = Crossing(SliceGroup(0, size, sequence_dim=1))
-        assert Crossing(SliceGroup(0, size), is_between_ranks=True).in_stretches(whole) is None
-        assert Crossing().in_stretches(whole) is None
-        found = crossing.in_stretches(whole)
+        assert Crossing(SliceGroup(0, size), is_between_ranks=True).sequence_shard(whole) is None
+        assert Crossing().sequence_shard(whole) is None
+        found = crossing.sequence_shard(whole)
         return None if found is None else found[0]
 
     assert lies(2, 9, 8) == Slices.even(1, 9)
@@ -149,7 +158,7 @@ def test_what_goes_in_stretches() -> None:
     assert lies(2, 9, 8, dtype=torch.complex64) is None
 
 
-def test_other_tensors_beside_stretches_are_dealt_as_ever() -> None:
+def test_tensors_other_than_sequence_shards_are_scattered() -> None:
     group = SliceGroup(0, 4, sequence_dim=1)
     table = torch.ones(1, 64, 32)
     wire = BoundaryTensor.of((0, 0), table, trained=False)
