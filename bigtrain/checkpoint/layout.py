@@ -22,9 +22,11 @@ from bigtrain.tensors.shards import Extent, StateTensor
 
 PIECE_BYTES = 16 << 20
 """A file is written, sent and hashed in pieces of so many bytes."""
-STATE_PARTS = ("model", "optimizer", "replicas")
-"""The first word of a tensor's name says in which of the files it stands; in `replicas` is what
-replicas that step by themselves have of their own, which only they read again."""
+REPLICAS = "replicas"
+"""The first word of the names of tensors in which replicas differ; see `core.state.replica_state`,
+which names them."""
+STATE_PARTS = ("model", "optimizer", REPLICAS)
+"""The first word of a tensor's name chooses the file that has it."""
 NEARLY = 0.75
 """Share of the largest part of a tensor that a rank has to have to be the one that writes it: where
 parts differ by a row or a head, not always the rank with the largest ones."""

@@ -39,7 +39,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.strategies.local_sgd.outer import OuterSettings
+from bigtrain.strategies.local_sgd.outer import Outer, OuterSettings
 from bigtrain.strategies.local_sgd.replica import Replica
 
 
@@ -166,7 +166,8 @@ class LocalSGD(Strategy):
         return (Traffic("all_reduce", nbytes, calls, "step", behind, plan.dp, plan.pp * plan.tp),)
 
     def apply(self, assembly: Assembly) -> None:
-        """Let the plain loop agree with the other replicas after its steps."""
+        """Exchange with the other replicas after each step of the plain loop."""
         if assembly.plan.dp > 1:
-            settings = self._settings
-            assembly.runner = lambda finished: Replica(finished, settings)
+            outer = Outer(assembly.trained(), assembly.context, self._settings)
+            assembly.after_update.append(outer.after_step)
+            assembly.runner = lambda finished: Replica(finished, outer)

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigtrain.checkpoint.layout import REPLICAS
 from bigtrain.core.replicas import GradientAverager
 from bigtrain.optim.partition import partition_evenly
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
 
-PREFIX = "replicas.outer."
-"""What the names of the outer state begin with in a checkpoint."""
+PREFIX = f"{REPLICAS}.outer."
+"""The names of the outer state begin with it in a checkpoint."""
 
 
 @dataclass(frozen=True)
