@@ -18,7 +18,7 @@ from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.rank_replay import RankActions
-from bigtrain.costs.traffic import Traffic
+from bigtrain.costs.traffic import Traffic, parameter_shapes
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
@@ -58,6 +58,7 @@ __all__ = [
     "Traits",
     "Variant",
     "Workload",
+    "parameter_shapes",
     "read_whole",
     "replica_state",
     "state_of_replica",
