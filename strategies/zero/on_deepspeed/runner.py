@@ -130,7 +130,7 @@ class DeepSpeedRunner(LoopRunner):
         super().label_gradients()
 
     def run_gradient_hooks(self) -> None:
-        """See `StepRunner.run_gradient_hooks`: on whole gradients, put together of stretches."""
+        """See `StepRunner.run_gradient_hooks`: on whole gradients, gathered from flat slices."""
         for name in self._gradient_hooks.names:
             self._sharded.change_gradient(name, partial(self._gradient_hooks.changed, name))
 
