@@ -49,8 +49,8 @@ class Zero(Strategy):
     bucket_size: Bytes | None = Field(None, gt=0)
     """Bytes of one message. Left out: derived from the model's size."""
     shard_ranks: int | None = Field(None, ge=1)
-    """Hybrid sharding (torch, stages 2 and 3): states are sharded over groups of so many consecutive
-    ranks; the groups are replicas of each other."""
+    """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many consecutive
+    ranks; groups of them are replicas of each other."""
     config: str | None = None
     """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""
 

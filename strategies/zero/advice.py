@@ -40,13 +40,13 @@ def advise(
     if after.bytes >= before:
         return (
             f"{name} on {plan.dp} ranks is predicted to need {format_bytes(after.bytes)}, plain "
-            f"DDP {format_bytes(before)}: its buffers need more than it saves. Use --strategy ddp."
+            f"DDP {format_bytes(before)}: its buffers exceed what it saves. Use --strategy ddp."
         )
     share = after.breakdown.activations / after.bytes
     if share > ACTIVATION_DOMINANCE:
         return (
             f"{share:.0%} of the predicted peak of {format_bytes(after.bytes)} are activations, "
-            f"which {name} does not shard. Use a smaller train.micro_batch_size "
+            f"which {name} does not touch. Use a smaller train.micro_batch_size "
             f"(now {plan.batch.micro_size})."
         )
     return None

@@ -141,19 +141,19 @@ def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[in
     return offsets
 
 
-def flatten_in_place(tensors: Sequence[Tensor], flatten: Callable[..., Tensor]) -> Tensor:
+def flatten_in_place(tensors: Sequence[Tensor], default: Callable[..., Tensor]) -> Tensor:
     """Return tensors as one flat tensor: a view if they are adjacent in memory.
 
     Args:
         tensors: one or more.
-        flatten: DeepSpeed's function, which copies; called if they are not adjacent.
+        default: DeepSpeed's function, which copies; called if they are not adjacent.
     """
     view = adjacent_view(tensors)
-    return flatten(tensors) if view is None else view
+    return default(tensors) if view is None else view
 
 
 def pad_in_place(
-    tensors: Sequence[Tensor], unit: int, align: Callable[..., Sequence[Tensor]]
+    tensors: Sequence[Tensor], unit: int, default: Callable[..., Sequence[Tensor]]
 ) -> Sequence[Tensor]:
     """Return tensors and their padding up to a multiple of a unit.
 
@@ -163,16 +163,16 @@ def pad_in_place(
     Args:
         tensors: one or more.
         unit: in elements.
-        align: DeepSpeed's function, which allocates the padding; called in all other cases.
+        default: DeepSpeed's function, which allocates the padding; called in all other cases.
     """
     view = adjacent_view(tensors)
     padding = 0 if view is None else -view.numel() % unit
     if view is None or not padding:
-        return align(tensors, unit)
+        return default(tensors, unit)
     stop = view.storage_offset() + view.numel()
     free_elements = view.untyped_storage().nbytes() // view.element_size() - stop
     if free_elements < padding:
-        return align(tensors, unit)
+        return default(tensors, unit)
     return [*tensors, view.as_strided((padding,), (1,), stop)]
 
 

@@ -20,13 +20,13 @@ from bigtrain.strategies.deepspeed_adapter import (
     add_up_in_one_buffer,
     bucket_sender,
     link_parameters,
-    look_at_the_norm_alone,
     replace_bucketing,
     replace_end_of_backward,
     replace_gradient_of_piece,
     replace_reduction,
     set_cut_norm,
     set_flat_norm,
+    skip_finite_checks,
     take_cut_from_host,
     take_flat_from_host,
     update_cut_parameters,
@@ -179,7 +179,7 @@ class FlatShards(OptimizerShards):
                 self._update_in_place()
             self._reduce_into_one_buffer()
         else:
-            look_at_the_norm_alone(zero)
+            skip_finite_checks(zero)
         self._reduce_the_rest()
         self.restore_fp32()
         self._begin_state(list(range(len(self.pieces))))
@@ -246,7 +246,7 @@ class FlatShards(OptimizerShards):
                         if waiting and zero.get_param_id(parameter) not in begun:
                             zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
                 if zero.cpu_offload:
-                    take_flat_from_host(zero, but=begun)
+                    take_flat_from_host(zero, skipped=begun)
             finish()
 
         finish = replace_end_of_backward(zero, finish_all)

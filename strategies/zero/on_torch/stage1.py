@@ -65,7 +65,7 @@ class ShardedOptimizer(Zero):
         profile: Profile,
         plan: Plan,
     ) -> Forecast:
-        """Return the forecast with a share of the optimizer state, and gradients in DDP's buckets."""
+        """Add a share of the optimizer state, and gradients in DDP's buckets."""
         size = 8 if plan.precision == "fp64" else 4
         share = math.ceil(profile.trained_elements / plan.dp)
         # fp32 elements for each element of the share: the state, and in bf16 the parameter itself.
