@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
-import torch
 from support.nets import BlockLM, tokens
+from support.odd_strategies import NotesUpdates
 from support.parity import UNSEEN, sgd, shuffled_steps
 from support.ranks import run_ranks
 
@@ -14,31 +12,8 @@ from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.strategies.ddp import DDP
-from bigtrain.strategy import Assembly
 
-SEEN: list[tuple[bool, bool]] = []
-
-
-class Watched(DDP):
-    """Notes at the end of each step whether parameters have changed and gradients are cleared."""
-
-    name: ClassVar[str] = "watched"
-    summary: ClassVar[str] = "watched"
-
-    def apply(self, assembly: Assembly) -> None:
-        super().apply(assembly)
-        parameters = list(assembly.trained().values())
-        before = [p.detach().clone() for p in parameters]
-
-        def note() -> None:
-            moved = any(not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
-            cleared = all(p.grad is None or not p.grad.any() for p in parameters)
-            SEEN.append((moved, cleared))
-            for parameter, old in zip(parameters, before, strict=True):
-                old.copy_(parameter.detach())
-
-        assembly.after_update.append(note)
+SEEN = NotesUpdates.seen
 
 
 def watched(context, cases):
@@ -46,7 +21,7 @@ def watched(context, cases):
     rows = []
     for strategy, keys in cases:
         SEEN.clear()
-        own = {"strategy.replicate": "core.test_ranks_after_update:Watched", **keys}
+        own = {"strategy.replicate": "support.odd_strategies:NotesUpdates", **keys}
         job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **own})
         loss = CrossEntropy()
         samples = tokens(24, ignored=False)
