@@ -160,7 +160,7 @@ def test_the_peak_of_workers_and_of_servers_is_foretold():
         ),
         (
             {"replay": "nowhere.jsonl", "mode": "synchronous"},
-            "there is none to follow. Set strategy.replicate.mode=asynchronous",
+            "has a fixed order. Set strategy.replicate.mode=asynchronous",
         ),
     ],
 )
