@@ -102,7 +102,7 @@ REFUSED = [
     ("single", {"blocks": {"blocks.0": "offload"}}, "Set strategy.offload.activations=disk"),
     ("single_activations_disk", {"mode": "selective"}, "Use strategy.recompute.mode=full"),
     ("gpipe", {"mode": "full", "cut": "always"}, "Set strategy.cut.checkpoint=never"),
-    ("zero3", {"mode": "selective"}, "changes them in place. Use strategy.recompute.mode=full"),
+    ("zero3", {"mode": "selective"}, "change them in place. Use strategy.recompute.mode=full"),
     ("zbv", {"mode": "selective"}, "Use strategy.recompute.mode=full, or strategy.cut.schedule"),
 ]
 

@@ -38,12 +38,12 @@ def watched(context, cases):
 REPLICAS = [
     ("ddp", {"train.micro_batch_size": 4}),
     ("ddp", {"train.micro_batch_size": 1}),
-    ("ddp", {"optim.release_gradients": True, "optim.clip_norm": None}),
+    ("ddp+full", {"optim.clip_norm": 0.5}),
 ]
 PIPELINE = [("1f1b", {"mesh.pp": 2, "train.micro_batch_size": 1})]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, REPLICAS), (4, PIPELINE)])
-def test_it_is_called_once_a_step_on_every_rank(ranks, cases):
-    for rows in run_ranks(watched, ranks, cases):
+@pytest.mark.parametrize(("ranks", "pp", "cases"), [(2, 1, REPLICAS), (4, 2, PIPELINE)])
+def test_it_is_called_once_a_step_on_every_rank(ranks, pp, cases):
+    for rows in run_ranks(watched, ranks, cases, pp=pp):
         assert rows == [[(True, True)] * 3] * len(cases)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BufferSizes:
             sub_group=int(zero.get("sub_group_size", 1_000_000_000)),
         )
 
-    def split_persistent(self, shapes: Iterable[Shape]) -> tuple[list[Shape], list[Shape]]:
+    def split_persistent(self, shapes: Iterable[_Shape]) -> tuple[list[_Shape], list[_Shape]]:
         """Return (shapes that are gathered for each use, shapes of persistent parameters)."""
         gathered, persistent, filled = [], [], 0
         for shape in shapes:
@@ -72,7 +72,7 @@ def piece_size(elements: int, ranks: int) -> int:
     return -(-elements // ranks)
 
 
-def padded_size(shapes: Iterable[Shape], ranks: int) -> int:
+def padded_size(shapes: Iterable[_Shape], ranks: int) -> int:
     """Return the size of parameters that are each padded to equal pieces."""
     return sum(piece_size(math.prod(shape), ranks) * ranks for shape in shapes)
 
@@ -93,7 +93,7 @@ def rank_share(size: int, rank: int) -> range:
     return range(rank * size, (rank + 1) * size)
 
 
-def flat_group_shares(updated: Iterable[tuple[Shape, int]], ranks: int) -> list[tuple[int, int]]:
+def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list[tuple[int, int]]:
     """Return (elements, parameter group) of what a rank updates under stages 1 and 2.
 
     Args:
@@ -107,7 +107,7 @@ def flat_group_shares(updated: Iterable[tuple[Shape, int]], ranks: int) -> list[
 
 
 def sub_group_shares(
-    updated: Iterable[tuple[Shape, int]], ranks: int, sub_group: int
+    updated: Iterable[tuple[_Shape, int]], ranks: int, sub_group: int
 ) -> list[tuple[int, int]]:
     """Return (elements, parameter group) of what a rank updates at once under stage 3.
 
