@@ -143,7 +143,7 @@ def test_bad_input_is_refused_before_the_ranks_meet(tmp_path):
         (
             "single",
             offload(optimizer="cpu", path=str(tmp_path)),
-            "no option says disk.*optimizer=disk",
+            "no option says disk",
         ),
         ("single", offload(optimizer="tape"), "device.*cpu.*disk"),
         ("single", offload(parameters="cpu"), "single keeps whole.*--strategy fsdp"),
