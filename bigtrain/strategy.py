@@ -2,7 +2,10 @@
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.replicas import GradientAverager
 from bigtrain.core.runner import Runner
+from bigtrain.core.state import replica_state, state_of_replica
 from bigtrain.core.strategy import (
     Assembly,
     CutStrategy,
@@ -15,12 +18,13 @@ from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.rank_replay import RankActions
-from bigtrain.costs.traffic import Traffic
+from bigtrain.costs.traffic import Traffic, parameter_shapes
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.schedules.orders import Action
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_whole
 
 __all__ = [
     "Action",
@@ -31,7 +35,9 @@ __all__ = [
     "CutStrategy",
     "CutTraits",
     "Forecast",
+    "GradientAverager",
     "Layout",
+    "LoopRunner",
     "ModelFacts",
     "Need",
     "OffloadTiers",
@@ -41,13 +47,19 @@ __all__ = [
     "RecomputeStrategy",
     "Role",
     "Runner",
+    "SavedTensor",
     "Shape",
-    "Span",
     "SliceStrategy",
+    "Span",
+    "StateTensor",
     "Strategy",
     "Timeline",
     "Traffic",
     "Traits",
     "Variant",
     "Workload",
+    "parameter_shapes",
+    "read_whole",
+    "replica_state",
+    "state_of_replica",
 ]

@@ -1,10 +1,11 @@
-"""Activation checkpointing: blocks that keep less for the backward pass, and compute it again.
+"""Activation checkpointing: blocks save less for the backward pass and are recomputed in it.
 
-Memory: `full` leaves a block's inputs; `selective` the results of products and attention, too.
-With `budget` each block is given what takes the least time while the predicted peak fits.
+Memory: with `full` a block saves its inputs; with `selective` also the results of matrix products
+and attention. With `budget` each block gets the policy that costs the least time while the
+predicted peak fits.
 Communication: none.
-Constraints: a block computes the same twice from the same inputs; random numbers are repeated, and
-running statistics move once.
+Constraints: a block computes the same from the same inputs. Random numbers are repeated, and
+running statistics are updated once.
 Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp strategy.recompute=full
 
 Source: Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv 2205.05198), section 5;
@@ -37,7 +38,7 @@ from bigtrain.units import MIB, parse_bytes
 
 
 def _size_or_share(value: object) -> object:
-    """A share of the device (0.8 or '80%'), or a size."""
+    """Parse a share of the device's memory (0.8 or '80%'), or a size."""
     if isinstance(value, str) and (match := _SHARE.fullmatch(value.strip())):
         value = float(match[1]) / 100 if match[2] else float(match[1])
     if isinstance(value, float) and 0 < value <= 1:
@@ -59,59 +60,59 @@ Budget = Annotated[int | float, BeforeValidator(_size_or_share)]
 
 
 class Checkpointing(RecomputeStrategy):
-    """What each block keeps."""
+    """Choose what each block saves for the backward pass."""
 
     name: ClassVar[str] = "checkpointing"
     role: ClassVar[Role] = "recompute"
-    summary: ClassVar[str] = "blocks keep less for the backward pass and compute it again"
+    summary: ClassVar[str] = "blocks save less for the backward pass and are recomputed in it"
 
     mode: Literal["full", "selective"] = "full"
-    """What a chosen block keeps: its inputs, or also the results of products and attention."""
+    """A chosen block saves its inputs (full), or also products and attention (selective)."""
     every: int | None = Field(None, ge=1)
-    """Every k-th block is chosen, from the k-th on; left out, all are."""
+    """Choose every k-th block, starting at the k-th; left out, all blocks."""
     layers: tuple[str, ...] = ()
-    """Names of the modules that are chosen; `*` stands for a part of a name (blocks.*.mlp)."""
+    """Names of the chosen modules; `*` matches any part of a name (blocks.*.mlp)."""
     budget: Budget | None = None
-    """The most that a rank may hold, in bytes (6GiB) or as a share of the device (80%)."""
+    """The peak that a rank may have, in bytes (6GiB) or as a share of the device (80%)."""
     blocks: dict[str, BlockPolicy] | None = None
-    """What each block keeps, by name: what a budget has been turned into."""
+    """The policy of each block, by name; plans that follow a budget have it."""
 
     @property
     def traits(self) -> Traits:
-        """See `Strategy.traits`: what a block writes, it would write twice."""
+        """See `Strategy.traits`: a recomputed block would do its in-place writes twice."""
         return Traits(cannot_hold=frozenset({"writes_in_block"}))
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
-        """See `Strategy.remedies`: as little as is enough, and as much as there is."""
+        """See `Strategy.remedies`: a budget that just fits, then full recomputation."""
         budget = f"strategy.recompute={max(1, limit // MIB)}MiB"
         return [[budget], ["strategy.recompute=full"]]
 
     def check(self, plan: Plan) -> None:
-        """Refuse two ways to say the same, and a cut that already computes again."""
-        is_said = {
+        """Refuse options that contradict each other, and a cut that recomputes stages."""
+        is_set = {
             "every": self.every is not None,
             "layers": bool(self.layers),
             "budget": self.budget is not None,
             "blocks": self.blocks is not None,
         }
-        given_keys = [key for key, is_given in is_said.items() if is_given]
-        if len(given_keys) > 1:
+        keys = [key for key, value in is_set.items() if value]
+        if len(keys) > 1:
             raise ConfigError(
-                f"strategy.recompute.{given_keys[0]} and {given_keys[1]} both say which blocks "
-                "keep less. "
-                f"Leave strategy.recompute.{given_keys[1]} out."
+                f"strategy.recompute.{keys[0]} and {keys[1]} both choose blocks. "
+                f"Leave strategy.recompute.{keys[1]} out."
             )
         chosen_key = "budget" if self.budget is not None else "blocks"
-        if (is_said["budget"] or is_said["blocks"]) and "mode" in self.model_fields_set:
+        if (is_set["budget"] or is_set["blocks"]) and "mode" in self.model_fields_set:
             raise ConfigError(
-                f"strategy.recompute.mode={self.mode}: {chosen_key} says what each block keeps. "
+                f"strategy.recompute.mode={self.mode}: strategy.recompute.{chosen_key} sets the "
+                "mode of each block. "
                 f"Leave strategy.recompute.mode out, or strategy.recompute.{chosen_key}."
             )
         self._check_moves(plan)
         cut = plan.cut
         if cut is not None and cut.recompute != "never":
             raise ConfigError(
-                f"strategy.cut.checkpoint={cut.recompute} computes whole stages again, and "
+                f"strategy.cut.checkpoint={cut.recompute} recomputes whole stages, and "
                 "strategy.recompute their blocks. Set strategy.cut.checkpoint=never, or leave "
                 "strategy.recompute out."
             )
@@ -119,35 +120,37 @@ class Checkpointing(RecomputeStrategy):
         self._check_split(plan)
 
     def _check_moves(self, plan: Plan) -> None:
-        """What is moved has to have a place, and what `selective` keeps stays here."""
+        """Refuse offload without a place, and `selective` with offload of activations."""
         moved = [name for name, choice in (self.blocks or {}).items() if "offload" in choice]
         if moved and not plan.moves_activations:
             raise ConfigError(
-                f"strategy.recompute.blocks moves what {moved[0]} keeps away, and there is no "
-                "place for it. Set strategy.offload.activations=disk (or cpu, on a GPU)."
+                f"strategy.recompute.blocks offloads the activations of {moved[0]}, and "
+                "strategy.offload.activations names no place. "
+                "Set strategy.offload.activations=disk (or cpu, on a GPU)."
             )
         alone = self.every is None and not self.layers and self.blocks is None
         if alone and self.mode == "selective" and plan.moves_activations:
             raise ConfigError(
-                "strategy.recompute.mode=selective keeps what strategy.offload.activations is to "
-                "move, in all blocks. Use strategy.recompute.mode=full, or a budget, which uses "
-                "both, or one of the two alone."
+                "strategy.recompute.mode=selective keeps the activations on the device that "
+                "strategy.offload.activations would move, in all blocks. "
+                "Use strategy.recompute.mode=full, or a budget, which combines both, or leave one "
+                "of the two out."
             )
 
     def _check_split(self, plan: Plan) -> None:
-        """Kept results are handed out once, as they were made."""
+        """Refuse `selective` if saved products are changed in place, or needed twice."""
         by_name = (self.blocks or {}).values()
-        kept = "selective" in by_name or (self.blocks is None and self.mode == "selective")
-        if not kept or plan.keeps_products:
+        selective = "selective" in by_name or (self.blocks is None and self.mode == "selective")
+        if not selective or plan.keeps_products:
             return
         if plan.replicate.replaces_products:
             raise ConfigError(
-                "strategy.recompute: selective keeps the results of products, and DeepSpeed's "
-                "stage 3 computes linear layers in a way that changes them in place. Use "
+                "strategy.recompute: selective saves the results of products, and the linear "
+                "layers of DeepSpeed's stage 3 change them in place. Use "
                 "strategy.recompute.mode=full, or --strategy fsdp."
             )
         raise ConfigError(
-            "strategy.recompute: selective hands each kept result to one backward pass, and "
+            "strategy.recompute: selective saves each result for one backward pass, and "
             "this schedule has two for each micro-batch. Use strategy.recompute.mode=full, or "
             "strategy.cut.schedule=1f1b."
         )
@@ -160,9 +163,9 @@ class Checkpointing(RecomputeStrategy):
         if whole is None:
             raise ConfigError(
                 f"strategy.recompute.budget={self.budget} is a share of this device's memory, "
-                "which the system does not tell. Give bytes: strategy.recompute.budget=6GiB."
+                "whose size is not known. Give bytes: strategy.recompute.budget=6GiB."
             )
-        # The ranks of a node share the host's memory; a GPU is one rank's.
+        # The ranks of a node share the host's memory; each rank has its own GPU.
         ranks = detect_rank_info(os.environ).local_world_size if plan.device_type == "cpu" else 1
         return int(whole * self.budget / ranks)
 
@@ -189,20 +192,20 @@ class Checkpointing(RecomputeStrategy):
         return dict.fromkeys(names, self.mode)
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
-        """Say what a selective block cannot do: change in place what it has kept."""
+        """Refuse blocks that change their input, or a saved result, in place."""
         missing = facts.untraceable or ""
         kind, _, said = missing.partition(": ")
         if kind == "ConfigError" and said.startswith("strategy.recompute"):
             raise ConfigError(said)
         if "modified by an inplace operation" in missing:
             raise ConfigError(
-                "strategy.recompute: a block of this model changes its input in place, which is "
-                "then not there any more to compute it again. Leave that block out: name the "
+                "strategy.recompute: a block of this model changes its input in place, and cannot "
+                "be recomputed from the changed one. Leave that block out: name the "
                 "others in strategy.recompute.layers."
             )
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
-        """Say where nothing is saved."""
+        """Return one line if nothing is saved: a module that is not called, or no blocks."""
         called = {name for name, _, _ in profile.windows}
         never_called = sorted(profile.recomputed - called)
         if never_called:

@@ -1,16 +1,16 @@
 """One process with several GPUs: the model is copied to each of them for every micro-batch.
 
-torch's DataParallel, which taught many what replicas are, and which `ddp` has taken the place of:
-one thread of Python serves each GPU, and the first one does all that is done once.
+This is torch's DataParallel, the predecessor of `ddp`: one Python thread runs each GPU, and the
+first GPU does the loss and the optimizer's step.
 
-Memory: gradients and optimizer state on the first GPU alone, which also holds the gathered outputs
-and every GPU's gradients while they are added up; on each other one the parameters and its share of
-the activations, for the length of a micro-batch. Buffers that the others change (BatchNorm
-statistics) are lost: those of the first GPU's rows are kept.
-Communication: between the GPUs of a process, for each micro-batch: the parameters and buffers to
-every GPU, the gradients back, and inputs and outputs. Nothing that a process group sees.
+Memory: the first GPU alone has gradients and optimizer state; it also has the gathered outputs, and
+the gradients of all GPUs while they are added up. Every other GPU has the parameters and its share
+of the activations during a micro-batch. Changes of buffers (BatchNorm statistics) on other GPUs are
+lost.
+Communication: between the GPUs of a process, for each micro-batch: parameters and buffers to
+every GPU, the gradients back, and inputs and outputs. No process group is used.
 Constraints: CUDA with 2 GPUs or more, one rank, rows for each GPU; no stages, no recomputation, no
-offload. It was not run where it was written, as there was no GPU: forecasts are of its code.
+offload. It has not run on GPUs yet: forecasts are from its code.
 Example: python bigtrain/train.py --strategy data_parallel
 
 Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), section 2.2, compares the two.
@@ -43,10 +43,10 @@ class DataParallel(Strategy):
 
     name: ClassVar[str] = "data_parallel"
     role: ClassVar[Role] = "replicate"
-    summary: ClassVar[str] = "one process, its GPUs' copies of the model made anew in each pass"
+    summary: ClassVar[str] = "one process; the model is copied to its GPUs in each pass"
 
     devices: int | None = Field(None, ge=2)
-    """GPUs of the process; left out, all that there are."""
+    """GPUs of the process; left out, all of them."""
 
     @property
     def need(self) -> Need:
@@ -64,11 +64,11 @@ class DataParallel(Strategy):
         return self.devices or device_count()
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
-        """None: a rank for each GPU with `ddp` has more memory and less to send."""
+        """Return none: `ddp` with a rank for each GPU needs less memory and sends less."""
         return ()
 
     def check(self, plan: Plan) -> None:
-        """Refuse what has no several GPUs in one process, or changes the modules it copies."""
+        """Refuse fewer than two GPUs in one process, and techniques that change modules."""
         if not is_accelerator(plan.device_type):
             raise ConfigError(
                 "strategy data_parallel splits each micro-batch over several GPUs of one process: "
@@ -80,30 +80,31 @@ class DataParallel(Strategy):
                 f"strategy data_parallel is one process with several GPUs, and {plan.world_size} "
                 "ranks were started. Use --strategy ddp, or start one rank."
             )
-        found = device_count()
-        if found < self.count or found < 2:
+        visible = device_count()
+        if visible < self.count or visible < 2:
+            fix = ", or devices: 2." if visible > 1 else "."
             raise ConfigError(
                 f"strategy data_parallel needs {self.devices or 2} GPUs in this process, and torch "
-                f"sees {found}. Use --strategy single" + (", or devices: 2." if found > 1 else ".")
+                f"sees {visible}. Use --strategy single{fix}"
             )
         rows = plan.batch.micro_size
         idle = self.count - len(rows_of_devices(rows, self.count))
         if idle:
             raise ConfigError(
-                f"strategy data_parallel deals the {rows} rows of a micro-batch out to "
+                f"strategy data_parallel divides the {rows} rows of a micro-batch among "
                 f"{self.count} GPUs, and {idle} of them would get none. "
                 f"Use train.micro_batch_size={-(-rows // self.count) * self.count}."
             )
         for role in ("cut", "recompute", "offload"):
             if role in plan.techniques:
                 raise ConfigError(
-                    f"strategy data_parallel copies the modules to each GPU, and what strategy."
-                    f"{role} does with them stays on the first. Leave strategy.{role} out, or use "
+                    f"strategy data_parallel copies the modules to each GPU, and strategy.{role} "
+                    f"would change those of the first only. Leave strategy.{role} out, or use "
                     "--strategy ddp."
                 )
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str:  # noqa: ARG002
-        """What the first GPU has to hold beside the others."""
+        """Return a line with the memory that the first GPU needs more than the others."""
         more = profile.gradient_bytes + profile.optimizer_bytes
         lost = (
             "; buffers (BatchNorm statistics) follow the rows of the first GPU alone"
@@ -117,46 +118,50 @@ class DataParallel(Strategy):
         )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
-        """Of all GPUs together: copies of the parameters, and at the end all gradients at once.
+        """Add copies of the parameters, and the gradients of all copies at the end of a pass.
 
-        The gathered outputs are not in it: a profile does not say how large they are.
+        The bytes are those of all GPUs together. The gathered outputs are missing: a profile does
+        not have their size.
         """
         copies = (self.count - 1) * (profile.parameter_bytes + profile.buffer_bytes)
         return forecast.with_passes(
             **{
-                way: _with_replicas(timeline, copies, self.count * profile.gradient_bytes)
-                for way, timeline in forecast.passes.items()
+                name: _with_replicas(timeline, copies, self.count * profile.gradient_bytes)
+                for name, timeline in forecast.passes.items()
             }
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:  # noqa: ARG002
-        """Parameters and buffers to all GPUs, gradients back; inputs and outputs are not stated."""
+        """Return the copies of parameters and buffers to all GPUs, and gradients to the first.
+
+        Inputs and outputs are not counted.
+        """
         copied = profile.parameter_bytes + profile.buffer_bytes
-        there = Traffic("broadcast", copied, 1, "micro_batch", "nothing", self.count)
-        back = Traffic("reduce", profile.gradient_bytes, 1, "micro_batch", "nothing", self.count)
-        return replace(there, in_process=True), replace(back, in_process=True)
+        copies = Traffic("broadcast", copied, 1, "micro_batch", "nothing", self.count)
+        sums = Traffic("reduce", profile.gradient_bytes, 1, "micro_batch", "nothing", self.count)
+        return replace(copies, in_process=True), replace(sums, in_process=True)
 
     def apply(self, assembly: Assembly) -> None:
-        """Wrap the module; the process's devices are all measured."""
+        """Wrap the module, and measure the memory of all devices."""
         kind = assembly.context.device.type
-        found = [torch.device(kind, number) for number in range(self.count)]
-        assembly.meter.add_devices(found)
-        assembly.module = nn.DataParallel(assembly.module, device_ids=found)
+        devices = [torch.device(kind, number) for number in range(self.count)]
+        assembly.meter.add_devices(devices)
+        assembly.module = nn.DataParallel(assembly.module, device_ids=devices)
 
 
 def rows_of_devices(rows: int, devices: int) -> list[int]:
-    """How DataParallel deals out the rows of a micro-batch: the last device may have fewer.
+    """Return the rows of each device under DataParallel; the last one may have fewer.
 
     Args:
         rows: of the micro-batch.
-        devices: that there are; those that get none are left out.
+        devices: their number; those without rows are not in the result.
     """
     share = -(-rows // devices)
     return [min(share, rows - begin) for begin in range(0, rows, share)]
 
 
 def _with_replicas(timeline: Timeline, copies: int, gradients: int) -> Timeline:
-    """With the copies from begin to end, and the replicas' gradients when they are added up."""
+    """Add the copies for the whole pass, and the gradients of all copies at its end."""
     begin = timeline.phases[0][0]
     end = max((span.death for span in timeline.spans), default=begin + 1)
     more = (

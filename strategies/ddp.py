@@ -1,10 +1,10 @@
-"""Replicas on every rank; gradients averaged in buckets while the backward pass still runs.
+"""A replica on every rank; gradients are averaged in buckets during the backward pass.
 
-Memory: as one process, and the gradients never go away: they are views of the buckets.
+Memory: as one process, and the gradients are never freed: they are views of the buckets.
 Communication: one all-reduce of the gradients a step, 2 (n-1)/n of their bytes sent and
-received per rank (ring), however many micro-batches are accumulated.
-Constraints: a parameter takes part in the loss of every step or of none (then it is left out
-beforehand); where it does in some, `find_unused_parameters: true`.
+received per rank (ring), whatever the number of accumulated micro-batches.
+Constraints: the loss of every step uses a parameter, or that of none (then it is not trained). If
+some steps use it and others do not, set `find_unused_parameters: true`.
 Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp
 
 Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and 3.3.
@@ -44,21 +44,21 @@ class DDP(Strategy):
     summary: ClassVar[str] = "replicas; gradients averaged in buckets during the backward pass"
 
     bucket_size: Bytes = Field(BUCKET_SIZE, gt=0)
-    """Gradients are averaged in pieces of about this many bytes."""
+    """Gradients are averaged in buckets of about this many bytes."""
     gradient_as_bucket_view: bool = True
-    """Gradients live in the buckets; False keeps a second copy."""
+    """Gradients are views of the buckets; False keeps a second copy."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way."""
     find_unused_parameters: bool = False
-    """Look for parameters that the loss does not depend on, at the cost of a walk each step."""
+    """In each step find parameters that the loss does not depend on, by a walk over its graph."""
     broadcast_buffers: bool = True
-    """Buffers (BatchNorm statistics) follow rank 0's at each forward pass."""
+    """Rank 0's buffers (BatchNorm statistics) are sent to all at each forward pass."""
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """What the gradients travel as. All but `none` change the numbers."""
+    """The form in which gradients are sent. All but `none` change the numbers."""
     powersgd_rank: int = Field(1, ge=1)
-    """The rank of the matrices that stand for a gradient (Vogels et al. 2019, arXiv 1905.13727)."""
+    """The rank of PowerSGD's approximation of a gradient (Vogels et al. 2019, arXiv 1905.13727)."""
     powersgd_start: int = Field(1000, ge=2)
-    """Steps that are averaged exactly before PowerSGD begins."""
+    """Steps with exact averages before PowerSGD begins."""
 
     @property
     def traits(self) -> Traits:
@@ -66,7 +66,7 @@ class DDP(Strategy):
         return Traits(
             averaging_bucket=self.bucket_size,
             finds_unused=self.find_unused_parameters,
-            cannot_hold=frozenset({"sparse_calls", "sparse_and_dense"}),  # DDP asks the modules
+            cannot_hold=frozenset({"sparse_calls", "sparse_and_dense"}),  # DDP checks modules
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
@@ -75,7 +75,7 @@ class DDP(Strategy):
             yield Variant(self.name, {"name": self.name})
 
     def check(self, plan: Plan) -> None:
-        """Refuse what DistributedDataParallel would only find in the middle of a run."""
+        """Refuse options that DistributedDataParallel would refuse only during the run."""
         if self.static_graph and self.find_unused_parameters:
             raise ConfigError(
                 "strategy.replicate.static_graph=true and find_unused_parameters=true exclude "
@@ -83,15 +83,15 @@ class DDP(Strategy):
             )
         if self.compress != "none" and plan.precision == "fp64":
             raise ConfigError(
-                f"strategy.replicate.compress={self.compress} loses what train.precision=fp64 is "
-                "for. Set strategy.replicate.compress=none."
+                f"strategy.replicate.compress={self.compress} rounds gradients, and "
+                "train.precision=fp64 is set. Set strategy.replicate.compress=none."
             )
 
         if plan.pp > 1:
             self._check_pipeline(plan)
 
     def _check_pipeline(self, plan: Plan) -> None:
-        """A pipeline's gradients are averaged once a step, without DistributedDataParallel."""
+        """Refuse options of DistributedDataParallel, which a pipeline does not use."""
         options_set = {
             "static_graph": self.static_graph,
             "find_unused_parameters": self.find_unused_parameters,
@@ -106,22 +106,22 @@ class DDP(Strategy):
             )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
-        """See `Strategy.meet_routes`: what gets no gradient is looked for."""
+        """See `Strategy.meet_routes`: set `find_unused_parameters`."""
         if self.find_unused_parameters or plan.pp > 1:
             return self, None
         if self.static_graph:
             raise ConfigError(
-                f"strategy.replicate.static_graph=true promises the same in every step, and not "
+                f"strategy.replicate.static_graph=true promises that all steps are alike, and not "
                 f"every pass calls {routes.names}. Set strategy.replicate.static_graph=false."
             )
         line = (
-            f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
+            f"not every pass uses {routes.names} ({routes.cause or 'it changes between steps'}): "
             "strategy.replicate.find_unused_parameters=true"
         )
         return self.model_copy(update={"find_unused_parameters": True}), line
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Buckets hold the gradients from the first step on; computed ones pass through."""
+        """Add buckets, which have the gradients from the first step on."""
         if plan.dp == 1 or plan.pp > 1:
             return forecast
         forecast = with_averaged_gradients(forecast, profile)
@@ -129,14 +129,17 @@ class DDP(Strategy):
         if not self.gradient_as_bucket_view:
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         if not self.gradient_as_bucket_view or self.find_unused_parameters:
-            # The old buckets go before the new ones come, or stay for good.
+            # DDP frees the old buckets before it makes new ones, or keeps them.
             forecast = replace(forecast, moved_gradients=0)
         if self.compress == "powersgd":  # the error feedback: one more copy of the gradients
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         return replace(forecast, states=states)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Gradients once a step, beside the last backward pass; in a pipeline after all of them."""
+        """Return the average of the gradients, overlapped with the last backward pass.
+
+        A pipeline averages after all backward passes.
+        """
         if plan.dp == 1:
             return ()
         messages = gradient_average_traffic(
@@ -153,7 +156,7 @@ class DDP(Strategy):
         )
 
     def _compressed(self, profile: Profile) -> int:
-        """Bytes of the gradients as they travel."""
+        """Return the bytes of the gradients as they are sent."""
         if self.compress == "none":
             return profile.gradient_bytes
         if self.compress != "powersgd":
@@ -162,11 +165,11 @@ class DDP(Strategy):
         return round(size * sum(self._low_rank(shape) for shape in parameter_shapes(profile)))
 
     def _low_rank(self, shape: tuple[int, ...]) -> int:
-        """Numbers of a gradient as PowerSGD sends it: two thin matrices, where these are less."""
+        """Return the elements that PowerSGD sends for a gradient: two thin matrices, if smaller."""
         whole = math.prod(shape)
         rows = shape[0] if shape else 1
         thin = self.powersgd_rank * (rows + whole // max(1, rows))
-        # torch's PowerSGDState leaves alone what would not become half as large.
+        # torch's PowerSGDState compresses only gradients that become less than half as large.
         return thin if len(shape) > 1 and 2 * thin < whole else whole
 
     def apply(self, assembly: Assembly) -> None:
@@ -182,7 +185,7 @@ class DDP(Strategy):
         )
 
     def _exchange(self, group: Any) -> Exchange | None:
-        """What sends the gradients in fewer bytes, where that is asked for."""
+        """Return the function that compresses and sends gradients; None without compression."""
         if self.compress == "none":
             return None
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -200,5 +203,5 @@ class DDP(Strategy):
 
 
 def _word(value: object) -> str:
-    """As it is written in a job."""
+    """Return a value as it is written in a job."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,8 @@
-"""All that is used of DeepSpeed's inside: the names, the versions, and the ways to get at them.
+"""All private names of DeepSpeed that we use, its versions, and the functions that use the names.
 
-No other module imports DeepSpeed, reads a private name of it or replaces a part of it, and whatever
-is read of its engines and optimizers is listed here. A version without one of the names is refused
-before the ranks connect, another version than those that were seen to work is told of.
+No other module imports DeepSpeed, reads a private name of it or replaces a part of it; every
+attribute that is read of its engines and optimizers is listed here. A version that lacks one of the
+names is refused before the ranks connect. An untested version gives a warning.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 # All strategies were run with 0.19.8. Twelve versions from 0.16.0 to 0.19.7 were only imported:
 # each lacks some of these names (0.19.7 one, 0.18.9 six), and so may the next one.
 DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
-    *foreign_names("replace", "forget groups of before", "deepspeed.comm.comm", "cdb"),
-    *foreign_names("replace", "forget groups of before", "deepspeed.utils.groups", "_WORLD_GROUP"),
+    *foreign_names("replace", "forget earlier process groups", "deepspeed.comm.comm", "cdb"),
+    *foreign_names("replace", "forget earlier process groups", "deepspeed.utils.groups",
+        "_WORLD_GROUP"),
     *foreign_names("replace", "compile nothing", "deepspeed.comm.torch", "build_shm_op"),
     *foreign_names("replace", "call collectives without torch 2.14's warnings",
         "deepspeed.comm.torch.TorchBackend", "all_gather_function reduce_scatter_function"),
@@ -59,12 +60,12 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
         "_flatten_dense_tensors align_dense_tensors"),
     *foreign_names("replace", "flatten where the parameters are", _ACCELERATOR,
         "available_memory"),
-    *foreign_names("replace", "let gradients go as soon as they are reduced", _FLAT,
+    *foreign_names("replace", "free gradients as soon as they are reduced", _FLAT,
         "gradient_accumulation_dtype _use_compact_grad_partition_buffer reduce_ipg_grads "
         "reduce_independent_p_g_buckets_and_remove_grads"),
-    *foreign_names("replace", "reduce what the last micro-batch brings none of", _FLAT,
+    *foreign_names("replace", "reduce gradients that the last micro-batch lacks", _FLAT,
         "independent_gradient_partition_epilogue _offload_accumulated_param_ids"),
-    *foreign_names("replace", "see in our norm what is not finite", _FLAT,
+    *foreign_names("replace", "find gradients that are not finite by our norm", _FLAT,
         "update_offload_overflow_tracker"),
     *foreign_names("replace", "clip by our norm", _FLAT, "scaled_global_norm"),
     *foreign_names("read", "find the flat pieces that a rank updates", _FLAT,
@@ -79,7 +80,7 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
     *foreign_names("read", "follow gradients", f"{_FLAT_MODULE}.IPGBucket",
         "buffer elements params"),
     # Stage 3.
-    *foreign_names("replace", "lend gradients without a copy", _CUT,
+    *foreign_names("replace", "use gradients without a copy", _CUT,
         "_prepare_fp32_grad_for_sub_group"),
     *foreign_names("replace", "send a full bucket at once", _CUT,
         "reduce_independent_p_g_buckets_and_remove_grads"),
@@ -97,14 +98,14 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
         "_finalize_offload_gradient_accumulation"),
     *foreign_names("read", "follow gradients", f"{_CUT_MODULE}.IPGBucketZ3",
         "buffer elements params"),
-    *foreign_names("read", "cut parameters, and read what is left", f"{_PARTS}.Init",
+    *foreign_names("read", "cut parameters, and read this rank's piece", f"{_PARTS}.Init",
         "_enable_mem_efficient_linear _convert_to_deepspeed_param partition partition_numel "
         "all_gather ds_id ds_numel ds_process_group ds_shape ds_tensor"),
     *foreign_names("read", "put torch's linear layer back", _PARTS,
         "is_zero_param InsertPostInitMethodToModuleSubClasses zero3_linear_wrap"),
-    *foreign_names("read", "see parameters become whole",
+    *foreign_names("read", "notice that parameters are gathered",
         "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "get_param_coordinator"),
-    *foreign_names("replace", "see parameters become whole",
+    *foreign_names("replace", "notice that parameters are gathered",
         f"{_COORDINATOR}.PartitionedParameterCoordinator", "fetch_sub_module"),
     *foreign_names("read", "load it silently", "deepspeed.runtime.zero.muon", "muon_optimizer"),
     # Pipelines.
@@ -116,25 +117,25 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
         "TrainSchedule LoadMicroBatch RecvActivation ForwardPass SendActivation RecvGrad "
         "BackwardPass SendGrad ReduceTiedGrads ReduceGrads OptimizerStep"),
     *foreign_names("read", "send and receive", f"{_PIPE}.p2p", "send recv"),
-    *foreign_names("read", "lay its grid as our mesh", _PIPE, "ProcessTopology"),
+    *foreign_names("read", "give its grid the order of our mesh", _PIPE, "ProcessTopology"),
 ))  # fmt: skip
 
 
 def load_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed and all that is used of it, silently, for one kind of device.
+    """Import DeepSpeed and the modules with our names, silently, for one kind of device.
 
     Raises:
-        ImportError: it is not installed, or does not load here.
+        ImportError: it is not installed, or cannot be imported.
     """
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
     before, silent = set(os.environ), warnings.catch_warnings()
-    # By itself it takes a GPU that it finds, and loads torch's compiler for a Muon of its own.
+    # By default it uses any GPU that it finds, and loads torch's compiler for its Muon.
     uncompiled = replaced(torch, compile=lambda function=None, **_: function or (lambda own: own))
     with changed_environment(DS_ACCELERATOR=device_type), silent, uncompiled:
         warnings.simplefilter("ignore")
         loaded = import_module("deepspeed")
         DEEPSPEED.missing_names()  # imports the modules that have them
-    for key in os.environ.keys() - before:  # it leaves some behind
+    for key in os.environ.keys() - before:  # it sets some and does not remove them
         del os.environ[key]
     return loaded
 
@@ -144,15 +145,15 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 
 def require_deepspeed(device_type: str, user: str, instead: str) -> None:
-    """Refuse to go on without a DeepSpeed that has all that is used of it.
+    """Refuse to go on without a DeepSpeed that has all our names.
 
     Args:
         device_type: 'cpu' or 'cuda'.
-        user: the key with its value that wants it.
-        instead: what else the user can do, as the end of a sentence.
+        user: the key and value that need it.
+        instead: the fix for users without it, as the end of a sentence.
 
     Raises:
-        ConfigError: it is not installed, does not load here, or is without a name.
+        ConfigError: it is not installed, cannot be imported, or lacks a name.
     """
     try:
         load_deepspeed(device_type)
@@ -162,39 +163,42 @@ def require_deepspeed(device_type: str, user: str, instead: str) -> None:
 
 
 def parse_config(config: dict[str, Any]) -> None:
-    """Have DeepSpeed read a configuration; what it dislikes it raises in its own words."""
+    """Let DeepSpeed parse a configuration; it raises its own errors."""
     import_module("deepspeed.runtime.config").DeepSpeedConfig(config)
 
 
 def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
-    """Let DeepSpeed use the process group that is there, and build no kernel for it.
+    """Let DeepSpeed use the existing process group, and compile no kernel for it.
 
     Its shared-memory collectives are a C++ operator that takes a minute to compile.
 
     Args:
         context: the mesh.
-        closing: takes what is to be undone at the end.
+        closing: gets the callbacks that undo the changes.
 
     Returns:
-        The library.
+        The module `deepspeed`.
 
     Raises:
-        ConfigError: there is no process group, or DeepSpeed has served another kind of device.
+        ConfigError: there is no process group, or DeepSpeed uses another kind of device already.
     """
     deepspeed = load_deepspeed(context.device.type)
     here, served = context.device.type, deepspeed.get_accelerator().device_name()
     if served != here:
-        taken = f"DeepSpeed serves one kind of device in a process, here {served}"
-        raise ConfigError(f"{taken}, and this run is on {here}. Start a new process.")
+        raise ConfigError(
+            f"DeepSpeed uses one kind of device in a process, here {served}, and this run is on "
+            f"{here}. Start a new process."
+        )
     if not dist.is_initialized():
         raise ConfigError(
-            "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
+            "DeepSpeed needs a process group, even for one rank. Use bigtrain.prepare, or "
             "bigtrain.connect(..., force_group=True)."
         )
-    # DeepSpeed takes it for the number of its device: not so where each rank sees one GPU alone.
+    # DeepSpeed reads LOCAL_RANK as the index of its device, which is wrong if each rank sees only
+    # one GPU.
     number = context.device.index if is_accelerator(context.device) else context.local_rank
     closing.enter_context(changed_environment(LOCAL_RANK=str(number)))
-    # What it keeps of a group outlives the group, and a second engine may have another one.
+    # Its references to a group outlive the group, and a second engine may have another group.
     import_module("deepspeed.comm.comm").__dict__["cdb"] = None
     import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
     with replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
@@ -215,28 +219,27 @@ def start_engine(
     align: Callable[..., Sequence[Tensor]],
     in_place: bool,
 ) -> Any:
-    """Put DeepSpeed's engine around a model whose values every rank has. Collective.
+    """Make DeepSpeed's engine of a model whose values every rank has. Collective.
 
-    Weights are not sent, which would fail for a parameter that is one number without dimensions.
+    Weights are not broadcast: DeepSpeed's broadcast fails for a 0-dim parameter.
 
     Args:
-        model: filled in.
+        model: with its values.
         optimizer: over its trained parameters.
-        config: DeepSpeed's.
-        flatten: makes one flat tensor of several; called with them and, as `otherwise`, with
-            DeepSpeed's own way.
-        align: adds padding up to a unit; called with tensors, unit and `otherwise`.
-        in_place: they need no memory, so that DeepSpeed is not to move parameters to the host
-            first, as it does where it finds less free than they take.
+        config: of DeepSpeed.
+        flatten: makes one flat tensor of several; called with them and, as `default`, DeepSpeed's
+            function.
+        align: adds padding up to a unit; called with tensors, unit and `default`.
+        in_place: whether these two need no memory. Then DeepSpeed must not move parameters to the
+            host first, as it does if it finds too little free memory.
     """
     deepspeed: Any = import_module("deepspeed")
     module: Any = import_module(_FLAT_MODULE)
     flat = {
-        "_flatten_dense_tensors": partial(flatten, otherwise=module._flatten_dense_tensors),
-        "align_dense_tensors": partial(align, otherwise=module.align_dense_tensors),
+        "_flatten_dense_tensors": partial(flatten, default=module._flatten_dense_tensors),
+        "align_dense_tensors": partial(align, default=module.align_dense_tensors),
     }
     silent = {"_broadcast_model": lambda _engine: None}
-    # As much as is asked for.
     plenty = {"available_memory": lambda *_: 1 << 62} if in_place else {}
     accelerator = type(deepspeed.accelerator.get_accelerator())
     with (
@@ -252,29 +255,29 @@ def start_engine(
 
 
 def keep_optimizer(zero: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Have DeepSpeed step the optimizer that it was given.
+    """Let DeepSpeed step the user's optimizer.
 
-    In place of an Adagrad it makes another one from its defaults. So the options of all parameter
-    groups but the defaults would be lost, and the one that was given would keep the fp32 copies of
-    the parameters that it was to update.
+    DeepSpeed replaces an Adagrad by a new one made from its defaults. The options of parameter
+    groups would be lost, and the user's optimizer would keep references to the fp32 copies of the
+    parameters.
 
     Args:
         zero: DeepSpeed's own optimizer.
         optimizer: the user's.
     """
-    made = zero.optimizer
-    if made is optimizer:
+    current = zero.optimizer
+    if current is optimizer:
         return
-    optimizer.state.update(made.state)
+    optimizer.state.update(current.state)
     zero.optimizer = optimizer
 
 
 class Partitioner:
-    """Cuts parameters as stage 3 has them, of which every rank has the values.
+    """Cuts parameters into the pieces of stage 3, on ranks that all have the values.
 
     Args:
-        config: DeepSpeed's.
-        closing: takes what is to be undone at the end: torch's linear layer is put back.
+        config: of DeepSpeed.
+        closing: gets the callback that restores torch's linear layer.
     """
 
     def __init__(self, config: dict[str, Any], closing: ExitStack) -> None:
@@ -291,70 +294,70 @@ class Partitioner:
         return bool(self._parts.is_zero_param(parameter))
 
     def cut(self, parameter: Any) -> None:
-        """Leave this rank its part of a parameter; nothing is sent."""
+        """Keep this rank's piece of a parameter; nothing is sent."""
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()
 
 
 def stage_3_linear() -> AbstractContextManager[None]:
-    """Have linear layers computed as stage 3 does it, for a while."""
+    """Replace torch's linear function by that of stage 3 while the context is entered."""
     own: Any = import_module(_PARTS)
     return replaced(torch.nn.functional, linear=own.zero3_linear_wrap)
 
 
 def link_parameters(zero: Any) -> None:
-    """Let the parameters of stages 1 and 2 know the fp32 pieces that are there now."""
+    """Link the parameters of stages 1 and 2 to the current fp32 pieces."""
     zero._link_all_hp_params()
 
 
 def add_up_in_one_buffer(zero: Any) -> None:
-    """Let stages 1 and 2 add gradients up in the fp32 shard that the step uses."""
+    """Let stages 1 and 2 add gradients to the fp32 shard that the step reads."""
     zero.gradient_accumulation_dtype = torch.float32
     zero._use_compact_grad_partition_buffer = lambda _group: True
 
 
 Replaced = Callable[..., Any]
-"""The method that was there before."""
+"""The replaced method."""
 
 
 def replace_reduction(zero: Any, reduce: Callable[..., None]) -> Replaced:
-    """Let something else reduce the full buckets of stages 1 and 2."""
+    """Replace the reduction of full buckets under stages 1 and 2."""
     before: Replaced = zero.reduce_ipg_grads
     zero.reduce_ipg_grads = reduce
     return before
 
 
 def replace_bucketing(zero: Any, add: Callable[..., None]) -> Replaced:
-    """Let something else add a gradient to its bucket, under any stage."""
+    """Replace the function that adds a gradient to its bucket, under any stage."""
     before: Replaced = zero.reduce_independent_p_g_buckets_and_remove_grads
     zero.reduce_independent_p_g_buckets_and_remove_grads = add
     return before
 
 
 def replace_end_of_backward(zero: Any, finish: Callable[[], None]) -> Replaced:
-    """Let something else be done when a backward pass is over, under any stage."""
+    """Replace the function that ends a backward pass, under any stage."""
     before: Replaced = zero.independent_gradient_partition_epilogue
     zero.independent_gradient_partition_epilogue = finish
     return before
 
 
-def look_at_the_norm_alone(zero: Any) -> None:
-    """Stages 1 and 2 with the state on the host: ask of no gradient by itself if it is finite.
+def skip_finite_checks(zero: Any) -> None:
+    """Let stages 1 and 2 with the state on the host not check each gradient for finite values.
 
-    Each would be waited for, and the norm says it of all of them before the step.
+    Each check waits for the device, and the norm before the step covers all gradients.
     """
     zero.update_offload_overflow_tracker = lambda _gradient: None
 
 
-def take_flat_from_host(zero: Any, but: set[int]) -> None:
+def take_flat_from_host(zero: Any, skipped: set[int]) -> None:
     """Take gradients that stages 1 and 2 have added up on the host.
 
     Args:
         zero: the optimizer.
-        but: the ids of parameters that bring theirs themselves.
+        skipped: the ids of parameters whose gradients DeepSpeed itself takes.
     """
     accumulated = zero._offload_accumulated_param_ids
-    zero._offload_accumulated_param_ids = accumulated - but
+    zero._offload_accumulated_param_ids = accumulated - skipped
     zero._finalize_cpu_offload_gradient_accumulation()
     zero._offload_accumulated_param_ids = accumulated
 
@@ -374,13 +377,13 @@ def set_cut_norm(zero: Any, norm: Tensor) -> None:
     zero._get_norm_groups = lambda: [norm]
 
 
-def replace_gradient_of_piece(zero: Any, lend: Callable[[int], None]) -> None:
-    """Let something else give a piece of stage 3 its gradient before the step."""
-    zero._prepare_fp32_grad_for_sub_group = lend
+def replace_gradient_of_piece(zero: Any, set_gradient: Callable[[int], None]) -> None:
+    """Replace the function that sets the gradient of a piece of stage 3 before the step."""
+    zero._prepare_fp32_grad_for_sub_group = set_gradient
 
 
 def bucket_sender(zero: Any) -> Callable[[torch.dtype], None]:
-    """What sends a bucket of stage 3, by the type of its gradients."""
+    """Return the function that reduces a bucket of stage 3, called with a dtype."""
     send: Callable[[torch.dtype], None] = (
         zero._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
     )
@@ -388,7 +391,7 @@ def bucket_sender(zero: Any) -> Callable[[torch.dtype], None]:
 
 
 def update_cut_parameters(zero: Any) -> None:
-    """Let the parameters of stage 3 follow the pieces. Collective."""
+    """Copy the values of the pieces to the parameters of stage 3. Collective."""
     zero._partition_all_parameters()
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -396,8 +399,8 @@ def update_cut_parameters(zero: Any) -> None:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def after_gathering(zero: Any, then: Callable[[nn.Module], None]) -> None:
-    """Call something whenever stage 3 has made the parameters of a module whole."""
+def after_gathering(zero: Any, function: Callable[[nn.Module], None]) -> None:
+    """Call a function each time stage 3 has gathered the parameters of a module."""
     if not hasattr(zero, "parameter_offload"):
         return
     coordinator = zero.parameter_offload.get_param_coordinator()
@@ -405,24 +408,24 @@ def after_gathering(zero: Any, then: Callable[[nn.Module], None]) -> None:
 
     def fetch_first(module: nn.Module, forward: bool) -> None:  # noqa: FBT001 - as it is called
         fetch(module, forward)
-        then(module)
+        function(module)
 
     coordinator.fetch_sub_module = fetch_first
 
 
 def set_instructions(engine: Any, actions: Mapping[str, Callable[..., None]]) -> None:
-    """Say what a pipeline engine does for each instruction of its schedule.
+    """Set the function that a pipeline engine calls for each instruction of its schedule.
 
     Args:
-        engine: the engine; it is the first argument of each action.
-        actions: by the class name of the instruction.
+        engine: the engine; it is the first argument of each function.
+        actions: the functions, by the class name of the instruction.
     """
     instructions: Any = import_module(f"{_PIPE}.schedule")
     engine._INSTRUCTION_MAP = {getattr(instructions, n): do for n, do in actions.items()}
 
 
 def run_schedule(engine: Any, micro_batches: int) -> None:
-    """Let a pipeline engine go through its schedule of one step."""
+    """Run a pipeline engine's schedule of one step."""
     schedule: Any = import_module(f"{_PIPE}.schedule").TrainSchedule
     engine._exec_schedule(
         schedule(micro_batches=micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
@@ -430,19 +433,19 @@ def run_schedule(engine: Any, micro_batches: int) -> None:
 
 
 def forward_stage(engine: Any, inputs: Any) -> Any:
-    """Call a pipeline engine's stage as any other engine's model; its own `forward` refuses."""
+    """Call a pipeline engine's stage as DeepSpeedEngine does; its own `forward` raises."""
     return import_module("deepspeed.runtime.engine").DeepSpeedEngine.forward(engine, inputs)
 
 
 def backward_loss(engine: Any, loss: Tensor) -> None:
-    """Go back from a loss as any other engine does; a pipeline engine's `backward` refuses."""
+    """Run the backward pass as DeepSpeedEngine does; a pipeline engine's `backward` raises."""
     plain = import_module("deepspeed.runtime.engine").DeepSpeedEngine
     plain.backward(engine, loss, scale_wrt_gas=False)
 
 
 def backward_from(engine: Any, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """Go back from outputs, or from their edges, whose gradients are given."""
-    engine._running_engine_backward = True  # or its hooks ask for its own call
+    """Run the backward pass from outputs, or their gradient edges, with given gradients."""
+    engine._running_engine_backward = True  # otherwise its hooks require its own `backward`
     try:
         torch.autograd.backward(outputs, gradients)
     finally:
@@ -455,7 +458,7 @@ def reduce_pipeline_gradients(engine: Any) -> None:
 
 
 def step_pipeline(engine: Any) -> None:
-    """Update the parameters; a pipeline engine's own `step` refuses."""
+    """Update the parameters; a pipeline engine's own `step` raises."""
     engine._exec_optimizer_step()
 
 
@@ -465,5 +468,5 @@ def send_to_stage(tensor: Tensor, stage: int) -> None:
 
 
 def receive_from_stage(tensor: Tensor, stage: int) -> None:
-    """Fill a tensor with what another stage of the same replica sends."""
+    """Receive a tensor from another stage of the same replica, in place."""
     import_module(f"{_PIPE}.p2p").recv(tensor, stage)

@@ -1,11 +1,11 @@
-"""Optimizer state on disk or in the host's memory instead of beside the parameters.
+"""Optimizer state on disk or in the host's memory instead of on the device.
 
-Memory: the 8 bytes that AdamW keeps for each fp32 parameter go, but for a 32nd part of them that
-is in memory while it is updated. On a GPU `optimizer: cpu` moves the update itself to the host.
-Communication: none between ranks. To disk and back: the state once each way and step. Between
-GPU and host: 4 bytes of gradient over and 4 of values back for each parameter and step.
-Constraints: a folder on a real disk, or host memory, with room for the state. Parameters are
-moved by `zero` alone: by stages 2 and 3 on torch, and by stage 3 on DeepSpeed.
+Memory: saves the 8 bytes that AdamW has for each fp32 parameter, except for the 32nd part of them
+that is being updated. On a GPU `optimizer: cpu` moves the update itself to the host.
+Communication: none between ranks. With a disk, the state is read and written once a step. Between
+GPU and host, each parameter costs 4 bytes of gradient and 4 bytes of value a step.
+Constraints: a folder on a real disk, or host memory, with room for the state. Only `zero` moves
+parameters: stages 2 and 3 on torch, and stage 3 on DeepSpeed.
 Example: python bigtrain/train.py --strategy single strategy.offload.optimizer=disk
 
 Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), sections 3 and 4; Rajbhandari et al.
@@ -50,24 +50,24 @@ from bigtrain.optim.state_store import (
 
 
 class Offload(Strategy):
-    """State that is needed once a step, kept where there is more room."""
+    """Moves state that is used once a step to the host or to a disk."""
 
     name: ClassVar[str] = "offload"
     role: ClassVar[Role] = "offload"
     summary: ClassVar[str] = "optimizer state or activations on disk or in the host's memory"
 
     optimizer: StorageTier = "device"
-    """Where the optimizer's state (and fp32 copies) lives between the steps."""
+    """Where the optimizer's state (and fp32 copies) is stored between the steps."""
     parameters: StorageTier = "device"
-    """Where the parameters live between their uses (stages 2 and 3 of `zero` alone)."""
+    """Where the parameters are stored between their uses (only with stages 2 and 3 of `zero`)."""
     activations: StorageTier = "device"
-    """Where what blocks save for the backward pass is meanwhile; see strategy.recompute."""
+    """Where tensors that blocks save for backward are stored until then; see strategy.recompute."""
     path: str | None = None
-    """An existing folder on a disk with room; left out, the system's for temporary files."""
+    """An existing folder on a disk with room; left out, the system's folder of temporary files."""
 
     @property
     def need(self) -> Need:
-        """See `Strategy.need`: by the largest of what it moves."""
+        """See `Strategy.need`: by the largest state that it moves."""
         tiers: dict[Need, StorageTier] = {
             "parameters": self.parameters,
             "activations": self.activations,
@@ -86,7 +86,7 @@ class Offload(Strategy):
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: the optimizer's state where there is room for it."""
+        """See `Strategy.variants`: the optimizer's state to the host of a GPU, or to disk."""
         place = "cpu" if is_accelerator(shape.device_type) else "disk"
         yield Variant(f"offload_{place}", {"optimizer": place})
 
@@ -95,7 +95,7 @@ class Offload(Strategy):
         return [["strategy.offload.optimizer=disk"], ["strategy.offload.activations=disk"]]
 
     def check(self, plan: Plan) -> None:
-        """Refuse what moves nothing, a folder that cannot be used, parameters that stay."""
+        """Refuse options that move nothing, an unusable folder, parameters that cannot move."""
         places = (self.optimizer, self.parameters, self.activations)
         if set(places) == {"device"}:
             raise ConfigError(
@@ -104,8 +104,8 @@ class Offload(Strategy):
             )
         if self.path is not None and "disk" not in places:
             raise ConfigError(
-                f"strategy.offload.path={self.path} is for what goes to disk, and nothing does. "
-                "Leave it out, or set strategy.offload.optimizer=disk."
+                f"strategy.offload.path={self.path} is for offload to disk, and no option says "
+                "disk. Leave it out, or set strategy.offload.optimizer=disk."
             )
         if "disk" in places:
             fault = folder_problem(self._folder)
@@ -122,8 +122,8 @@ class Offload(Strategy):
             )
         if self.parameters == "disk":
             raise ConfigError(
-                "strategy.offload.parameters=disk: parameters go to the host's memory, and no "
-                "further. Set strategy.offload.parameters=cpu (the optimizer's state may go to "
+                "strategy.offload.parameters=disk: parameters can be offloaded to the host's "
+                "memory only. Set strategy.offload.parameters=cpu (the optimizer's state may go to "
                 "disk: strategy.offload.optimizer=disk)."
             )
 
@@ -132,13 +132,13 @@ class Offload(Strategy):
         return self.path or scratch_folder()
 
     def block_policies(self, model: nn.Module, plan: Plan) -> Mapping[str, BlockPolicy]:
-        """Every block that is not computed again is moved away."""
+        """Offload the activations of every block that is not recomputed."""
         if not plan.moves_activations:
             return {}
         return {name: "offload" for name, _ in find_blocks(model)}
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
-        """Refuse a place that is too small for the state of one rank alone."""
+        """Refuse a place that is too small for the state of one rank."""
         profile = facts.profile
         if profile is None or plan.replicate.own_offload:
             return
@@ -154,12 +154,12 @@ class Offload(Strategy):
                 raise ConfigError(host_shortage_message(wanted, memory, 1))
 
     def _on_host(self, plan: Plan) -> bool:
-        """Whether the host updates for the device: not where the parameters are there already."""
+        """Whether the host updates the device's parameters: not if they are on the host already."""
         moved = self.parameters == "device" and plan.device_type != "cpu"
         return self.optimizer == "cpu" and moved
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
-        """Say where nothing is gained."""
+        """Return one line if nothing is gained."""
         places = {
             "optimizer": self.optimizer,
             "parameters": self.parameters,
@@ -167,7 +167,7 @@ class Offload(Strategy):
         }
         hosted = [key for key, place in places.items() if place == "cpu"]
         if plan.replicate.own_offload:
-            return None  # what does the work says where it gains nothing
+            return None  # the replicate technique does the offload, and gives the advice
         if hosted and plan.device_type == "cpu":
             return (
                 f"strategy.offload.{hosted[0]}=cpu moves nothing: this run is on the CPU, and so "
@@ -187,7 +187,7 @@ class Offload(Strategy):
         return None
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """The state leaves; one chunk of it is there during the step."""
+        """Remove the state, and add the chunk of it that is updated."""
         if plan.replicate.own_offload or profile.trained_elements == 0:
             return forecast
         states = replace(forecast.states, optimizer=profile.state_scalars)
@@ -203,9 +203,9 @@ class Offload(Strategy):
         return replace(forecast, states=states, step=_chunked(forecast.step, share, chunk_bytes))
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """State each way once a step, what blocks save each way for each micro-batch.
+        """Return the transfers of state, once a step, and of activations, for each micro-batch.
 
-        Parameters, and all but activations under DeepSpeed, are stated by who moves them.
+        The replicate technique states those of parameters and, under DeepSpeed, of the state.
         """
         messages = []
         nbytes, calls = offloaded_activations(profile) if plan.moves_activations else (0, 0)
@@ -215,7 +215,7 @@ class Offload(Strategy):
                 Traffic("from_disk", nbytes, calls, "micro_batch", "backward"),
             ]
         if nbytes and plan.device_type != "cpu":
-            # On their way to a disk they are copied over before anything else is done.
+            # If they go on to a disk, the copy to the host is synchronous.
             to_disk_after = self.activations == "disk"
             messages += [
                 Traffic(
@@ -236,13 +236,13 @@ class Offload(Strategy):
         return (*messages, *self._state_traffic(profile, plan))
 
     def _state_traffic(self, profile: Profile, plan: Plan) -> list[Traffic]:
-        """The optimizer's: state to disk and back, or gradients to the host and values back."""
+        """Return the transfers of the state to disk and back, or of gradients and values."""
         if plan.replicate.own_offload or self.optimizer == "device":
             return []
         ranks = plan.state_ranks
         elements, item = -(-profile.trained_elements // ranks), _item(plan)
         tensors = -(-len(parameter_shapes(profile)) // ranks)
-        if self._on_host(plan):  # chunk by chunk, beside the update of the one before
+        if self._on_host(plan):  # chunk by chunk, during the update of the one before
             return [
                 Traffic("to_host", elements * item, tensors, "step", "step"),
                 Traffic("from_host", elements * item, tensors, "step", "step"),
@@ -250,12 +250,12 @@ class Offload(Strategy):
         if self.optimizer != "disk":
             return []
         pieces = plan.replicate.optimizer_gets == "pieces"
-        values = 1 if pieces and plan.bf16_parameters else 0  # the fp32 ones go along
+        values = 1 if pieces and plan.bf16_parameters else 0  # the fp32 values too
         nbytes = round(elements * (profile.state_slots + values)) * item
         if not nbytes:
             return []
         calls = tensors * max(1, math.ceil(profile.state_slots + values))
-        messages = [  # the next chunk is read meanwhile; a written one is waited for
+        messages = [  # the next chunk is read during an update; a write is waited for
             Traffic("from_disk", nbytes, calls, "step", "step"),
             Traffic("to_disk", nbytes, calls, "step", "nothing"),
         ]
@@ -265,7 +265,7 @@ class Offload(Strategy):
         return messages
 
     def apply(self, assembly: Assembly) -> None:
-        """Say where the state will live; whoever makes the optimizer takes it there."""
+        """Set the store of the state; the `Update` that makes the optimizer uses it."""
         if assembly.plan.replicate.own_offload:
             return
         if self.optimizer == "disk":
@@ -275,16 +275,16 @@ class Offload(Strategy):
 
 
 _DISK = {"optimizer": "optimizer", "activations": "activations"}
-"""What may go to disk."""
+"""The option that may be disk, by option."""
 
 
 def _item(plan: Plan) -> int:
-    """Bytes of one number of state: it is kept in the precision that is updated."""
+    """Return the bytes of an element of the state, which has the precision of the update."""
     return 8 if plan.precision == "fp64" else 4
 
 
 def _chunked(step: Timeline, share: float, chunk_bytes: int) -> Timeline:
-    """What a step needs beside the states where a share of them is updated at a time."""
+    """Return the step's timeline if only a share of the state is updated at a time."""
     spans = tuple(s._replace(nbytes=round(s.nbytes * share)) for s in step.spans)
     start = step.phases[0][0]
     end = max((span.death for span in spans), default=start + 1)

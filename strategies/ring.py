@@ -1,15 +1,16 @@
-"""Replicas whose gradients go around a ring of sends and receives, beside the backward pass.
+"""Replicas that average gradients by a ring of sends and receives during the backward pass.
 
-The gradients lie end to end, the last layer's first, and are cut into buckets. A bucket goes as
-soon as its gradients are there, in n chunks whose sizes differ by one at most. Twice n-1 times
-each rank sends a chunk to the next one while it receives one from the one before: first sums that
-grow by its own gradient on each rank (scatter-reduce), then finished chunks (all-gather). What a
-chunk comes to is computed by one rank and copied by all others: replicas stay equal bit for bit.
+The gradients are in one flat tensor, the last layer's first, which is cut into buckets. A bucket is
+sent as soon as all its gradients are made, in n chunks whose sizes differ by one at most. In each
+of 2 (n-1) steps a rank sends a chunk to the next rank and receives one from the rank before: first
+partial sums, to which every rank adds its gradient (reduce-scatter), then finished chunks
+(all-gather). One rank computes the final value of a chunk and the others copy it, so replicas stay
+equal bit for bit.
 
-Memory: as one process, the gradients never go away (they are views of the buckets), and a chunk.
-Communication: 2 (n-1)/n of the gradients' bytes sent and received per rank in a step; gradients in
-bf16 are summed in fp32, and their sums travel as such: 3 (n-1)/n of their bytes.
-Constraints: 2 replicas or more; no pipeline. Buffers (BatchNorm statistics) follow rank 0's.
+Memory: as one process, and one chunk. Gradients are never freed: they are views of the buckets.
+Communication: 2 (n-1)/n of the gradients' bytes sent and received per rank in a step. With bf16
+gradients the sums are computed and sent in fp32: 3 (n-1)/n of their bytes.
+Constraints: 2 replicas or more; no pipeline. Buffers (BatchNorm statistics) are those of rank 0.
 Example: torchrun --nproc-per-node 3 bigtrain/train.py --strategy ring
 
 Source: Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of
@@ -35,7 +36,7 @@ from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import SPARSE, Need, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Traffic, TrafficKind, buffer_broadcast_traffic
+from bigtrain.costs.traffic import Traffic, buffer_broadcast_traffic
 from bigtrain.devices import current_stream, is_accelerator, on_stream, set_current, side_stream
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
@@ -44,14 +45,14 @@ from bigtrain.tensors.memory_format import is_dense
 
 
 class Ring(Strategy):
-    """Ring all-reduce from point-to-point sends."""
+    """Ring all-reduce by point-to-point messages."""
 
     name: ClassVar[str] = "ring"
     role: ClassVar[Role] = "replicate"
-    summary: ClassVar[str] = "replicas; gradients go around a ring during the backward pass"
+    summary: ClassVar[str] = "replicas; gradients averaged around a ring during the backward pass"
 
     bucket_size: Bytes = Field(BUCKET_SIZE, gt=0)
-    """Bytes of gradients that go around at once."""
+    """Bytes of gradients that are averaged at once."""
 
     @property
     def need(self) -> Need:
@@ -64,80 +65,79 @@ class Ring(Strategy):
         return Traits(cannot_hold=SPARSE, sends_messages=True)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
-        """None: `ddp` sends as much by the backend's own all-reduce."""
+        """Return none: `ddp` sends as many bytes by the backend's own all-reduce."""
         return ()
 
     def check(self, plan: Plan) -> None:
-        """Refuse a ring of one, and several backward passes at work in turn."""
+        """Refuse a single replica, and pipelines."""
         if plan.dp == 1:
             raise ConfigError(
-                "strategy ring hands gradients around 2 replicas or more, and mesh.dp=1. "
+                "strategy ring sends gradients around 2 replicas or more, and mesh.dp=1. "
                 "Use --strategy single, or start more ranks."
             )
         if plan.pp > 1:
             raise ConfigError(
-                "strategy ring sends while the one backward pass of a step's last micro-batch "
-                f"runs, and a pipeline (mesh.pp={plan.pp}) runs several in turn. "
+                "strategy ring sends during the backward pass of a step's last micro-batch, and a "
+                f"pipeline (mesh.pp={plan.pp}) interleaves several. "
                 "Use strategy.replicate=ddp."
             )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Gradients are there all the time, and added to; beside them a chunk that comes in."""
+        """Add gradients that are never freed, and the buffer that receives a chunk."""
         states = replace(
             forecast.states,
             gradients=profile.gradient_bytes,
             buffers=forecast.states.buffers + self._staging_bytes(profile, plan),
         )
-        passes = {way: forecast.passes[way.replace("first", "later")] for way in forecast.passes}
+        passes = {name: forecast.passes[name.replace("first", "later")] for name in forecast.passes}
         return replace(forecast, states=states, passes=passes)
 
     def _staging_bytes(self, profile: Profile, plan: Plan) -> int:
-        """The largest chunk of a bucket: what comes in; where sums are wider, what goes, too."""
+        """Return the bytes of a receive buffer; of a send buffer too, if sums are wider."""
         size = _number_bytes(profile)
         largest = max(_bucket_lengths(profile.trained_elements, self.bucket_size // size))
         chunk = max(chunk_lengths(largest, plan.dp))
         return chunk * (size if size >= 4 else 2 * 4)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Each chunk of each bucket but one, twice; which one, the place in the ring says.
+        """Return the chunks that a rank sends and receives: twice all but one of each bucket.
 
-        To the byte where all gradients are of one type: those of another are in buckets of their
-        own, and a profile does not say how many they are.
+        The rank's position in the ring decides which chunk is left out. The bytes are exact if all
+        gradients have one dtype: a profile does not have the sizes by dtype.
         """
         here, size = plan.dp_rank or 0, _number_bytes(profile)
         lengths = _bucket_lengths(profile.trained_elements, self.bucket_size // size)
         sent = received = 0
         for length in lengths:
             chunks = chunk_lengths(length, plan.dp)
-            # The sums are in fp32 at least, the finished chunks as the gradients are.
+            # Sums are in fp32 at least, finished chunks in the precision of the gradients.
             summed, finished = max(size, 4), size
-            kept = [chunks[(here + step) % plan.dp] for step in range(3)]
-            sent += summed * (length - kept[1]) + finished * (length - kept[2])
-            received += summed * (length - kept[0]) + finished * (length - kept[1])
+            omitted = [chunks[(here + step) % plan.dp] for step in range(3)]
+            sent += summed * (length - omitted[1]) + finished * (length - omitted[2])
+            received += summed * (length - omitted[0]) + finished * (length - omitted[1])
         group, calls = (plan.dp, plan.pp * plan.tp), 2 * (plan.dp - 1) * len(lengths)
-        ways: tuple[tuple[TrafficKind, int, int], ...] = (
-            ("send", sent, calls),
-            ("receive", received, 0),
-        )
-        messages = [Traffic(k, nbytes, c, "step", "backward", *group) for k, nbytes, c in ways]
+        messages = [
+            Traffic("send", sent, calls, "step", "backward", *group),
+            Traffic("receive", received, 0, "step", "backward", *group),
+        ]
         if profile.buffer_bytes:
             messages.append(buffer_broadcast_traffic(profile, *group, "step"))
         return tuple(messages)
 
     def apply(self, assembly: Assembly) -> None:
-        """Let the gradients be views of buckets that go around when they are full."""
+        """Make the gradients views of buckets, which are averaged when they are full."""
         flow = GradientRing(assembly, self.bucket_size)
         assembly.sync, assembly.average = flow.micro_batch, flow.finish
         assembly.keep_gradients = True
 
 
 def chunk_lengths(length: int, ranks: int) -> list[int]:
-    """A bucket of so many numbers in as many chunks as ranks, whose sizes differ by one at most."""
+    """Return the lengths of a bucket's chunks, one for each rank, which differ by one at most."""
     return [length // ranks + (number < length % ranks) for number in range(ranks)]
 
 
 def _bucket_lengths(elements: int, most: int) -> list[int]:
-    """Numbers of each bucket."""
+    """Return the elements of each bucket."""
     most = max(1, most)
     return [min(most, elements - begin) for begin in range(0, max(1, elements), most)]
 
@@ -151,7 +151,7 @@ class RingReduce:
 
     Args:
         context: the dp group.
-        length: numbers of the longest tensor.
+        length: elements of the longest tensor.
         dtype: of the tensors; sums are in fp32 where it is narrower.
     """
 
@@ -164,10 +164,10 @@ class RingReduce:
         chunk = max(chunk_lengths(length, self._size))
         self.arriving = torch.empty(chunk, dtype=sums, device=context.device)
         self.leaving = torch.empty_like(self.arriving) if sums != dtype else None
-        """A sum on its way: of gradients in bf16, which hold none in fp32."""
+        """The fp32 partial sum that is sent, if gradients are bf16."""
 
     def __call__(self, flat: Tensor) -> None:
-        """Average a tensor of one dim; every rank gives one as long, in the same order."""
+        """Average a 1-dim tensor in place; every rank calls it with as long a one. Collective."""
         chunks = torch.split(flat, chunk_lengths(len(flat), self._size))
         chunk = chunks[self._rank]
         for step in range(self._size - 1):  # scatter-reduce
@@ -179,24 +179,24 @@ class RingReduce:
             self._exchange(sent, arrived)
             if self.leaving is None:
                 chunk += arrived
-            else:  # the gradient itself stays narrow; its sum goes on from here
+            else:  # the gradient itself stays bf16; the fp32 sum is sent from this buffer
                 chunk = torch.add(arrived, chunk, out=self.leaving[: len(chunk)])
-        mine = chunks[(self._rank + 1) % self._size]
+        finished = chunks[(self._rank + 1) % self._size]
         torch.div(chunk, self._size, out=chunk)
         if self.leaving is not None:
-            mine.copy_(chunk)
+            finished.copy_(chunk)
         for step in range(self._size - 1):  # all-gather
             sent = chunks[(self._rank + 1 - step) % self._size]
             self._exchange(sent, chunks[(self._rank - step) % self._size])
 
     def _exchange(self, sent: Tensor, arriving: Tensor) -> None:
-        """Begin both before waiting for either: all ranks do, so that none waits for the other.
+        """Start both messages before waiting for either, so that no two ranks wait for each other.
 
-        The receive first: by gloo it is announced to the sender in the stream of what is sent,
-        and behind a chunk the announcement would come late: one chunk would go after the other.
+        The receive is started first: gloo announces it to the sender in the same stream as sent
+        data. Behind a chunk the announcement would be late, and chunks would not overlap.
         """
         operations = []
-        if len(arriving):  # of a bucket with fewer numbers than ranks some chunks are empty
+        if len(arriving):  # a bucket with fewer elements than ranks has empty chunks
             operations.append(dist.P2POp(dist.irecv, arriving, self._before, self._group))
         if len(sent):
             operations.append(dist.P2POp(dist.isend, sent, self._next, self._group))
@@ -206,27 +206,27 @@ class RingReduce:
 
 @dataclass(eq=False)
 class _Bucket:
-    """A stretch of the gradients of one type."""
+    """A flat slice of the gradients of one dtype."""
 
     flat: Tensor
     reduce: RingReduce
     waits: int = 0
-    """Parameters whose gradients, or parts of them, are in it."""
+    """The number of parameters whose gradients are in it, whole or in part."""
     missing: int = 0
-    """Those of them that have none yet in this step's last micro-batch."""
+    """How many of them have no gradient yet in this step's last micro-batch."""
     event: Any = None
-    """On an accelerator: when its gradients are there."""
+    """On an accelerator: recorded when its gradients are made."""
 
 
 class GradientRing:
-    """The gradients of a rank as views of buckets, and what sends these.
+    """The gradients of a rank as views of buckets, and the sending of the buckets.
 
-    All ranks send their buckets in one order. A thread does it on a CPU, where sends and receives
-    are waited for, and with an accelerator on a stream of its own.
+    All ranks send their buckets in the same order, from a thread: on a CPU it waits for sends and
+    receives, with an accelerator it uses a side stream.
 
     Args:
         assembly: with the parameters that will be trained.
-        bucket_size: bytes of gradients that go around at once.
+        bucket_size: bytes of gradients that are averaged at once.
     """
 
     def __init__(self, assembly: Assembly, bucket_size: int) -> None:
@@ -239,7 +239,7 @@ class GradientRing:
         self._buckets: list[_Bucket] = []
         self._buckets_of: dict[nn.Parameter, list[_Bucket]] = {p: [] for p in parameters}
         for dtype in dict.fromkeys(p.dtype for p in parameters):
-            self._lay([p for p in reversed(parameters) if p.dtype == dtype], bucket_size)
+            self._make_buckets([p for p in reversed(parameters) if p.dtype == dtype], bucket_size)
         staging = {id(b.reduce): b.reduce for b in self._buckets}.values()
         assembly.meter.label(
             [t for r in staging for t in (r.arriving, r.leaving) if t is not None], "buffers"
@@ -257,8 +257,8 @@ class GradientRing:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(self._arrived)
 
-    def _lay(self, parameters: Sequence[nn.Parameter], bucket_size: int) -> None:
-        """Lay the gradients of one type end to end, and cut them into buckets."""
+    def _make_buckets(self, parameters: Sequence[nn.Parameter], bucket_size: int) -> None:
+        """Make one flat tensor for the gradients of one dtype, and cut it into buckets."""
         first = parameters[0]
         total = sum(p.numel() for p in parameters)
         lengths = _bucket_lengths(total, bucket_size // first.dtype.itemsize)
@@ -268,11 +268,11 @@ class GradientRing:
         begin = 0
         for parameter in parameters:
             end = begin + parameter.numel()
-            stretch = flat[begin:end]
+            flat_slice = flat[begin:end]
             self._views[parameter] = (
-                stretch.as_strided(parameter.shape, parameter.stride())
+                flat_slice.as_strided(parameter.shape, parameter.stride())
                 if is_dense(parameter)
-                else stretch.view(parameter.shape)
+                else flat_slice.view(parameter.shape)
             )
             for bucket in buckets[begin // lengths[0] : -(-end // lengths[0])]:
                 self._buckets_of[parameter].append(bucket)
@@ -293,7 +293,7 @@ class GradientRing:
         if last:
             self._last = self._begun = False
             self._join()
-            for parameter in self._views:  # a step that does not use it leaves it alone
+            for parameter in self._views:  # the optimizer skips parameters without a gradient
                 if parameter not in self._reached:
                     parameter.grad = None
 
@@ -307,7 +307,7 @@ class GradientRing:
                 parameter.grad = view.zero_()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is there; those of the micro-batches before are in it."""
+        """Note that a gradient is made, with those of earlier micro-batches added."""
         self._reached.add(parameter)
         if not self._last:
             return
@@ -327,9 +327,9 @@ class GradientRing:
         self._waiting.put(bucket)
 
     def _send_all(self) -> None:
-        """What the thread does: bucket by bucket, until there is none."""
+        """Average the waiting buckets until None comes; the thread runs it."""
         try:
-            # A new thread's device is the first, where it would take memory of another rank's.
+            # A new thread's current device is the first one, which is another rank's.
             set_current(self._context.device)
             with on_stream(self._stream) if self._stream is not None else nullcontext():
                 while (bucket := self._waiting.get()) is not None:
@@ -340,10 +340,10 @@ class GradientRing:
             self._error = error
 
     def _join(self) -> None:
-        """Wait for what was sent.
+        """Wait until all waiting buckets are averaged.
 
         Raises:
-            BaseException: what the thread was ended by.
+            BaseException: the thread has ended with it.
         """
         if self._sender is not None:
             self._waiting.put(None)
@@ -356,10 +356,10 @@ class GradientRing:
             current_stream(self._context.device).wait_stream(self._stream)
 
     def finish(self, gradients: Sequence[Tensor]) -> None:  # noqa: ARG002 - they are views
-        """See `Assembly.average`: send what is left, as some gradient of it was never made."""
+        """See `Assembly.average`: send the buckets of which some gradient was never made."""
         for parameter, view in self._views.items():
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-                parameter.grad = view  # of another rank's: nothing of this one's is in it
+                parameter.grad = view  # only other ranks have this gradient
         while self._sent < len(self._buckets):
             self._send_next()
         self._join()

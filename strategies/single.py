@@ -1,4 +1,4 @@
-"""One process, no wrapping: the reference implementation, and the oracle of every parity test.
+"""One process without any wrapper: the reference that every parity test compares with.
 
 Memory: parameters, gradients and optimizer state once, and the activations of a micro-batch.
 Communication: none.
@@ -19,7 +19,7 @@ from bigtrain.job.schema import Role
 
 
 class Single(Strategy):
-    """The model as it is, on one device."""
+    """The model on one device, unchanged."""
 
     name: ClassVar[str] = "single"
     role: ClassVar[Role] = "replicate"

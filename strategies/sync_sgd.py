@@ -1,12 +1,12 @@
-"""Replicas as MPI programs have them: after the backward pass one all-reduce of every gradient.
+"""Replicas as in MPI programs: after the backward pass one all-reduce of every gradient.
 
-What all other replicas improve on: nothing hides behind the backward pass, and nothing is packed.
-Rank 0's weights go to all ranks once, before the first step.
+This is the baseline that all other replicas improve on: nothing overlaps with the backward pass,
+and gradients are not put into buckets. Rank 0's weights are broadcast once, before the first step.
 
-Memory: as one process. Each gradient is averaged where it lies.
+Memory: as one process. Each gradient is averaged in place.
 Communication: one all-reduce of each gradient a step, 2 (n-1)/n of their bytes sent and received
-per rank (ring), however many micro-batches are accumulated; buffers follow rank 0's, a broadcast.
-Constraints: none of its own. `mesh.backend=mpi` where torch is built with MPI.
+per rank (ring), whatever the number of accumulated micro-batches; rank 0's buffers are broadcast.
+Constraints: none. `mesh.backend=mpi` works if torch is built with MPI.
 Example: mpiexec -n 2 python bigtrain/train.py --strategy sync_sgd
 
 Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD (arXiv 1604.00981), section 2.
@@ -28,7 +28,7 @@ from bigtrain.costs.traffic import Traffic, gradient_average_traffic
 from bigtrain.job.schema import Role
 
 _ONE_BY_ONE = 1
-"""Bytes that are averaged at once, as far as a gradient is not more: each goes by itself."""
+"""A bucket of one byte: every gradient is larger, so each is averaged by itself."""
 
 
 class SyncSGD(Strategy):
@@ -49,11 +49,11 @@ class SyncSGD(Strategy):
         return Traits(averaging_bucket=_ONE_BY_ONE, cannot_hold=SPARSE)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
-        """None: `ddp` does the same in fewer messages, and beside the backward pass."""
+        """Return none: `ddp` does the same in fewer messages, during the backward pass."""
         return ()
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Every gradient by itself once a step, when all passes are through."""
+        """Return one all-reduce for each gradient, after all passes of a step."""
         if plan.dp == 1:
             return ()
         stride = plan.pp * plan.tp
@@ -62,12 +62,12 @@ class SyncSGD(Strategy):
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Take rank 0's weights; average after all micro-batches of a step."""
+        """Broadcast rank 0's weights; average after all micro-batches of a step."""
         if assembly.plan.dp == 1:
             return
         context = assembly.context
-        own = [t for root in assembly.roots for t in (*root.parameters(), *root.buffers())]
-        for tensor in {id(t): t.detach() for t in own}.values():  # what is shared goes once
+        tensors = [t for root in assembly.roots for t in (*root.parameters(), *root.buffers())]
+        for tensor in {id(t): t.detach() for t in tensors}.values():  # shared ones are sent once
             dist.broadcast(tensor, group=context.dp_group, group_src=0)
         buffers = [buffer for root in assembly.roots for buffer in root.buffers()]
         assembly.average = GradientAverager(context, _ONE_BY_ONE, buffers)

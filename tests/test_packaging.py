@@ -181,7 +181,7 @@ def test_the_example_of_the_contributing_page_runs(tmp_path, monkeypatch):
     """The strategy as it is printed there: imported by its path, it equals one process."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for language, name in (("python", "mymodule.py"), ("yaml", "path.yaml")):
-        (block,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+        block = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
         (tmp_path / name).write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2}

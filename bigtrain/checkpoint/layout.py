@@ -22,9 +22,11 @@ from bigtrain.tensors.shards import Extent, StateTensor
 
 PIECE_BYTES = 16 << 20
 """Files are written, sent and hashed in pieces of this many bytes."""
-STATE_PARTS = ("model", "optimizer", "replicas")
-"""Parts of the state, each with its own files: the first word of a tensor's name. `replicas` holds
-the state that differs between independently stepping replicas; only they read it again."""
+REPLICAS = "replicas"
+"""The first word of the names of tensors in which replicas differ; see `core.state.replica_state`,
+which names them."""
+STATE_PARTS = ("model", "optimizer", REPLICAS)
+"""Parts of the state, each with its own files: the first word of a tensor's name."""
 NEARLY = 0.75
 """A rank may write a tensor if its part is at least this share of the largest part. Without it, one
 rank would write everything whenever parts differ by a row or a head."""

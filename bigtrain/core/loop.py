@@ -56,6 +56,7 @@ class StepRunner:
         self._keep_gradients = assembly.keep_gradients
         self._average = assembly.average
         self._before_update = assembly.before_update
+        self._after_update = assembly.after_update
         self._use = assembly.use
         self.participation = Participation(
             assembly.context,
@@ -219,7 +220,7 @@ class StepRunner:
             self.meter.label(self._update.resident_tensors(), "optimizer")
 
     def apply_step(self) -> None:
-        """Step the optimizer and clear the gradients."""
+        """Step the optimizer, clear the gradients, and call the functions of `after_update`."""
         self._update.step()
         self.label_state()
         # The first gradients always go: DDP builds its buckets anew at the second step, and what
@@ -231,6 +232,8 @@ class StepRunner:
             else:
                 parameter.grad = None
         self._stepped = True
+        for function in self._after_update:
+            function()
 
     def average_gradients(self) -> None:
         """Let all replicas have the average, also of what only some of them have a gradient of.

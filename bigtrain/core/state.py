@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigtrain.checkpoint.layout import REPLICAS
 from bigtrain.errors import CheckpointError
 from bigtrain.files.parse import parse_json
 from bigtrain.optim.update import Update
@@ -61,6 +62,39 @@ def as_json(state: Any) -> Any:
         return copied if bool(copied == state) else NOT_JSON
     except (TypeError, ValueError, RecursionError, RuntimeError):
         return NOT_JSON
+
+
+def replica_state(state: Mapping[str, StateTensor], replica: int) -> dict[str, StateTensor]:
+    """Name the state of one replica, where each replica has values of its own.
+
+    The first replica's tensors keep their names: every strategy that reads the checkpoint finds a
+    model and an optimizer's state there. A tensor NAME of another replica is `replicas.N.NAME`;
+    only a technique whose replicas differ reads it back, by `state_of_replica`. A technique may
+    save more under `replicas.`, by names that do not begin with a number: `replicas.outer.steps`.
+
+    Args:
+        state: the tensors of this rank, by the names of `Runner.state`.
+        replica: the rank in the dp axis.
+    """
+    if replica == 0:
+        return dict(state)
+    return {f"{REPLICAS}.{replica}.{name}": tensor for name, tensor in state.items()}
+
+
+def state_of_replica(saved: Mapping[str, SavedTensor], replica: int) -> dict[str, SavedTensor]:
+    """Return a checkpoint as one replica reads it: the inverse of `replica_state`.
+
+    Tensors that the checkpoint has for this replica replace those of the first. A replica without
+    any (the checkpoint is of fewer replicas, or of another technique) starts as a copy of the
+    first.
+
+    Args:
+        saved: all tensors of the checkpoint, by name.
+        replica: the rank in the dp axis.
+    """
+    prefix = f"{REPLICAS}.{replica}."
+    differing = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
+    return {**saved, **differing}
 
 
 def load_tensors(

@@ -253,6 +253,9 @@ class Assembly:
     """How the model is cut; what is not this rank's is no longer in `model`."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called after all micro-batches of a step, before the optimizer."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called on every rank at the end of each step: the optimizer has updated the parameters, and
+    the gradients are cleared. Where replicas agree on parameters, they do it here."""
     update: Update | None = None
     """Set by a technique that puts the optimizer to the parameters itself."""
     runner: Callable[[Assembly], Runner] | None = None

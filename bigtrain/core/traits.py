@@ -123,7 +123,10 @@ class Traits:
     """Steps after which the ranks ask each other for a signal to stop: several, where they do not
     wait for each other in a step."""
     inexact_reason: str | None = None
-    """Why a run's losses are not those of one process, by intent; None where they are."""
+    """Why the losses differ by intent from those of one process; None where they are the same.
+
+    With a reason, `bigtrain verify` and `train.check_first_steps` give it and compare nothing, and
+    techniques that need equal replicas (`tensor`, `bigtrain.ema`) refuse this one."""
     averaging_bucket: int | None = None
     """Bytes of gradients that the replicas of a stage average at once when its backward passes
     are over (see `replicas.GradientAverager`); None where they do not."""

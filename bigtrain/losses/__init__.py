@@ -1,5 +1,5 @@
-"""What is minimised: a loss is a sum over valid targets together with their count.
+"""Losses: each is a sum over valid targets together with their count.
 
-Tasks and their validation figures; which means a user's own loss is made of, and what each counts
-over the global batch; cross entropy in chunks with the output projection.
+Tasks and their validation figures; the means in a user's loss and their divisors over the global
+batch; cross entropy in chunks with the output projection.
 """

@@ -1,8 +1,8 @@
-"""Cross entropy in chunks in any model: its head returns the loss in place of logits.
+"""Cross entropy in chunks for any model: its head returns the loss in place of logits.
 
-The model's code is not touched. Its head, a linear layer whose output the model returns as it is,
-gets a forward of its own, which returns the loss of `linear_loss` while targets are given. So it
-is computed inside of the head's call, where a technique has gathered the head's parameters.
+The model's code is unchanged. Its head is a linear layer whose output the model returns unchanged.
+The head gets another `forward`, which returns the loss of `chunked_cross_entropy` while targets are
+set. So the loss is computed inside of the head's call, when its parameters are gathered.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from bigtrain.losses.linear_cross_entropy import (
 from bigtrain.losses.loss import CrossEntropy, Loss, check_targets, main_logits
 
 _RULES = (sliced_cross_entropy,)
-"""The module whose import says what is done with a head in slices."""
+"""Importing this module registers the rule for a sliced head."""
 _PASSES_ON = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedCrossEntropy(CrossEntropy):
-    """Cross entropy over the last dim, whose logits never exist as a whole in training.
+    """Cross entropy over the last dim that never makes all logits at once in training.
 
-    The same loss and gradients as `CrossEntropy`, but for the order of additions. Where no targets
-    are given it is that loss of plain logits.
+    Loss and gradients are those of `CrossEntropy`, except for the order of additions. Without
+    targets it is `CrossEntropy` of plain logits.
     """
 
     head: str
-    """The linear layer whose output the model returns as its logits, by its name in the model."""
+    """The name of the linear layer whose output the model returns as its logits."""
     chunk_size: int = DEFAULT_CHUNK_BYTES
-    """Bytes of a chunk's logits in float32 (float64 where the model is)."""
+    """Bytes of a chunk's logits in float32 (float64 for a float64 model)."""
 
     def rounds(self, targets: int, classes: int, dtype: torch.dtype = torch.float32) -> int:
-        """How many chunks so many targets are, of a head with so many classes on a rank."""
+        """Return the number of chunks for so many targets, of a rank with so many classes."""
         return -(-targets // chunk_rows(self.chunk_size, classes, dtype))
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
-        """The sum over the valid targets.
+        """Return the sum over the valid targets.
 
         Raises:
-            ConfigError: targets were given, and the output is not what the head made of them.
+            ConfigError: targets are set, and the output is not the loss that the head returned.
         """
         now = _thread_state.targets
         if now is not None and now.loss is self:
@@ -61,21 +61,21 @@ class ChunkedCrossEntropy(CrossEntropy):
 
     def _sum(self, logits: Tensor, target: Tensor) -> Tensor:
         now = _thread_state.targets
-        # An auxiliary head has plain logits, which have a dim for the classes.
+        # The main head returns a scalar; an auxiliary head has plain logits with a class dim.
         if now is not None and now.loss is self and not logits.dim():
             return logits
         return super()._sum(logits, target)
 
 
 class HeadTargets:
-    """The targets of one forward pass, and what the head made of them."""
+    """The targets of one forward pass, and the loss that the head has computed."""
 
     def __init__(self, loss: ChunkedCrossEntropy, targets: Tensor) -> None:
         self.loss, self.targets = loss, targets
         self._result: Tensor | None = None
 
     def compute(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        """The summed loss of what goes into the head.
+        """Return the summed loss of the head's input.
 
         Raises:
             ConfigError: the head was called before in this pass, or the targets do not fit.
@@ -83,7 +83,7 @@ class HeadTargets:
         if self._result is not None:
             raise ConfigError(
                 f"model.head={self.loss.head} is called more than once in a forward pass, and a "
-                "chunked loss can stand for one call only. Set model.chunked_loss=false."
+                "chunked loss can replace one call only. Set model.chunked_loss=false."
             )
         rows = hidden.shape[:-1]
         check_targets((*rows, head.out_features), tuple(rows), self.targets)
@@ -99,7 +99,7 @@ class HeadTargets:
         return self._result
 
     def is_result(self, output: Any) -> bool:
-        """Whether an output is what the head gave, as it is."""
+        """Whether an output is the unchanged result of the head."""
         result = self._result
         scalar = isinstance(output, Tensor) and not output.dim()
         if result is None or not scalar or output.dtype != result.dtype:
@@ -107,27 +107,27 @@ class HeadTargets:
         return _passed_on(output, result)
 
     def check(self, output: Tensor) -> None:
-        """Refuse an output that is not what the head gave.
+        """Refuse an output that is not the unchanged result of the head.
 
         Raises:
-            ConfigError: with what to set.
+            ConfigError: the head was not called, or the model changes its output.
         """
         name = self.loss.head
         if self._result is None:
-            what = f"model.head={name} was not called in the forward pass"
+            fault = f"model.head={name} was not called in the forward pass"
         elif self.is_result(output):
             return
         else:
-            what = f"the model's output is not what model.head={name} returns, as it is"
+            fault = f"the model does not return the output of model.head={name} unchanged"
         raise ConfigError(
-            f"model.chunked_loss: {what}: got a tensor of shape {tuple(output.shape)}, needed the "
-            "head's own. Set model.chunked_loss=false, or model.head to the linear layer that "
-            "makes the logits."
+            f"model.chunked_loss: {fault}: got a tensor of shape {tuple(output.shape)}, needed the "
+            "output of the head. Set model.chunked_loss=false, or model.head to the linear layer "
+            "that makes the logits."
         )
 
 
 def _passed_on(output: Tensor, result: Tensor) -> bool:
-    """Whether one is the other, or what hooks and wrappers that change nothing made of it."""
+    """Whether the output is the result, or a copy or view of it by hooks and wrappers."""
     if output is result or output.grad_fn is None or result.grad_fn is None:
         return output is result or (output.grad_fn is None and result.grad_fn is None)
     pending: list[Any] = [output.grad_fn]
@@ -135,7 +135,7 @@ def _passed_on(output: Tensor, result: Tensor) -> bool:
         node = pending.pop()
         if node is result.grad_fn:
             return True
-        # Wrappers hang functions of their own into the graph, to see when a backward pass comes by.
+        # Wrappers insert autograd functions, to be called in the backward pass.
         if isinstance(node, BackwardCFunction) or (node and node.name() in _PASSES_ON):
             pending += [following for following, _ in node.next_functions]
     return False
@@ -152,10 +152,10 @@ _thread_state = _ThreadState()
 def head_targets(loss: Loss, targets: Any) -> Iterator[None]:
     """Let the head return the loss of these targets, in this thread, inside of a `with` block.
 
-    Around a forward pass of training and the call of the loss on its output. Nothing happens for
-    any other loss than a `ChunkedCrossEntropy`.
+    Entered around a forward pass of training and the call of the loss on its output. For any loss
+    but a `ChunkedCrossEntropy`, targets are unset.
     """
-    # What another loss is given is nobody's: a head of before must make plain logits for it.
+    # With another loss, a head that was attached before must return plain logits.
     chunked = loss if isinstance(targets, Tensor) else None
     new = HeadTargets(chunked, targets) if isinstance(chunked, ChunkedCrossEntropy) else None
     with _set_targets(new):
@@ -164,7 +164,7 @@ def head_targets(loss: Loss, targets: Any) -> Iterator[None]:
 
 @contextmanager
 def restored_targets(before: HeadTargets | None) -> Iterator[None]:
-    """As when `before` was `current_targets`: for a forward pass that is computed again."""
+    """Restore the targets that `current_targets` returned, for a recomputed forward pass."""
     with _set_targets(HeadTargets(before.loss, before.targets) if before is not None else None):
         yield
 
@@ -177,23 +177,23 @@ def _set_targets(new: HeadTargets | None) -> Iterator[None]:
     finally:
         _thread_state.targets = before
         if new is not None:
-            new._result = None  # its graph may hold what holds this: a circle nobody sees
+            new._result = None  # its graph may reference this object: breaks the cycle
 
 
 def current_targets() -> HeadTargets | None:
-    """What is given in this thread now."""
+    """Return the targets that are set in this thread; None without any."""
     return _thread_state.targets
 
 
 def is_head_loss(output: Any) -> bool:
-    """Whether what a module returned is a loss, and whoever knows its shape expects logits."""
+    """Whether a module has returned the head's loss where its recorded shape is that of logits."""
     return _thread_state.targets is not None and _thread_state.targets.is_result(output)
 
 
 class _Forward:
-    """A head's forward: the loss while targets are given, logits otherwise.
+    """The `forward` of a head: the loss while targets are set, logits otherwise.
 
-    An object and no closure, so that a copy of the model has one with the copy's own module.
+    It is an object and not a closure, so that a copied model gets one with the copied module.
     """
 
     def __init__(self, module: nn.Linear, name: str) -> None:
@@ -207,13 +207,13 @@ class _Forward:
 
 
 def attach_head(loss: Loss, root: nn.Module) -> None:
-    """Give the head of a model its own forward, where the loss is chunked; again is no harm.
+    """Set the `forward` of a model's head, if the loss is chunked. Can be called again.
 
-    Names, parameters and hooks stay as they are. Before wrappers, or after: they keep modules.
+    Names, parameters and hooks do not change. It works before and after the model is wrapped.
 
     Args:
-        loss: any; nothing happens but for a `ChunkedCrossEntropy`.
-        root: the model as the user wrote it.
+        loss: only a `ChunkedCrossEntropy` has an effect.
+        root: the user's model.
 
     Raises:
         ConfigError: it has no such head.
@@ -224,18 +224,18 @@ def attach_head(loss: Loss, root: nn.Module) -> None:
 
 
 def check_head(name: str, root: nn.Module) -> nn.Linear:
-    """The linear layer of this name.
+    """Return the linear layer of this name.
 
     Raises:
-        ConfigError: there is none, or it is no plain linear layer.
+        ConfigError: there is none, or it is not a plain linear layer.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     linear = [n for n, module in modules.items() if isinstance(module, nn.Linear)]
-    some = ", ".join([*linear[-3:]]) or "there is none: set model.chunked_loss=false"
+    examples = ", ".join([*linear[-3:]]) or "there is none: set model.chunked_loss=false"
     if name not in modules:
         raise ConfigError(
             f"model.head={name}: the model has no module {name!r}{did_you_mean(name, modules)} "
-            f"Use the name of a linear layer, such as {some}."
+            f"Use the name of a linear layer, such as {examples}."
         )
     candidate = modules[name]
     own_forward = candidate.__dict__.get("forward")
@@ -246,6 +246,6 @@ def check_head(name: str, root: nn.Module) -> nn.Linear:
         raise ConfigError(
             f"model.head={name} is a {type(candidate).__name__}, and a chunked loss needs an "
             "nn.Linear "
-            f"with its own forward. Use the name of a linear layer, such as {some}."
+            f"with its own forward. Use the name of a linear layer, such as {examples}."
         )
     return candidate

@@ -1,10 +1,10 @@
-"""A user's loss whose means are taken over the global batch, whatever it averages over.
+"""A user's mean loss over the global batch, whatever it averages over.
 
-`loss_formula` finds which calls average and what each divides by. Before the forward pass of a
-step, what is divided by is counted on the targets of each micro-batch and added up over the global
-batch. While the loss runs, its averages divide by these totals. So a micro-batch gives what it
-contributes to the loss of the global batch, and contributions add up, for several means of
-different counts, too, and for a loss that the model itself computes in its forward pass.
+`loss_formula` finds the calls that average, and the divisor of each. Before the forward pass of a
+step, the divisors are counted on the targets of each micro-batch and added up over the global
+batch. While the loss runs, its averages divide by these totals. So a micro-batch gives its
+contribution to the loss of the global batch, and contributions add up. This holds for several means
+with different counts, and for a loss that the model itself computes in its forward pass.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from bigtrain.losses.loss_trace import IN_LOSS, changes_arguments, function_name
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 MODEL = "model."
-"""Begins the names of frames in modules of the model."""
+"""The prefix of frames that are modules of the model."""
 
 
 class CountedBatch(Protocol):
-    """What is needed of a `data.MicroBatch`."""
+    """The attributes of a `data.MicroBatch` that are used here."""
 
     @property
     def inputs(self) -> Any:
@@ -67,21 +67,21 @@ class CountedBatch(Protocol):
 
 AnyBatch = TypeVar("AnyBatch", bound=CountedBatch)
 FindFormula = Callable[[Any], LossFormula]
-"""Records the loss with a micro-batch; see `engine.follow_loss`."""
+"""Records the loss of a micro-batch and returns its formula; see `engine.follow_loss`."""
 
 
 class GlobalMeanLoss:
-    """A mean loss of (output, target) as what each micro-batch contributes to its global value.
+    """A mean loss of (output, target) as the contributions of micro-batches to its global value.
 
-    It is a `Loss` whose count are the rows. Without totals (in a validation, say) it gives the mean
-    of the batch times its rows.
+    It is a `Loss` whose count is the number of rows. Without totals, as in a validation, it returns
+    the mean of the batch times its rows.
 
     Args:
         fn: the user's function.
-        name: what messages call it.
-        formula: of micro-batches as the first one is.
+        name: for messages.
+        formula: of the first micro-batch.
         first: that micro-batch.
-        find: for micro-batches of other shapes.
+        find: finds the formula of micro-batches with other shapes.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GlobalMeanLoss:
 
     @property
     def layout(self) -> str:
-        """Names what is added up; the same on all ranks, or their totals mean different things."""
+        """The names of the totals, which must be the same on all ranks."""
         return self._first.layout
 
     @property
@@ -109,14 +109,14 @@ class GlobalMeanLoss:
         return frozenset(frame.removeprefix(MODEL) for frame in frames)
 
     def count(self, target: Any) -> int:
-        """The rows."""
+        """Return the number of rows."""
         leaves = tree_tensors(target)
         if leaves:
             return len(leaves[0]) if leaves[0].dim() else 1
         return len(target) if hasattr(target, "__len__") else 1
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
-        """What a micro-batch contributes to the mean, times the rows of the global batch."""
+        """Return a micro-batch's contribution to the mean, times the rows of the global batch."""
         output = map_tensors(output, at_least_float32)
         scope = current_scope()
         if scope is None or scope.loss is not self:
@@ -147,41 +147,41 @@ class GlobalMeanLoss:
         micro_batches: Sequence[AnyBatch],
         add_up: Callable[[Sequence[float]], Sequence[float]],
     ) -> list[AnyBatch]:
-        """The micro-batches of a step, each with the totals of the global batch.
+        """Return the micro-batches of a step, each with the totals of the global batch.
 
         Args:
             micro_batches: of this rank.
             add_up: adds up numbers over the ranks with different samples. Collective.
 
         Raises:
-            BigtrainError: the loss of one divides by something else than that of the first.
+            BigtrainError: the loss of one has other divisors than that of the first.
         """
-        counted = [self._counts(one) for one in micro_batches if not one.padding]
+        counted = [self._counts(batch) for batch in micro_batches if not batch.padding]
         width = self._first.width
         own = torch.zeros(width, dtype=torch.float64)
-        if counted:  # the device, where targets are on one, is waited for once
+        if counted:  # waits once for the device of the targets
             own = torch.stack(counted).sum(0).cpu()
-        rows = sum(float(one.count) for one in micro_batches)
+        rows = sum(float(batch.count) for batch in micro_batches)
         totals = tuple(add_up([rows, *own.tolist()]))
-        return [replace(cast(Any, one), totals=totals) for one in micro_batches]
+        return [replace(cast(Any, batch), totals=totals) for batch in micro_batches]
 
     def weight_of(self, micro_batch: CountedBatch) -> float:
-        """What a row of a batch weighs in the mean of several batches, in a validation.
+        """Return the weight of a batch's row in the mean over the batches of a validation.
 
-        A loss that is one mean has its count; one of several means goes by rows.
+        A loss with a single mean is weighted by its count; one with several means by rows.
         """
         if self._first.width != 1:
             return 1.0
         return float(self._counts(micro_batch)) / max(1.0, self.count(micro_batch.targets))
 
     def formula_of(self, micro_batch: CountedBatch) -> LossFormula:
-        """The formula of a micro-batch: of its shapes, and of the branches that its targets take.
+        """Return the formula of a micro-batch, by its shapes and the branches its targets take.
 
         Raises:
-            BigtrainError: it adds up something else than the first one did.
+            BigtrainError: its totals are not those of the first micro-batch.
         """
         known = self._formulas.setdefault(_signature(micro_batch), [])
-        if _is_without_numbers(micro_batch):  # a forecast: all variants take as much
+        if _has_no_values(micro_batch):  # a forecast: all variants need the same memory
             return known[0] if known else self._first
         for formula in known:
             if _guards_hold(formula, micro_batch):
@@ -201,7 +201,7 @@ class GlobalMeanLoss:
         return formula
 
     def _counts(self, micro_batch: CountedBatch) -> Tensor:
-        """The totals of one micro-batch, on the device of its targets."""
+        """Return the totals of one micro-batch, on the device of its targets."""
         formula = self.formula_of(micro_batch)
         values = _replayed(formula, micro_batch)
         device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
@@ -229,13 +229,13 @@ def _signature(micro_batch: CountedBatch) -> str:
     return repr(map_tensors(both, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
 
 
-def _is_without_numbers(micro_batch: CountedBatch) -> bool:
+def _has_no_values(micro_batch: CountedBatch) -> bool:
     both = (micro_batch.inputs, micro_batch.targets)
     return any(isinstance(t, FakeTensor) or t.is_meta for t in tree_tensors(both))
 
 
-def _given(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
-    """The tensors of a micro-batch that the recording was given."""
+def _batch_tensors(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
+    """Return the tensors of a micro-batch that the recording was called with."""
     targets = tree_tensors(micro_batch.targets)
     if len(formula.given) == len(targets):
         return targets
@@ -243,12 +243,12 @@ def _given(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
 
 
 def _replayed(formula: LossFormula, micro_batch: CountedBatch) -> dict[int, Tensor]:
-    """The values of the nodes that the totals and the branches follow from."""
-    given = _given(formula, micro_batch)
+    """Compute the nodes on which the totals and the branches depend."""
+    tensors = _batch_tensors(formula, micro_batch)
     if any(changes_arguments(call.func) for call in formula.replayed):
-        given = [tensor.clone() for tensor in given]  # the loss itself will change them
-    values = {node.number: t for node, t in zip(formula.given, given, strict=True)}
-    device = given[0].device if given else torch.device("cpu")
+        tensors = [tensor.clone() for tensor in tensors]  # the loss itself will change them
+    values = {node.number: t for node, t in zip(formula.given, tensors, strict=True)}
+    device = tensors[0].device if tensors else torch.device("cpu")
     with torch.no_grad():
         for call in formula.replayed:
             call.replay(values, device)
@@ -264,7 +264,7 @@ def _guards_hold(formula: LossFormula, micro_batch: CountedBatch) -> bool:
 
 @dataclass
 class LossScope:
-    """A micro-batch under way: what its loss divides by."""
+    """The micro-batch whose loss is being computed, and the divisors of its means."""
 
     loss: GlobalMeanLoss
     formula: LossFormula
@@ -277,16 +277,16 @@ class LossScope:
 
     @property
     def rows(self) -> float:
-        """Of the global batch."""
+        """The rows of the global batch."""
         return self.totals[0]
 
     @property
     def share(self) -> float:
-        """Of the global batch's rows, those of this micro-batch."""
+        """The fraction of the global batch's rows that are in this micro-batch."""
         return self.count / max(self.rows, 1)
 
     def enter(self, frame: str | None) -> None:
-        """Begin to watch a frame; None: a module in one is called, where nothing is watched."""
+        """Start to watch the calls of a frame; with None, stop watching inside of a module."""
         self._pause()
         watch = None if frame is None else _Watch(self, frame)
         self._frames.append(watch)
@@ -294,7 +294,7 @@ class LossScope:
             watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """End what `enter` began last, and go on with what was watched before."""
+        """End the frame that `enter` has started last, and continue with the one before."""
         self._pause()
         self._frames.pop()
         if self._frames and self._frames[-1] is not None:
@@ -305,32 +305,32 @@ class LossScope:
             self._frames[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def unwind(self) -> None:
-        """End all frames, where an exception has left them without their ends."""
+        """End all frames that an exception has left open."""
         if self._frames:
             self._pause()
             self._frames.clear()
 
     def check_all_seen(self) -> None:
-        """Complain where a mean that should have been divided by a total was not made.
+        """Check that every call that has to divide by a total was made.
 
         Raises:
-            BigtrainError: the loss went another way than in its recording.
+            BigtrainError: the loss did not make the calls of its recording.
         """
         if len(self._seen) < len(self.formula.changes):
             missing = next(p for p in self.formula.changes if p not in self._seen)
             raise BigtrainError(
                 f"model.loss: {self.loss.name} did not call {function_name(missing[2])} as it did "
-                "when its means were found. Let it go the same way for every batch, or use "
+                "when its means were found. Let it make the same calls for every batch, or use "
                 "bigtrain.MeanLoss(fn, count_of=lambda targets: ...)."
             )
 
     def note(self, place: Place) -> None:
-        """A changed call was made."""
+        """Note that a changed call was made."""
         self._seen.add(place)
 
 
 class _Watch(TorchFunctionMode):
-    """Changes the calls of one frame as the formula says."""
+    """Changes the calls of one frame by the formula."""
 
     def __init__(self, scope: LossScope, frame: str) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class _Watch(TorchFunctionMode):
 def _changed(
     scope: LossScope, func: Any, args: Any, kwargs: Mapping[str, Any], changes: Sequence[Change]
 ) -> Any:
-    """One call with totals of the global batch in it."""
+    """Make one call with totals of the global batch."""
     totals = scope.totals[1:]
     leaves, spec = tree_flatten((args, dict(kwargs)))
     for change in changes:
@@ -367,31 +367,31 @@ def _changed(
             statistic = change.recipe.of(totals)
             if not isinstance(leaf, Tensor):
                 leaves[change.position] = statistic.item()
-            else:  # a single number may stay on the host
+            else:  # a 0-dim tensor may stay on the host
                 device = leaf.device if statistic.dim() else "cpu"
                 leaves[change.position] = statistic.to(device, leaf.dtype)
         elif change.kind == "number":
             total = totals[change.total]
             leaves[change.position] = 1 / max(total, 1e-300) if change.inverse else total
         elif change.kind == "share":
-            leaves[change.position] = _apart(partial(operator.mul, leaf, scope.share))
+            leaves[change.position] = _uncounted(partial(operator.mul, leaf, scope.share))
     args, kwargs = tree_unflatten(leaves, spec)
     divisor = next((c for c in changes if c.kind in ("mean", "loss")), None)
     if divisor is None:
         return func(*args, **kwargs)
-    total = totals[divisor.total] or 1.0  # nothing is counted: the sum is zero
+    total = totals[divisor.total] or 1.0  # if nothing is counted, the sum is zero
     if divisor.kind == "mean":
         summed = torch.sum(*args, **kwargs)
-    elif func is F.ctc_loss:  # its mean divides each row by its length first
+    elif func is F.ctc_loss:  # its mean first divides each row by its length
         summed = func(*args, **kwargs)
         total /= args[0].shape[1] if args[0].dim() == 3 else 1
     else:
         summed = _summed(func, args, kwargs)
-    return _apart(lambda: summed / total)
+    return _uncounted(lambda: summed / total)
 
 
-def _apart(compute: Callable[[], Any]) -> Any:
-    """Compute what the user's code does not: who counts its calls must not see this one."""
+def _uncounted(compute: Callable[[], Any]) -> Any:
+    """Make a call that the user's code does not make, so that recorders of calls skip it."""
     before, _state.apart = _state.apart, True
     try:
         return compute()
@@ -400,15 +400,15 @@ def _apart(compute: Callable[[], Any]) -> Any:
 
 
 def is_apart() -> bool:
-    """Whether this thread computes what the user's code does not call; see `_apart`."""
+    """Whether this thread makes a call that the user's code does not make."""
     return _state.apart
 
 
 def _summed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """One of torch's losses with reduction="sum"."""
+    """Call one of torch's losses with reduction="sum"."""
     bound = inspect.signature(func).bind(*args, **kwargs)
-    given = {k: v for k, v in bound.arguments.items() if k not in ("size_average", "reduce")}
-    result: Tensor = func(**{**given, "reduction": "sum"})
+    others = {k: v for k, v in bound.arguments.items() if k not in ("size_average", "reduce")}
+    result: Tensor = func(**{**others, "reduction": "sum"})
     return result
 
 
@@ -421,13 +421,13 @@ _state = _ThreadState()
 
 
 def current_scope() -> LossScope | None:
-    """The micro-batch under way in this thread, where its loss has totals."""
+    """Return the scope of this thread's micro-batch; None if its loss has no totals."""
     return _state.scope
 
 
 @contextmanager
 def loss_scope(loss: Loss, micro_batch: CountedBatch) -> Iterator[None]:
-    """Around the forward pass of a micro-batch in training, and the call of its loss."""
+    """Entered around the forward pass of a micro-batch in training and the call of its loss."""
     with ExitStack() as stack:
         stack.enter_context(head_targets(loss, micro_batch.targets))
         scope = None
@@ -449,7 +449,7 @@ def _entered(scope: LossScope | None) -> Iterator[None]:
 
 
 def unwind_frames() -> None:
-    """End what modules have begun to watch, where an exception passes them."""
+    """End the frames of modules that an exception has left open."""
     if _state.scope is not None:
         _state.scope.unwind()
 
@@ -458,26 +458,27 @@ ScopeState = tuple[HeadTargets | None, LossScope | None]
 
 
 def scope_state() -> ScopeState:
-    """What a forward pass that is computed again has to be given; see `restored_scope`."""
+    """Return the state that a recomputed forward pass needs; see `restored_scope`."""
     return current_targets(), current_scope()
 
 
 @contextmanager
 def restored_scope(state: ScopeState) -> Iterator[None]:
-    """As when `state` was taken: for a forward pass that is computed again."""
+    """Restore a state of `scope_state`, for a recomputed forward pass."""
     targets, scope = state
     with restored_targets(targets), _entered(scope):
         yield
 
 
 def watch_owners(loss: Loss, model: nn.Module) -> None:
-    """Let the modules that compute means of a loss themselves divide by the totals.
+    """Let modules that compute means of the loss themselves divide by the totals.
 
-    In what they call, nothing is watched: that costs time, and compiled code must not see it.
+    Inside of the modules that they call nothing is watched: it would cost time, and compiled code
+    does not support it.
 
     Args:
-        loss: any; nothing is done for one that no module makes.
-        model: as the user wrote it, before anything wraps it.
+        loss: any; nothing is done unless modules compute its means.
+        model: the user's, before it is wrapped.
     """
     owners = loss.owners if isinstance(loss, GlobalMeanLoss) else frozenset()
     if not owners:
@@ -493,7 +494,7 @@ def watch_owners(loss: Loss, model: nn.Module) -> None:
 
 
 class _FrameHook:
-    """Begins or ends the frame of a module; an object and no closure: it is copied with it."""
+    """Starts or ends the frame of a module; an object, not a closure, so that it can be copied."""
 
     def __init__(self, name: str, owner: bool, *, begins: bool) -> None:  # noqa: FBT001
         self._name, self._owner, self._begins = name, owner, begins

@@ -1,9 +1,9 @@
-"""Linear layer and cross entropy in one, a chunk of rows at a time: no logits as a whole.
+"""Linear layer and cross entropy in one function, a chunk of rows at a time.
 
 The logits of a language model are often the largest tensor of a step: rows times vocabulary, and
-then once more for their gradient. Here a chunk of rows at a time goes through the projection, the
-softmax and the gradients of all three, in one buffer that the next chunk takes over. Nothing is
-computed twice: the gradients are made in the forward pass, and the backward pass scales them.
+again for their gradient. Here the projection, the softmax and the gradients of all three inputs
+are computed for a chunk of rows at a time, in one buffer for all chunks. Nothing is computed twice:
+the forward pass computes the gradients, and the backward pass scales them.
 
 Source: Hsu et al. 2024, Liger Kernel (arXiv 2410.10989), section 3.2, FusedLinearCrossEntropy.
 """
@@ -24,16 +24,16 @@ from bigtrain.tensors.op_cost import loop_starts
 from bigtrain.units import MIB
 
 DEFAULT_CHUNK_BYTES = 32 * MIB
-"""Bytes of a chunk's logits on a CPU, where nothing else is asked for."""
+"""The default bytes of a chunk's logits on a CPU."""
 ACCELERATOR_CHUNK_BYTES = 256 * MIB
-"""The same on an accelerator: in small chunks the weight's gradient would be read and written more
-often than the products take."""
+"""The same on an accelerator: with small chunks, reading and writing the weight's gradient would
+take longer than the products."""
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 def chunk_rows(chunk_size: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows whose logits are that many bytes, at least one."""
+    """Return the rows whose logits have that many bytes, at least one."""
     return max(1, chunk_size // (vocabulary * dtype.itemsize))
 
 
@@ -47,23 +47,23 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_size: int = DEFAULT_CHUNK_BYTES,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")`, in chunks.
+    """Compute `F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")` in chunks.
 
-    Under autocast the products are in its type, and the softmax and the sums over chunks in
-    float32, as they are for parameters in bf16.
+    Under autocast the products have its dtype, and the softmax and the sums over chunks float32, as
+    for bf16 parameters.
 
     Args:
         hidden: (..., width).
         weight: (vocabulary, width).
         bias: (vocabulary,), or None.
         target: (...), int64; each in [0, vocabulary), or `ignore_index`.
-        ignore_index: targets of this value count nothing.
+        ignore_index: targets of this value are left out.
         label_smoothing: in [0, 1], as in `F.cross_entropy`.
-        chunk_size: bytes of a chunk's logits in the type of the softmax.
+        chunk_size: bytes of a chunk's logits in the dtype of the softmax.
 
     Returns:
-        The sum in nats: a scalar, float32 or, where `weight` is, float64. It can be gone back
-        from once.
+        The sum in nats: a scalar, float32, or float64 for a float64 `weight`. It has a single
+        backward pass.
     """
     tensors = (hidden, weight, bias)
     options = (ignore_index, label_smoothing, chunk_size)
@@ -85,7 +85,16 @@ def loss_of_chunks(
     label_smoothing: float,
     chunk_size: int,
 ) -> Tensor:
-    """As `chunked_cross_entropy`, by the passes that `make_pass` makes, of plain tensors."""
+    """Compute `chunked_cross_entropy` of plain tensors.
+
+    Args:
+        make_pass: makes the `ChunkedPass`, whose subclass handles a sliced vocabulary.
+        tensors: hidden, weight and bias.
+        target: see `chunked_cross_entropy`.
+        ignore_index: see `chunked_cross_entropy`.
+        label_smoothing: see `chunked_cross_entropy`.
+        chunk_size: see `chunked_cross_entropy`.
+    """
     hidden, weight, bias = tensors
     needs_grad = torch.is_grad_enabled()
     device = hidden.device.type
@@ -104,23 +113,21 @@ def loss_of_chunks(
             chunk_size=chunk_size,
         )
         total = work.run(target.reshape(-1), ignore_index, label_smoothing)
-    # Two nodes, so that a pipeline can go back to the inputs first and to the weights later. The
-    # second comes first in the backward pass, while the head's parameters are there.
+    # Two nodes, so that a pipeline can run the backward pass for the inputs before that for the
+    # weights. The second node is first in the backward pass, when the head is still gathered.
     loss, parts = total, ((hidden,), (weight, bias))
     for of_node, gradients in zip(parts, (work.of_hidden, work.of_weights), strict=True):
         pairs = [(t, g) for t, g in zip(of_node, gradients, strict=True) if g is not None]
         if pairs:
-            gradients_kept = tuple(gradient for _, gradient in pairs)
+            saved = tuple(gradient for _, gradient in pairs)
             value = total if loss is total else torch.zeros_like(total)
-            precomputed: Tensor = _PrecomputedGradient.apply(
-                value, gradients_kept, *[t for t, _ in pairs]
-            )
+            precomputed: Tensor = _PrecomputedGradient.apply(value, saved, *[t for t, _ in pairs])
             loss = precomputed if loss is total else loss + precomputed
     return loss
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """A value whose gradients are there already."""
+    """A value whose gradients are computed already."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
@@ -134,25 +141,25 @@ class _PrecomputedGradient(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.used:
             raise ConfigError(
-                "model.chunked_loss: a second backward pass through one loss; its gradients were "
-                "given away in the first. Compute the loss again, or set model.chunked_loss=false."
+                "model.chunked_loss: a second backward pass through one loss; the first has used "
+                "its gradients. Compute the loss again, or set model.chunked_loss=false."
             )
         ctx.used = True
-        # In place: they were made for this pass, and nobody else has them.
+        # In place: nothing else references these gradients.
         return None, None, *(gradient.mul_(scale) for gradient in ctx.saved_tensors)
 
 
 class ChunkedPass:
-    """One pass over all chunks; the gradients of the summed loss are made on the way.
+    """One pass over all chunks, which also computes the gradients of the summed loss.
 
-    `soften` and `finish` are what ranks with slices of the vocabulary do otherwise.
+    A subclass for a sliced vocabulary overrides `row_losses` and `finish`.
 
     Args:
         hidden: (..., width).
         weight: (vocabulary, width).
         bias: (vocabulary,).
-        low: the type of the products.
-        wanted: whether there shall be gradients of these three.
+        compute_dtype: of the products.
+        needs_gradients: for each of these three, whether its gradient is needed.
         chunk_size: bytes.
     """
 
@@ -173,18 +180,18 @@ class ChunkedPass:
         self._low, self._chunk_size = compute_dtype, chunk_size
         self._full = torch.float32 if compute_dtype in _LOW else compute_dtype
         self.makes_gradients = any(needs_gradients)
-        # Sums over chunks of bf16 products are in float32: there may be very many chunks.
+        # bf16 products are summed over chunks in float32, because there may be very many chunks.
         zeros = partial(torch.zeros, dtype=self._full, device=hidden.device)
         self._to_hidden = torch.empty_like(self._hidden) if needs_gradients[0] else None
         self._to_weight = zeros(weight.shape) if needs_gradients[1] else None
         self._to_bias = zeros(weight.shape[:1]) if needs_gradients[2] else None
         self.widest = len(weight)
-        """The most logits of a row on any rank: all do the same chunks."""
+        """The largest number of logits of a row on any rank: all ranks have the same chunks."""
         self.of_hidden: tuple[Tensor | None] = (None,)
         self.of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def run(self, target: Tensor, ignore_index: int, smoothing: float) -> Tensor:
-        """The summed loss of these targets, (rows,)."""
+        """Return the summed loss of these targets, (rows,)."""
         number, vocabulary = len(self._hidden), len(self._weight)
         rows = max(1, min(number, chunk_rows(self._chunk_size, self.widest, self._full)))
         logits_buffer = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
@@ -200,14 +207,14 @@ class ChunkedPass:
             hidden = self._hidden[part].to(self._low)
             self._project(hidden, product, logits)
             valid = target[part] != ignore_index
-            losses[part] = self.soften(logits, target[part], valid, smoothing)
+            losses[part] = self.row_losses(logits, target[part], valid, smoothing)
             if self.makes_gradients:
                 self._back(part, hidden, logits, product)
         self.finish()
         return losses.sum()
 
     def _project(self, hidden: Tensor, product: Tensor, logits: Tensor) -> None:
-        """Logits of a chunk into its room."""
+        """Compute the logits of a chunk into its buffer."""
         if self._bias is None:
             torch.mm(hidden, self._weight.t(), out=product)
         else:
@@ -215,8 +222,8 @@ class ChunkedPass:
         if product is not logits and product.dtype != logits.dtype:
             logits.copy_(product)
 
-    def soften(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
-        """The losses of a chunk's rows, (rows,); the logits become the gradient of their sum."""
+    def row_losses(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+        """Return the losses of a chunk's rows, (rows,); overwrite the logits by their gradient."""
         vocabulary = logits.shape[1]
         places = torch.where(valid, target, 0)[:, None]
         logits.sub_(logits.amax(1, keepdim=True))
@@ -234,13 +241,13 @@ class ChunkedPass:
         return torch.where(valid, loss[:, 0], 0.0)
 
     def _back(self, part: slice, hidden: Tensor, gradient: Tensor, low_gradient: Tensor) -> None:
-        """Add a chunk's share to the gradients.
+        """Add the gradients of a chunk.
 
         Args:
             part: its rows.
-            hidden: (rows, width), in the type of the products.
+            hidden: (rows, width), in the dtype of the products.
             gradient: of its logits, (rows, vocabulary).
-            low_gradient: room for the same in the type of the products.
+            low_gradient: a buffer for the same in the dtype of the products.
         """
         if self._to_bias is not None:
             self._to_bias.add_(gradient.sum(0))
@@ -256,14 +263,14 @@ class ChunkedPass:
         if self._low == self._full:
             self._to_weight.addmm_(low_gradient.t(), hidden)
             return
-        # A product in bf16 is added to a sum in float32, a stretch of the vocabulary at a time.
+        # A bf16 product is added to a float32 sum, for some words of the vocabulary at a time.
         step = chunk_rows(self._chunk_size, hidden.shape[1], self._low)
         for start in loop_starts(self._to_weight, len(self._to_weight), step):
-            stretch = slice(start, start + step)
-            self._to_weight[stretch].add_(low_gradient[:, stretch].t() @ hidden)
+            words = slice(start, start + step)
+            self._to_weight[words].add_(low_gradient[:, words].t() @ hidden)
 
     def finish(self) -> None:
-        """Put the gradients where they are taken from."""
+        """Convert the gradients and set `of_hidden` and `of_weights`."""
         if self._to_hidden is not None:
             self.of_hidden = (self._to_hidden.view(self._shape),)
         sums = zip((self._to_weight, self._to_bias), self._types, strict=True)

@@ -1,8 +1,8 @@
-"""What is being learned: a loss that may be cut in pieces, and the figures of a validation.
+"""Losses that can be added over micro-batches and ranks.
 
-A mean over a batch cannot be put together from the means of its parts when the parts differ in
-their number of valid targets. So a loss here is a *sum* with a *count*: ranks, micro-batches
-and accumulation add both, and whoever holds the global count divides once.
+The mean over a batch is not the mean of its parts' means if the parts differ in their number of
+valid targets. So a loss here is a *sum* with a *count*: ranks, micro-batches and accumulation add
+both, and the sum is divided once by the global count.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.accuracy import TrainingAccuracy
 
 DICT_AUXILIARY_WEIGHT = 0.5
-"""Weight of {"aux": ...} beside {"out": ...}, as segmentation models are usually trained."""
+"""Weight of {"aux": ...} if {"out": ...} has 1, as segmentation models are usually trained."""
 SINGLE_AUXILIARY_WEIGHT = 0.4
-"""Weight of a lone `aux_logits` beside `logits` (Inception v3)."""
+"""Weight of a single `aux_logits` if `logits` has 1 (Inception v3)."""
 DOUBLE_AUXILIARY_WEIGHT = 0.3
-"""Weight of each of `aux_logits1` and `aux_logits2` beside `logits` (GoogLeNet)."""
+"""Weight of each of `aux_logits1` and `aux_logits2` if `logits` has 1 (GoogLeNet)."""
 
 
 class Loss(Protocol):
     """A loss as a sum over the valid targets, with their number."""
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
-        """The sum over the valid targets: a scalar, a zero in the graph where there are none.
+        """Return the sum over the valid targets: a scalar; without any, a zero in the graph.
 
         Args:
-            output: what the model returned.
-            target: what the data gave, on the same device.
-            count: what `count(target)` was on the CPU, where that is known: asking again would
-                wait for the device.
+            output: of the model.
+            target: of the batch, on the same device.
+            count: the result of `count(target)` on the CPU, if it is known: computing it again
+                would wait for the device.
         """
         ...
 
     def count(self, target: Any) -> int | float:
-        """The number of valid targets; it is asked on the CPU, before the targets move."""
+        """Return the number of valid targets; called on the CPU, before the targets are moved."""
         ...
 
 
 def main_logits(output: Any) -> Tensor:
-    """The logits of a model's output, without its auxiliary heads.
+    """Return the logits of a model's output, without its auxiliary heads.
 
     Args:
         output: a tensor, a mapping with "out" or "logits", or a named tuple with `logits`.
@@ -61,7 +61,7 @@ def main_logits(output: Any) -> Tensor:
 
 
 def _heads(output: Any) -> list[tuple[Tensor, float]]:
-    """The main logits with weight 1, then the auxiliary ones with their customary weights."""
+    """Return the main logits with weight 1, then the auxiliary ones with their usual weights."""
     if isinstance(output, Tensor):
         return [(output, 1.0)]
     if isinstance(output, Mapping):
@@ -84,17 +84,17 @@ def _heads(output: Any) -> list[tuple[Tensor, float]]:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """A 16-bit tensor in float32, any other as it is."""
+    """Convert a 16-bit tensor to float32; return any other unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def logits_and_targets(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits as (targets, classes) in float32 or float64, and targets as (targets,)."""
+    """Return logits as (targets, classes) in float32 or float64, and targets as (targets,)."""
     return at_least_float32(logits.reshape(-1, logits.shape[-1])), target.reshape(-1)
 
 
 def check_targets(logits: Sequence[int], expected: Sequence[int], target: Tensor) -> None:
-    """Refuse targets that do not belong to logits of a shape.
+    """Refuse targets whose shape does not fit the logits.
 
     Raises:
         ConfigError: their shape is not the expected one.
@@ -102,7 +102,7 @@ def check_targets(logits: Sequence[int], expected: Sequence[int], target: Tensor
     if tuple(target.shape) != tuple(expected):
         raise ConfigError(
             f"model.name: logits of shape {tuple(logits)} need targets of shape "
-            f"{tuple(expected)}, the data gives {tuple(target.shape)}. "
+            f"{tuple(expected)}, and the data have {tuple(target.shape)}. "
             "Choose a model and a data.name that fit together."
         )
 
@@ -113,25 +113,25 @@ class CrossEntropy:
 
     Takes logits (batch, classes), (batch, seq, classes) or, with `class_dim=1`, (batch, classes,
     height, width), and the outputs of torchvision's models with auxiliary heads. Computed in
-    float32, or in float64 where the logits are.
+    float32, or in float64 for float64 logits.
     """
 
     ignore_index: int = -100
     class_dim: Literal[-1, 1] = -1
     label_smoothing: float = 0.0
     auxiliary_weight: float | None = None
-    """Weight of every auxiliary head; None takes the customary one of the output's kind."""
+    """Weight of every auxiliary head; None for the usual one of that kind of output."""
     accuracy: TrainingAccuracy | None = field(default=None, compare=False, repr=False)
-    """Is shown the main logits of a training step."""
+    """Counts correct targets by the main logits of a training step."""
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
-        """The sum over the valid targets, auxiliary heads added with their weights."""
+        """Return the sum over the valid targets, with auxiliary heads by their weights."""
         (main, _), *auxiliary = _heads(output)
         total = self._sum(main, target)
         if self.accuracy is not None:
             self.accuracy.see(main.detach(), target, self.ignore_index, count)
-        for logits, customary in auxiliary:
-            weight = customary if self.auxiliary_weight is None else self.auxiliary_weight
+        for logits, usual in auxiliary:
+            weight = usual if self.auxiliary_weight is None else self.auxiliary_weight
             if weight:
                 total = total + weight * self._sum(logits, target)
         return total
@@ -145,48 +145,48 @@ class CrossEntropy:
         }
         if dim == logits.dim() - 1:
             return F.cross_entropy(*logits_and_targets(logits, target), **options, reduction="sum")
-        # Not flattened, as that would copy the logits; and summed here, as torch's own sum over
-        # pixels is not deterministic on CUDA.
+        # Not flattened, because that would copy the logits. Summed here, because torch's own sum
+        # over pixels is not deterministic on CUDA.
         upcast = at_least_float32(logits)
         return F.cross_entropy(upcast, target, **options, reduction="none").sum()
 
     def count(self, target: Tensor) -> int:
-        """The number of targets that are not `ignore_index`."""
+        """Return the number of targets that are not `ignore_index`."""
         return int(self.queue_count(target))
 
     def queue_count(self, target: Tensor) -> Tensor:
-        """As `count`: 0-dim, on the device of the targets, which is not waited for."""
+        """Return the count as a 0-dim tensor on the device of the targets, without waiting."""
         return (target != self.ignore_index).sum()
 
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A user's mean loss of (output, target), turned into a sum: the mean times a count.
+    """A user's mean loss of (output, target) as a sum: the mean times a count.
 
-    The count is what `fn` divides by. It is found in this order:
+    The count is the number by which `fn` divides. It is the first of these that applies:
 
-    1. `count_of` or `ignore_index`, where they are given.
+    1. `count_of` or `ignore_index`, if they are set.
     2. For `F.cross_entropy`, `nn.CrossEntropyLoss(...)` and a `functools.partial` of them: the
        targets that are not its `ignore_index`, weighted by its class weights.
     3. For any other loss of torch: the rows.
-    4. For any other function: the rows, where the loss is called outside an engine. An engine
-       traces the calls that `fn` makes and finds what each mean divides by, and refuses a loss
-       where it finds nothing; see `losses.global_mean`.
+    4. For any other function outside of an engine: the rows. An engine traces the calls of `fn`
+       and finds the divisor of each mean, and refuses a loss for which it finds none; see
+       `losses.global_mean`.
 
     Counting valid targets on a device waits for the device; a loss without `ignore_index` does
     not.
 
     Raises:
-        ConfigError: `fn` has another reduction than the mean.
+        ConfigError: `fn` has a reduction other than the mean.
     """
 
     fn: Callable[[Any, Any], Tensor]
     """A function, a module, or a module class that takes no arguments."""
     ignore_index: int | None = None
-    """Targets of this value are not counted; None asks `fn`."""
+    """Targets of this value are not counted; None uses the setting of `fn`."""
     count_of: Callable[[Any], int | float | Tensor] | Literal["rows"] | None = None
-    """What the mean of a micro-batch divides by, from its targets; "rows" counts rows, which is
-    exact only for a mean over rows."""
+    """Returns the divisor of a micro-batch's mean, called with its targets; "rows" counts rows,
+    which is exact only for a mean over rows."""
     _ignored: int | None = field(init=False, repr=False)
     _class_weights: Tensor | None = field(init=False, repr=False, compare=False)
 
@@ -216,20 +216,20 @@ class MeanLoss:
 
     @property
     def counts_surely(self) -> bool:
-        """Whether it is known what is divided by: `fn` or its maker says so, or torch made it."""
+        """Whether the divisor is known: it is set, or `fn` is a loss of torch."""
         inner = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
-        home = getattr(inner, "__module__", None) or type(inner).__module__
+        module = getattr(inner, "__module__", None) or type(inner).__module__
         if self._ignored is not None or self.count_of is not None:
             return True
-        return home.startswith(("torch.", "torch._"))
+        return module.startswith(("torch.", "torch._"))
 
     @property
     def name(self) -> str:
-        """What `fn` is called."""
+        """The name of `fn`."""
         return _name(self.fn)
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
-        """The mean times the count; a zero in the graph of `output` where the count is 0."""
+        """Return the mean times the count; if that is 0, a zero in the graph of `output`."""
         count = self.count(target) if count is None else count
         if not count:
             empty = [tensor.reshape(-1)[:0].sum() for tensor in _tensors(output)]
@@ -244,17 +244,17 @@ class MeanLoss:
         return at_least_float32(mean.reshape(())) * count
 
     def count(self, target: Any) -> int | float:
-        """What `fn` divides by: valid targets, their class weights, or rows."""
-        found = self.queue_count(target)
-        return found.item() if isinstance(found, Tensor) else found
+        """Return the divisor of `fn`: valid targets, their class weights, or rows."""
+        count = self.queue_count(target)
+        return count.item() if isinstance(count, Tensor) else count
 
     def queue_count(self, target: Any) -> int | float | Tensor:
-        """As `count`; where values decide, 0-dim on their device, which is not waited for."""
+        """Return the count; if it depends on values, 0-dim on their device, without waiting."""
         if callable(self.count_of):
-            found = self.count_of(target)
-            return found if isinstance(found, Tensor) else float(found)
+            count = self.count_of(target)
+            return count if isinstance(count, Tensor) else float(count)
         first = next(_tensors(target), None)
-        if first is None:  # a list of strings, say, from a user's own collate
+        if first is None:  # such as a list of strings from a user's collate function
             return len(target)
         if self.count_of is not None or self._ignored is None or first.is_floating_point():
             return len(first) if first.dim() else 1
@@ -276,7 +276,7 @@ def _name(fn: Any) -> str:
 
 
 def _setting(fn: Any, name: str) -> Any:
-    """What a loss was made with: a module's attribute, or a parameter's default."""
+    """Return a setting of a loss: a module's attribute, or the default of an argument."""
     if isinstance(fn, nn.Module):
         return getattr(fn, name, None)
     try:
@@ -291,7 +291,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested mappings, tuples and lists, in order."""
+    """Yield the tensors in nested mappings, tuples and lists, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -303,10 +303,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def count_targets(loss: Loss, targets: Sequence[Any]) -> list[int | float]:
-    """What `loss.count` says of the targets of each micro-batch.
+    """Return `loss.count` of the targets of each micro-batch.
 
-    Where they are on a device, that is waited for once: if the loss has `queue_count`, too, as
-    those of bigtrain have.
+    If the loss has `queue_count`, as those of bigtrain have, this waits for a device only once.
     """
     queue = getattr(loss, "queue_count", None)
     if queue is None:

@@ -1,4 +1,4 @@
-"""What torch's own losses average over, from the arguments of their calls."""
+"""The divisors of torch's own losses, from the arguments of their calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bigtrain.losses.loss_trace import Call, Node
 BY_TARGET = tuple(
     getattr(F, name)
     for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
-    if hasattr(F, name)  # the last is there from torch 2.14 on
+    if hasattr(F, name)  # torch has the last one since 2.14
 )
-"""Losses that count the targets that are not ignored."""
+"""Losses that divide by the number of targets that are not ignored."""
 
 
 class ValidTargets:
@@ -28,11 +28,11 @@ class ValidTargets:
         self._ignored = ignored
 
     def __call__(self, target: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The count, of one number in fp64.
+        """Return the count as a 0-dim fp64 tensor.
 
         Args:
             target: labels of any shape.
-            weights: of the classes; None weighs all alike.
+            weights: of the classes; None for equal weights.
         """
         valid = target != self._ignored
         if weights is None:
@@ -42,12 +42,12 @@ class ValidTargets:
 
 
 def is_labels(target: Node) -> bool:
-    """Whether targets are numbers of classes, not probabilities."""
+    """Whether targets are class indices, not probabilities."""
     return not (target.dtype.is_floating_point or target.dtype.is_complex)
 
 
 def bound_arguments(call: Call) -> dict[str, Any]:
-    """The arguments of a call of a Python function by name, nodes in place of tensors."""
+    """Return the arguments of a Python function's call by name, with nodes in place of tensors."""
     args, kwargs = tree_unflatten(call.leaves, call.spec)
     bound = inspect.signature(call.func).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -55,7 +55,7 @@ def bound_arguments(call: Call) -> dict[str, Any]:
 
 
 def reduction_of(call: Call) -> str | None:
-    """The reduction of a call of one of torch's losses; None of any other function."""
+    """Return the reduction of a call of one of torch's losses; None for other functions."""
     func = call.func
     if getattr(func, "__module__", None) != F.__name__ or not inspect.isfunction(func):
         return None
@@ -63,7 +63,7 @@ def reduction_of(call: Call) -> str | None:
         return None
     arguments = bound_arguments(call)
     average, reduce = arguments.get("size_average"), arguments.get("reduce")
-    if average is not None or reduce is not None:  # as torch was told before it had `reduction`
+    if average is not None or reduce is not None:  # arguments from before torch had `reduction`
         if reduce is False:
             return "none"
         return "sum" if average is False else "mean"
@@ -71,7 +71,7 @@ def reduction_of(call: Call) -> str | None:
 
 
 def number_of_values(call: Call, arguments: Mapping[str, Any], reduction: str) -> float:
-    """What one of torch's losses divides by, where its shapes alone decide it."""
+    """Return the divisor of one of torch's losses, if it depends only on shapes."""
     first = call.nodes[0]
     if call.func is F.ctc_loss:
         return float(first.shape[1]) if len(first.shape) == 3 else 1.0

@@ -1,10 +1,10 @@
-"""What a user's loss divides by: found by comparing two recordings of it.
+"""Finds the divisors of a user's loss by comparing two recordings of it.
 
-The second recording is of a batch of twice the rows, each row twice. So whatever doubles its shape
-has a value for each row, a sum over rows doubles its value, and what stays is a constant. From
-this follows which calls average over the rows, what each average divides by, and whether the loss
-is a sum of such averages. If it is, the loss of a global batch is the sum of what its
-micro-batches contribute, once every divisor is that of the global batch.
+The second recording is of a batch with every row twice. So a tensor whose shape doubles has a value
+for each row, a sum over rows doubles its value, and a tensor that does not change is a constant.
+This tells which calls average over rows, the divisor of each average, and whether the loss is a sum
+of such averages. If it is, the loss of a global batch is the sum of the contributions of its
+micro-batches, when every divisor is that of the global batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Dependence(Enum):
 
     CONSTANT = "the same for every batch"
     ROWS = "a value for each row"
-    SUM = "what a batch contributes; contributions add up"
+    SUM = "a contribution of the batch; contributions add up"
     STATISTIC = "follows from sums over the targets, which are known before the forward pass"
     LOCAL = "follows from the targets, and not by sums: a maximum"
     PLACES = "how many rows went where: no more than an order of rows, as for experts"
@@ -44,40 +44,42 @@ class Dependence(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """The kind of a tensor."""
+    """The dependence of a tensor on the rows."""
 
     kind: Dependence
     reason: str = ""
-    """Of OTHER: what made it so."""
+    """For OTHER: the call that is not supported."""
     replayable: bool = True
-    """Nothing in it was replaced by a figure of the global batch."""
+    """Whether nothing in it is replaced by a figure of the global batch."""
 
 
 @dataclass(eq=False)
 class Total:
-    """A number, or several, of a micro-batch that is added up over the global batch."""
+    """One or more numbers of a micro-batch that are added up over the global batch."""
 
     words: str
+    """Its name in messages."""
     size: int
-    """How many numbers."""
+    """How many numbers it has."""
     static: float | None = None
-    """Its value where shapes alone decide it."""
+    """Its value, if it depends only on shapes."""
     needs: tuple[Node, ...] = ()
+    """The arguments of `compute`."""
     compute: Callable[..., Tensor] | None = None
-    """Its value from those of `needs`, where targets decide it."""
+    """Computes its value, if it depends on targets."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a statistic of the global batch follows from the totals."""
+    """The computation of a statistic of the global batch from the totals."""
 
     calls: tuple[Call, ...]
     starts: Mapping[int, Callable[[Sequence[float]], Tensor]]
-    """Statistics that are totals, by the numbers of their nodes."""
+    """By node number, the functions that compute a statistic directly from the totals."""
     node: Node
 
     def of(self, totals: Sequence[float]) -> Tensor:
-        """The statistic, on the host."""
+        """Return the statistic, on the host."""
         values = {number: start(totals) for number, start in self.starts.items()}
         for call in self.calls:
             call.replay(values, torch.device("cpu"))
@@ -86,19 +88,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Change:
-    """What is done otherwise in one call of the loss, so that contributions add up."""
+    """A change of one call of the loss, so that contributions add up."""
 
     kind: Literal["statistic", "share", "mean", "loss", "number"]
-    """statistic: an argument becomes that of the global batch; share: an argument that does not
-    depend on the batch is multiplied by this micro-batch's share of the rows; mean, loss: the sum
-    divided by a total; number: a Python number becomes a total."""
+    """statistic: an argument is replaced by that of the global batch; share: an argument that does
+    not depend on the batch is multiplied by this micro-batch's share of the rows; mean, loss: the
+    sum is divided by a total; number: a Python number is replaced by a total."""
     position: int = 0
-    """Of the argument, in the flattened arguments."""
+    """The index of the argument in the flattened arguments."""
     total: int = 0
-    """Where the total is in the totals."""
+    """The index of the total's first number."""
     recipe: Recipe | None = None
+    """For statistic: its computation."""
     inverse: bool = False
-    """The number is one over the total."""
+    """Whether the number is one over the total."""
 
 
 Place = tuple[str, int, Any, int]
@@ -112,31 +115,32 @@ class LossFormula:
     totals: tuple[Total, ...]
     changes: Mapping[Place, tuple[Change, ...]]
     replayed: tuple[Call, ...]
-    """The calls from which totals follow, in order."""
+    """The calls that compute the totals, in order."""
     given: tuple[Node, ...]
+    """The tensors of the batch."""
     guards: tuple[tuple[Node, bool], ...]
-    """Truth values that the loss branched on, with what they were."""
+    """The truth values on which the loss branches, with their values in the recording."""
     shares_result: bool
-    """The loss does not depend on the batch: each micro-batch has its share of it."""
+    """Whether the loss does not depend on the batch, so that each micro-batch has a share of it."""
 
     @property
     def width(self) -> int:
-        """How many numbers the totals are."""
+        """The number of all totals' numbers."""
         return sum(total.size for total in self.totals)
 
     @property
     def frames(self) -> frozenset[str]:
-        """Where changed calls are made: in modules of the model, by name, or in the loss."""
+        """The frames with changed calls: modules of the model, by name, or the loss."""
         return frozenset(frame for frame, _, _, _ in self.changes)
 
     @property
     def layout(self) -> str:
-        """Tells two formulas apart whose totals must not be added up."""
+        """The names of the totals; only totals of equal layouts may be added up."""
         return "; ".join(f"{total.words}[{total.size}]" for total in self.totals)
 
 
 class NoFormulaError(Exception):
-    """A loss is no sum of averages; the message says why."""
+    """A loss is not a sum of averages; the message has the reason."""
 
 
 _SUMS = {
@@ -161,14 +165,14 @@ _COUPLED = {
     *("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "roll"),
     *("normalize", "cummax", "cummin", "diff"),
 }
-"""Functions that mix what lies along a dim and keep its length."""
+"""Functions that mix the values along a dim and keep its length."""
 _ORDERED = {"sort", "argsort", "msort", "topk"}
-"""Functions that order what lies along a dim, the last one where none is named."""
-_PLACE_OF_DIM: dict[str, tuple[int, int | None]] = {
+"""Functions that order the values along a dim, by default the last."""
+_INDEX_OF_DIM: dict[str, tuple[int, int | None]] = {
     **{"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0)},
     **{"roll": (2, 0), "normalize": (2, 1), "diff": (2, -1)},
 }
-"""Where the dim is among the arguments of such a function, and what it is where it is left out."""
+"""For such a function, the index of the argument that is the dim, and its default."""
 _COUNTED = {"histc", "bincount"}
 _BY_PLACES = {
     *("__getitem__", "index_select", "gather", "take_along_dim", "index_add", "index_add_"),
@@ -176,24 +180,24 @@ _BY_PLACES = {
     *("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "repeat_interleave"),
     *("searchsorted", "bucketize"),
 }
-"""Functions that take some of their arguments for the places of rows."""
+"""Functions with arguments that are positions of rows."""
 _NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 
 
 def find_formula(first: Trace, second: Trace) -> LossFormula:
-    """The formula of a loss from its two recordings; see the module.
+    """Return the formula of a loss from its two recordings; see the module.
 
     Raises:
-        NoFormulaError: it is no sum of averages over rows.
+        NoFormulaError: it is not a sum of averages over rows.
     """
     if first.result is None:
-        raise NoFormulaError("it returns no tensor that it computed from the outputs")
+        raise NoFormulaError("it does not return a tensor that it computes from the outputs")
     same = len(first.calls) == len(second.calls) and all(
         a.func == b.func and a.spec == b.spec and a.frame == b.frame
         for a, b in zip(first.calls, second.calls, strict=True)
     )
     if not same or len(first.reads) != len(second.reads):
-        raise NoFormulaError("what it computes depends on the number of rows")
+        raise NoFormulaError("its calls depend on the number of rows")
     return _Analysis(first, second, first.result).formula()
 
 
@@ -204,7 +208,7 @@ class _Pair:
     one: Call
     two: Call
     meanings: list[Meaning]
-    """Of the arguments that are tensors."""
+    """The meanings of the arguments that are tensors."""
 
     @property
     def name(self) -> str:
@@ -214,11 +218,11 @@ class _Pair:
         return any(meaning.kind in kinds for meaning in self.meanings)
 
     def positions(self) -> list[int]:
-        """Of the arguments that are tensors."""
+        """Return the indices of the arguments that are tensors."""
         return [i for i, leaf in enumerate(self.one.leaves) if isinstance(leaf, Node)]
 
     def numbers(self) -> list[tuple[int, float, float]]:
-        """Arguments that are numbers: position, value in both recordings."""
+        """Return the arguments that are numbers: index, and value in both recordings."""
         return [
             (i, a, b)
             for i, (a, b) in enumerate(zip(self.one.leaves, self.two.leaves, strict=True))
@@ -248,8 +252,8 @@ class _Analysis:
         for one, two in zip(first.calls, second.calls, strict=True):
             pair = _Pair(one, two, [self._meaning(node) for node in one.nodes])
             results = zip(one.results, two.results, strict=True)
-            found = [self._result(pair, node, other) for node, other in results]
-            for node, meaning in zip(one.results, found, strict=True):
+            meanings = [self._result(pair, node, other) for node, other in results]
+            for node, meaning in zip(one.results, meanings, strict=True):
                 self.meanings[node.number] = meaning
         result = self._meaning(self.result)
         if result.kind is Dependence.OTHER:
@@ -274,7 +278,7 @@ class _Analysis:
         return self.meanings.get(node.number, Meaning(Dependence.CONSTANT))
 
     def _slice(self, nodes: Sequence[Node]) -> tuple[Call, ...]:
-        """The known calls that these nodes follow from, in order."""
+        """Return the known calls on which these nodes depend, in order."""
         wanted = {node.number for node in nodes}
         chosen = []
         for call in reversed(self.first.calls):
@@ -284,7 +288,7 @@ class _Analysis:
         return tuple(reversed(chosen))
 
     def _result(self, pair: _Pair, node: Node, other: Node) -> Meaning:
-        """The meaning of one result of a call; notes what has to be done otherwise in it."""
+        """Return the meaning of one result of a call, and note the changes of the call."""
         for meaning in pair.meanings:
             if meaning.kind is Dependence.OTHER:
                 return meaning
@@ -303,10 +307,10 @@ class _Analysis:
         return Meaning(Dependence.CONSTANT)
 
     def _of_places(self, pair: _Pair, node: Node, other: Node) -> Meaning:
-        """The result of a call that was told how many rows go where.
+        """The result of a call with counts of rows by position, as for experts.
 
-        Rows in another order are still the rows. As a number, as in a loss that balances experts,
-        the count of a micro-batch is not that of the global batch.
+        Rows in another order are still rows. But used as a number, as in a loss that balances
+        experts, the count of a micro-batch is not that of the global batch.
         """
         if not pair.has(Dependence.ROWS, Dependence.SUM, Dependence.STATISTIC, Dependence.LOCAL):
             return Meaning(Dependence.PLACES, replayable=False)
@@ -315,7 +319,7 @@ class _Analysis:
         return Meaning(Dependence.OTHER, f"{pair.name} of a count of rows of one micro-batch")
 
     def _of_known(self, node: Node, other: Node) -> Meaning:
-        """A tensor that was made from Python numbers: `torch.tensor(len(targets))`."""
+        """The meaning of a tensor made from Python numbers: `torch.tensor(len(targets))`."""
         if torch.equal(node.known, other.known):
             return Meaning(Dependence.CONSTANT)
         if node.size == 1 and float(other.known) == 2 * float(node.known):
@@ -325,7 +329,7 @@ class _Analysis:
         return Meaning(Dependence.LOCAL)
 
     def _of_statistics(self, pair: _Pair) -> Meaning:
-        """What follows from statistics alone."""
+        """The result of a call with statistics only."""
         replayable = all(meaning.replayable for meaning in pair.meanings)
         if pair.one.known and replayable:
             return Meaning(Dependence.LOCAL if pair.has(Dependence.LOCAL) else Dependence.STATISTIC)
@@ -335,7 +339,7 @@ class _Analysis:
         return Meaning(Dependence.CONSTANT)
 
     def _of_rows(self, pair: _Pair, node: Node, other: Node) -> Meaning:
-        """The result of a call that was given values for each row."""
+        """The result of a call with values for each row."""
         if pair.name in _NEW and pair.name != "new_tensor":
             return Meaning(Dependence.CONSTANT if node.shape == other.shape else Dependence.ROWS)
         if node.shape == other.shape:
@@ -362,7 +366,7 @@ class _Analysis:
         return Meaning(Dependence.ROWS, replayable=replayable)
 
     def _reduced(self, pair: _Pair, node: Node, other: Node) -> Meaning:
-        """The result of a call that leaves no rows."""
+        """The result of a call that reduces the rows."""
         known = pair.one.known and all(meaning.replayable for meaning in pair.meanings)
         reduction = reduction_of(pair.one)
         if reduction is not None:
@@ -384,10 +388,10 @@ class _Analysis:
             return Meaning(Dependence.LOCAL)
         if pair.name in _COUNTED:
             return Meaning(Dependence.PLACES, replayable=False)
-        return Meaning(Dependence.OTHER, f"{pair.name} over the rows is no average of theirs")
+        return Meaning(Dependence.OTHER, f"{pair.name} over the rows is not an average of them")
 
     def _mean(self, pair: _Pair, node: Node) -> Meaning:
-        """An average over unknown values."""
+        """The result of an average over unknown values."""
         source = pair.one.nodes[0]
         each = source.size / max(node.size, 1)
         number = self._counted(pair, each, source.size_of, pair.two.nodes[0].size_of)
@@ -395,7 +399,7 @@ class _Analysis:
         return Meaning(Dependence.SUM)
 
     def _known_mean(self, pair: _Pair, node: Node) -> Meaning:
-        """An average of targets: a statistic, of a sum and a count."""
+        """The result of an average of targets: a statistic, by a sum and a count."""
         source = pair.one.nodes[0]
         size = max(1, node.size)
 
@@ -419,7 +423,7 @@ class _Analysis:
         """The result of one of torch's losses with a reduction."""
         call, func = pair.one, pair.one.func
         if reduction == "none":
-            return Meaning(Dependence.OTHER, f"{pair.name} returns no value for each row")
+            return Meaning(Dependence.OTHER, f"{pair.name} does not return a value for each row")
         if reduction == "sum":
             return Meaning(Dependence.SUM)
         arguments = bound_arguments(call)
@@ -452,12 +456,12 @@ class _Analysis:
         return Meaning(Dependence.SUM)
 
     def _counted(self, pair: _Pair, each: float, source: Node | None, other: Node | None) -> int:
-        """Where the count of an average is in the totals.
+        """Add the count of an average to the totals; return its index.
 
         Args:
             pair: the call that averages.
             each: the count in the first recording.
-            source: the mask that decided how many values there are; None where shapes did.
+            source: the mask that decides the number of values; None if shapes do.
             other: the same in the second recording.
         """
         if source is None or source.value is None or other is None:
@@ -471,7 +475,7 @@ class _Analysis:
         return self._total(Total(f"chosen values of {pair.name}", 1, None, (source,), count))
 
     def _of_sums(self, pair: _Pair) -> Meaning:
-        """The result of a call that was given contributions, and no rows."""
+        """The result of a call with contributions and without rows."""
         name, positions = pair.name, pair.positions()
         sums = [
             i for i, m in zip(positions, pair.meanings, strict=True) if m.kind is Dependence.SUM
@@ -487,7 +491,7 @@ class _Analysis:
             return Meaning(Dependence.SUM)
         scaled = name in _MUL or (name in _DIV and sums == [positions[0]])
         if not scaled or len(sums) > 1:
-            return Meaning(Dependence.OTHER, f"{name} of a mean over the batch is no mean itself")
+            return Meaning(Dependence.OTHER, f"{name} of a mean over the batch is not a mean")
         self._replace_statistics(pair)
         self._replace_numbers(pair)
         for _, one, two in pair.numbers():
@@ -516,7 +520,7 @@ class _Analysis:
         return Meaning(Dependence.SUM)
 
     def _replace_statistics(self, pair: _Pair) -> None:
-        """Let a call have the statistics of the global batch."""
+        """Replace a call's statistics by those of the global batch."""
         for position, meaning in zip(pair.positions(), pair.meanings, strict=True):
             if meaning.kind is Dependence.STATISTIC:
                 node = pair.one.leaves[position]
@@ -524,7 +528,11 @@ class _Analysis:
                 self._change(pair.one, change)
 
     def _replace_numbers(self, pair: _Pair) -> bool:
-        """Let an arithmetic call have Python numbers of the global batch; whether there are any."""
+        """Replace an arithmetic call's Python numbers by those of the global batch.
+
+        Returns:
+            Whether there are any.
+        """
         if pair.name not in _MUL | _DIV | _ADD:
             return False
         replaced = False
@@ -551,7 +559,7 @@ class _Analysis:
         return two in (2 * one, one / 2) and not self._changing_reads()
 
     def _read_of(self, one: float, two: float) -> Node | None:
-        """The statistic that Python read this number from."""
+        """Return the statistic from which Python has read this number, if there is one."""
         for read, other in zip(self.first.reads, self.second.reads, strict=True):
             if isinstance(read.value, bool) or not isinstance(read.value, (int, float)):
                 continue
@@ -561,7 +569,7 @@ class _Analysis:
         return None
 
     def _changing_reads(self) -> bool:
-        """Whether Python read numbers that may be in others: which, nobody can tell."""
+        """Whether Python has read numbers that differ: others may be computed from them."""
         pairs = zip(self.first.reads, self.second.reads, strict=True)
         return any(
             isinstance(a.value, (int, float))
@@ -575,7 +583,7 @@ class _Analysis:
         return Recipe(tuple(calls), dict(self.starts), node)
 
     def _after_start(self, call: Call) -> bool:
-        """Whether a call computes with statistics, and is not what they are computed from."""
+        """Whether a call computes with statistics, and does not compute one from targets."""
         if any(node.number in self.starts for node in call.results):
             return False
         return all(
@@ -584,7 +592,7 @@ class _Analysis:
         )
 
     def _total(self, total: Total) -> int:
-        """Add a total; where its first number is among all."""
+        """Add a total, unless it exists; return the index of its first number."""
         start = 0
         for other in self.totals:
             if (other.words, other.static, other.needs) == (total.words, total.static, total.needs):
@@ -620,24 +628,24 @@ def _number(value: float) -> Tensor:
 
 
 def _dims_of(call: Call, num_dims: int) -> set[int]:
-    """The dims that a function goes along, counted from the front."""
+    """Return the dims along which a function works, counted from the front."""
     args, kwargs = tree_unflatten(call.leaves, call.spec)
-    place, default = _PLACE_OF_DIM.get(call.name, (1, None))
-    given = args[place] if len(args) > place else default
-    given = kwargs.get("dim", kwargs.get("dims", given))
-    if call.name == "flip" and isinstance(given, int):  # x.flip(0, 1)
-        given = args[1:]
-    dims = given if isinstance(given, (tuple, list)) else (given,)
+    index, default = _INDEX_OF_DIM.get(call.name, (1, None))
+    argument = args[index] if len(args) > index else default
+    argument = kwargs.get("dim", kwargs.get("dims", argument))
+    if call.name == "flip" and isinstance(argument, int):  # x.flip(0, 1)
+        argument = args[1:]
+    dims = argument if isinstance(argument, (tuple, list)) else (argument,)
     return {dim % max(1, num_dims) for dim in dims if isinstance(dim, int)}
 
 
 def _orders_values(call: Call) -> bool:
-    """Whether a call orders rows by what they are; by a whole number, as of an expert, all stay."""
+    """Whether a call orders rows by their values. Sorting by integers, as of experts, does not."""
     is_number = call.nodes[0].dtype.is_floating_point
     return call.name in _ORDERED and (is_number or call.name == "topk")
 
 
 def _is_alpha(call: Call, position: int) -> bool:
-    """Whether a number is the factor of `torch.add(a, b, alpha=...)`."""
+    """Whether a number is the `alpha` of `torch.add(a, b, alpha=...)`."""
     args, _ = tree_unflatten(list(range(len(call.leaves))), call.spec)
     return position not in args

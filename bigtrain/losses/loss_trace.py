@@ -1,8 +1,8 @@
-"""A loss run without the numbers of the model's outputs, each of its calls recorded.
+"""Records the calls of a loss without the values of the model's outputs.
 
-Outputs are fake tensors. What follows from the targets (and from the inputs) alone is computed
-with its real values beside the fakes, so that masks select what they select in a real run, and
-the recording can be replayed later on the targets of another micro-batch.
+Outputs are fake tensors. Tensors that depend only on targets (and inputs) are computed with real
+values in addition to the fakes. So masks select the same elements as in a real run, and the
+recording can be replayed on the targets of another micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READS = {
     *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
     *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__"),
 }
-"""Functions that give Python a value of a tensor."""
+"""Functions by which Python reads a value of a tensor."""
 _RANDOM = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_"),
@@ -37,37 +37,41 @@ _RANDOM = {
 }
 _MASKED = {"__getitem__", "__setitem__", "masked_select", "index_put", "index_put_"}
 IN_LOSS = "loss"
-"""The frame of calls in the loss function itself; no module's name has it in the first place."""
+"""The frame of calls in the loss function itself; frames of modules begin with `model.`."""
 
 
 class UnknownValueError(Exception):
-    """Python asked for a number that only the model's real outputs have."""
+    """Python reads a value that only the model's real outputs have."""
 
 
 @dataclass(eq=False)
 class Node:
-    """A tensor that the loss was given, or that one of its calls returned."""
+    """A tensor that was passed to the loss, or that one of its calls has returned."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     value: Tensor | None
-    """Its real values, where they follow from the batch alone or are a constant."""
+    """Its real values, if they depend only on the batch or are a constant."""
     constant: bool
-    """Not of the batch: a weight, a buffer."""
+    """Whether it is not of the batch, such as a weight or a buffer."""
     size_of: Node | None = None
-    """The mask by whose values one of its dims is so long."""
+    """The mask whose values decide the length of one of its dims."""
 
     @property
     def known(self) -> Tensor:
-        """Its real values, of a node that has them."""
+        """Its real values.
+
+        Raises:
+            UnknownValueError: it has none.
+        """
         if self.value is None:
             raise UnknownValueError(f"tensor {self.number} of the loss has no known value")
         return self.value
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         return torch.Size(self.shape).numel()
 
 
@@ -77,15 +81,15 @@ class Call:
 
     func: Any
     leaves: list[Any]
-    """Its arguments, flattened; nodes where they were tensors."""
+    """Its flattened arguments, with nodes in place of tensors."""
     spec: TreeSpec
     results: list[Node]
     known: bool
-    """All its tensor arguments are known, so that it can be replayed."""
+    """Whether all its tensor arguments have real values, so that it can be replayed."""
     frame: tuple[str, int]
-    """The module in whose forward pass it was called, and which call of that module it was."""
+    """The module in whose forward pass it was called, and the number of that module's call."""
     occurrence: int
-    """How many calls of the same function the frame had before it."""
+    """The number of earlier calls of the same function in the frame."""
 
     @property
     def name(self) -> str:
@@ -98,7 +102,7 @@ class Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
     def replay(self, values: dict[int, Tensor], device: torch.device) -> None:
-        """Compute it again from the values of its arguments; adds those of its results."""
+        """Make the call again with the values of its arguments; store those of its results."""
         leaves = [value_of(x, values, device) if isinstance(x, Node) else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         if isinstance(kwargs.get("device"), (str, torch.device)):
@@ -110,7 +114,7 @@ class Call:
 
 
 def value_of(node: Node, values: dict[int, Tensor], device: torch.device) -> Tensor:
-    """The value of a node in a replay: computed before, or a constant of the recording."""
+    """Return the value of a node in a replay: computed before, or a constant of the recording."""
     if node.number not in values:
         values[node.number] = node.known.to(device)
     return values[node.number]
@@ -118,7 +122,7 @@ def value_of(node: Node, values: dict[int, Tensor], device: torch.device) -> Ten
 
 @dataclass(eq=False)
 class Read:
-    """A number that Python took out of a known tensor."""
+    """A value that Python has read from a known tensor."""
 
     node: Node
     value: Any
@@ -126,20 +130,20 @@ class Read:
 
 @dataclass(eq=False)
 class Trace:
-    """What one run of a loss did."""
+    """The recording of one run of a loss."""
 
     calls: list[Call] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     given: list[Node] = field(default_factory=list)
-    """Tensors of the batch, in the order in which they were given."""
+    """Tensors of the batch, in the order in which they were passed."""
     outputs: list[Node] = field(default_factory=list)
-    """Tensors of the model's output, where the model itself was not recorded."""
+    """Tensors of the model's output, if the model itself was not recorded."""
     result: Node | None = None
     """The loss."""
 
 
 def function_name(func: Any) -> str:
-    """The plain name of a function of torch."""
+    """Return the plain name of a function of torch."""
     name = str(getattr(func, "__name__", func))
     if name == "__get__":  # an attribute such as `x.T`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -157,9 +161,9 @@ class CallRecorder(TorchFunctionMode):
     """Records the calls of torch's functions in a `with` block; see the module.
 
     Args:
-        fakes: whether unknown tensors are fakes; otherwise all have numbers, of which those of the
-            outputs are invented.
-        step: which recording of the same loss it is; invented numbers differ between recordings.
+        fakes: whether unknown tensors are fakes; otherwise all have values, and those of the
+            outputs are made up.
+        step: the number of the recording of the same loss; made-up values differ between them.
     """
 
     def __init__(self, *, fakes: bool, step: int) -> None:
@@ -169,17 +173,17 @@ class CallRecorder(TorchFunctionMode):
         self._invented = 0.71 + 0.117 * step
         self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._alive: list[Tensor] = []  # a node belongs to its tensor as long as that lives
+        self._alive: list[Tensor] = []  # keeps tensors alive, as nodes are found by identity
         self._count = 0
         self._frames: list[tuple[str, int, dict[Any, int]]] = [(IN_LOSS, 0, {})]
         self._calls_of: dict[str, int] = {}
 
     def give(self, batch: Any, *, known: bool) -> Any:
-        """Hand a structure of real tensors to what is recorded.
+        """Register a structure of real tensors with which the loss will be called.
 
         Args:
             batch: inputs, outputs or targets.
-            known: its values may be looked at; else only the shapes are used.
+            known: whether its values may be used; otherwise only the shapes are.
 
         Returns:
             The structure of the tensors to call with.
@@ -193,17 +197,17 @@ class CallRecorder(TorchFunctionMode):
             (self.trace.given if known else self.trace.outputs).append(node)
             return twin
 
-        with torch._C.DisableTorchFunction():  # what is done here is no part of the loss
+        with torch._C.DisableTorchFunction():  # these calls are not the loss's
             return map_tensors(batch, enter)
 
     def result(self, loss: Any) -> None:
-        """Say which tensor the loss is."""
+        """Set the tensor that is the loss."""
         if isinstance(loss, Tensor) and loss in self._nodes:
             self.trace.result = self._nodes[loss]
 
     @contextmanager
     def frames(self, model: nn.Module) -> Iterator[None]:
-        """Note, inside of a `with` block, in which module of a model a call is made."""
+        """Record for each call inside of a `with` block the module that makes it."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             handles += [
@@ -240,14 +244,14 @@ class CallRecorder(TorchFunctionMode):
             result = self._on_values(func, leaves, nodes, spec)
         else:
             result = self._on_fakes(func, name, leaves, nodes, spec)
-        made = result if result is not None else (args[0] if name == "__setitem__" else None)
-        results = _tensors(made)
+        changed = args[0] if name == "__setitem__" else None
+        results = _tensors(result if result is not None else changed)
         if results:
             self._note(func, nodes, spec, results, known=known)
         return result
 
     def _entered(self, tensor: Tensor) -> Tensor:
-        """A tensor as it can be called with: what the loss found elsewhere is a constant."""
+        """Return the tensor to call with. A tensor that was not passed to the loss is constant."""
         if tensor in self._nodes:
             entered: Tensor | None = self._twins.get(tensor)  # type: ignore[no-untyped-call]
             return tensor if entered is None else entered
@@ -261,7 +265,7 @@ class CallRecorder(TorchFunctionMode):
         return twin
 
     def _copy_constant(self, node: Node, leaves: list[Any]) -> None:
-        """Let a call that changes a tensor of the loss's own change a copy: the loss keeps its."""
+        """Let a call that changes a constant in place change a copy of it."""
         with unset_fake_temporarily():
             node.value = None if node.value is None else node.value.clone()
         if not self._fakes:
@@ -283,7 +287,7 @@ class CallRecorder(TorchFunctionMode):
         return node
 
     def _on_values(self, func: Any, leaves: list[Any], nodes: list[Any], spec: TreeSpec) -> Any:
-        """Compute what is known with its real values, and give fakes of the results."""
+        """Make a call with real values, and return fakes of the results."""
         values = [node.value if isinstance(node, Node) else node for node in nodes]
         with unset_fake_temporarily():
             args, kwargs = tree_unflatten(values, spec)
@@ -294,7 +298,7 @@ class CallRecorder(TorchFunctionMode):
             return None
 
         def fake(value: Tensor) -> Tensor:
-            twin = fakes.get(id(value))  # changed in place: it stays what it was
+            twin = fakes.get(id(value))  # a result that is an argument, changed in place
             twin = self._twin(value) if twin is None else twin
             self._values[id(twin)] = value
             return twin
@@ -307,7 +311,7 @@ class CallRecorder(TorchFunctionMode):
         self, func: Any, name: str, leaves: list[Any], nodes: list[Any], spec: TreeSpec
     ) -> Any:
         args, kwargs = tree_unflatten(leaves, spec)
-        if func is F.ctc_loss and self._fakes:  # its kernel looks at the lengths
+        if func is F.ctc_loss and self._fakes:  # its kernel reads the values of the lengths
             reduction = kwargs.get("reduction", args[5] if len(args) > 5 else "mean")
             per_row = args[0].sum((0, 2)) if args[0].dim() == 3 else args[0].sum()
             return per_row if reduction == "none" else per_row.sum()
@@ -324,7 +328,7 @@ class CallRecorder(TorchFunctionMode):
     def _on_masked(
         self, func: Any, name: str, leaves: list[Any], nodes: list[Any], spec: TreeSpec
     ) -> Any:
-        """Index by the places that are set in a mask, whose number is known."""
+        """Index by the true positions of a mask, whose values are known."""
         if name == "masked_select":
             mask, value = leaves[1], nodes[1].value
             expanded = leaves[0].expand(_broadcast(leaves[0].shape, mask.shape))
@@ -394,7 +398,7 @@ class CallRecorder(TorchFunctionMode):
         if not self._fakes:
             args, kwargs = tree_unflatten(leaves, spec)
             return func(*args, **kwargs)
-        if name in ("item", "__float__"):  # mostly to be shown somewhere
+        if name in ("item", "__float__"):  # most often to print it
             self._invented *= 1.0137
             return self._invented
         return self._refuse(name)
@@ -406,7 +410,7 @@ class CallRecorder(TorchFunctionMode):
 
 
 def _size_source(arguments: Sequence[Node], result: Node) -> Node | None:
-    """The mask by whose values a result is so long, if there is one."""
+    """Return the mask whose values decide the length of a result, if there is one."""
     if not result.shape or not arguments:
         return None
     for node in arguments[1:]:
@@ -423,13 +427,13 @@ def _size_source(arguments: Sequence[Node], result: Node) -> Node | None:
 
 
 def _selects(index: Node, source: Node, result: Node) -> bool:
-    """Whether a bool mask has chosen what the result holds of a source."""
+    """Whether the result is a selection of the source by a bool mask."""
     return index.dtype == torch.bool and result.shape != source.shape
 
 
 def _broadcast(*shapes: Sequence[int]) -> torch.Size:
-    found: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    return found
+    shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return shape
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -443,20 +447,20 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 RunLoss = Callable[[CallRecorder], Any]
-"""Gives the recorder what the loss is called with, calls it and returns what it returns."""
+"""Passes the batch to the recorder, calls the loss with it and returns the result."""
 
 
 def record_loss(run: RunLoss, *, fakes: bool, step: int) -> Trace:
     """Run a loss and record its calls.
 
     Args:
-        run: is called inside of the recorder.
+        run: called inside of the recorder.
         fakes: see `CallRecorder`; the caller has entered a fake mode.
         step: see `CallRecorder`.
 
     Raises:
-        Exception: of any kind, of the user's code.
-        UnknownValueError: the loss looks at numbers that nobody knows yet.
+        Exception: of any kind, from the user's code.
+        UnknownValueError: the loss reads values that are not known yet.
     """
     recorder = CallRecorder(fakes=fakes, step=step)
     with recorder:

@@ -1,8 +1,8 @@
-"""The loss in chunks where the head or its input is in slices on the ranks of the tp axis.
+"""Cross entropy in chunks if the head or its input is sliced over the tp axis.
 
-Each rank goes through all chunks with its own part of the vocabulary. Of each target three numbers
-are exchanged, with label smoothing four; the gradient of the head's input, of which each rank has a
-part of the sum, is added up once, at the end.
+Each rank computes all chunks with its slice of the vocabulary. For each target the ranks exchange
+three numbers, with label smoothing four. The gradient of the head's input is a partial sum on each
+rank; it is all-reduced once, at the end.
 """
 
 from __future__ import annotations
@@ -62,33 +62,33 @@ def _chunked_cross_entropy(
         bias = local_of(bias)
     elif bias is not None:
         bias = scattered(bias, slices, group)
-    dealt = hidden.slices if is_sliced(hidden) else None
-    make = partial(_VocabularyPass, slices=slices, group=group, dealt=dealt)
-    own = local_of(hidden) if is_sliced(hidden) else hidden
-    return loss_of_chunks(make, (own, local_of(weight), bias), target, *options)
+    hidden_slices = hidden.slices if is_sliced(hidden) else None
+    make = partial(_VocabularyPass, slices=slices, group=group, hidden_slices=hidden_slices)
+    local = local_of(hidden) if is_sliced(hidden) else hidden
+    return loss_of_chunks(make, (local, local_of(weight), bias), target, *options)
 
 
 def _by_targets(
     hidden: SlicedTensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Any
 ) -> Tensor:
-    """A whole head: each rank has the losses of the targets of its part of the input."""
+    """A whole head: each rank computes the losses of the targets of its slice of the input."""
     group = hidden.group
-    own = hidden.slices.local(target, group.rank, group.size)
+    own_targets = hidden.slices.local(target, group.rank, group.size)
     head = (copied_to_ranks(weight, group), None if bias is None else copied_to_ranks(bias, group))
-    return summed(loss_of_chunks(ChunkedPass, (local_of(hidden), *head), own, *options), group)
+    return summed(loss_of_chunks(ChunkedPass, (local_of(hidden), *head), own_targets, *options), group)
 
 
 class _VocabularyPass(ChunkedPass):
-    """A pass with one rank's part of the vocabulary.
+    """A pass with one rank's slice of the vocabulary.
 
     Args:
-        hidden: this rank's part of it, where it is dealt out.
-        weight: (own words, width).
-        args: as for any pass.
-        slices: of the words.
-        group: the ranks.
-        dealt: how `hidden` is dealt out; None where it is whole.
-        options: as for any pass.
+        hidden: this rank's slice of it, or the whole.
+        weight: (words of this rank, width).
+        args: of `ChunkedPass`.
+        slices: of the vocabulary.
+        group: the ranks of the tp axis.
+        hidden_slices: how `hidden` is sliced; None if it is whole.
+        options: of `ChunkedPass`.
     """
 
     def __init__(
@@ -98,27 +98,27 @@ class _VocabularyPass(ChunkedPass):
         *args: Any,
         slices: Slices,
         group: SliceGroup,
-        dealt: Slices | None,
+        hidden_slices: Slices | None,
         **options: Any,
     ) -> None:
-        self._group, self._dealt, self._total = group, dealt, slices.total
+        self._group, self._hidden_slices, self._total = group, hidden_slices, slices.total
         ((self._begin, self._length),) = slices.parts(group.rank, group.size)
-        whole = hidden if dealt is None else all_gather(hidden, dealt, group)
+        whole = hidden if hidden_slices is None else all_gather(hidden, hidden_slices, group)
         super().__init__(whole, weight, *args, **options)
         self.widest = slices.length(0, group.size)
 
-    def soften(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
-        """As for a whole vocabulary; what is said of a row is exchanged."""
+    def row_losses(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+        """See `ChunkedPass.row_losses`; the figures of each row are all-reduced."""
         places = target - self._begin
         here = valid & (places >= 0) & (places < self._length)
         places, here = torch.where(here, places, 0)[:, None], here[:, None]
         logits.sub_(all_reduce(logits.amax(1, keepdim=True), self._group, dist.ReduceOp.MAX))
-        said = [torch.where(here, logits.gather(1, places), 0.0)]
+        figures = [torch.where(here, logits.gather(1, places), 0.0)]
         if smoothing:
-            said.append(logits.sum(1, keepdim=True))
-        said.append(logits.exp_().sum(1, keepdim=True))
-        of_target, *of_all, sums = all_reduce(torch.cat(said, 1), self._group).tensor_split(
-            len(said), 1
+            figures.append(logits.sum(1, keepdim=True))
+        figures.append(logits.exp_().sum(1, keepdim=True))
+        of_target, *of_all, sums = all_reduce(torch.cat(figures, 1), self._group).tensor_split(
+            len(figures), 1
         )
         loss = of_target * (smoothing - 1.0)
         if smoothing:
@@ -132,12 +132,12 @@ class _VocabularyPass(ChunkedPass):
         return torch.where(valid, loss[:, 0], 0.0)
 
     def finish(self) -> None:
-        """Add up what each rank has of the gradient of the input; the others are its own."""
+        """See `ChunkedPass.finish`; add up the ranks' partial gradients of the input."""
         super().finish()
         (partial_sum,) = self.of_hidden
         if partial_sum is None:
             return
-        if self._dealt is None:
+        if self._hidden_slices is None:
             self.of_hidden = (all_reduce(partial_sum, self._group),)
         else:
-            self.of_hidden = (reduce_scatter(partial_sum, self._dealt, self._group),)
+            self.of_hidden = (reduce_scatter(partial_sum, self._hidden_slices, self._group),)

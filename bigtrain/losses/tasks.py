@@ -1,4 +1,4 @@
-"""What a data set asks of a model, and how the answer is measured."""
+"""The tasks of data sets: their loss, and the figures of a validation."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """Sums over the valid targets of one micro-batch, float64, on the output's device."""
+        """Return sums over the valid targets of a micro-batch, float64, on the output's device."""
 
     @abstractmethod
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """The figures of a whole validation; nan where there was no valid target."""
+        """Return the figures of a whole validation; nan if there was no valid target."""
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
 
 
 def _measure_loss(logits: Tensor, target: Tensor, ignore_index: int) -> dict[str, Tensor]:
-    """Summed cross entropy in nats and count; added up in float64, as there may be millions."""
+    """Return the summed cross entropy in nats and the count, in float64 for millions of terms."""
     each = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
     valid = target != ignore_index
     return {"loss": each.sum(dtype=torch.float64), "count": valid.sum(dtype=torch.float64)}
@@ -66,7 +66,7 @@ class LanguageTask(Task):
 
     num_classes: int
     byte_level: bool = False
-    """A token is a byte, so that the loss is also told in bits per byte."""
+    """Whether a token is a byte, so that the loss is also reported in bits per byte."""
     ignore_index: int = -100
     label_smoothing: float = 0.0
     name: str = field(default="language", init=False)
@@ -143,8 +143,8 @@ class SegmentationTask(Task):
         sums = _measure_loss(logits, target, self.ignore_index)
         # A model may know more classes than the data have.
         size = max(self.num_classes, logits.shape[1])
-        # To choose among the pixels, or bincount, would wait for the device: what is ignored is
-        # counted in a cell of its own.
+        # Selecting pixels, or bincount, would wait for the device. So ignored pixels are counted
+        # in an extra cell.
         cells = target.long() * size + logits.argmax(1)
         cells = cells.where(target != self.ignore_index, size * size).reshape(-1)
         counts = cells.new_zeros(size * size + 1).index_add_(0, cells, torch.ones_like(cells))
@@ -154,7 +154,7 @@ class SegmentationTask(Task):
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Figures: `loss` in nats per pixel, `pixel_accuracy`, `mean_iou`.
 
-        A class that is neither there nor predicted is left out of the mean.
+        The mean leaves out classes that are neither in the targets nor predicted.
         """
         confusion = sums["confusion"]
         hits = confusion.diagonal()
@@ -175,7 +175,7 @@ class SegmentationTask(Task):
 
 @dataclass(frozen=True)
 class CustomTask(Task):
-    """A user's own loss, and nothing known about the outputs.
+    """A user's loss, without figures that depend on the kind of output.
 
     Example:
         CustomTask(MeanLoss(torch.nn.functional.mse_loss))
@@ -201,14 +201,14 @@ class CustomTask(Task):
 
 
 class UntoldTask(CustomTask):
-    """What data ask for that name no task: a run settles the loss, see `engine.untold_loss`."""
+    """The task of data that name none: a run sets the loss, see `engine.untold_loss`."""
 
     def __init__(self) -> None:
         super().__init__(_Unsettled())
 
 
 class _Unsettled:
-    """Stands for a loss until that is settled, for a first look at the data."""
+    """A placeholder for a loss that is not set yet."""
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del output, target, count

@@ -16,11 +16,11 @@ from bigtrain.optim.whole import MakeOptimizer
 
 
 def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
-    """Return what makes the job's optimizer from the parameters a rank updates.
+    """Return the function that makes the job's optimizer of the parameters that a rank updates.
 
     Args:
         config: the job's `optim`.
-        seed: of stochastic rounding, where there is any.
+        seed: of stochastic rounding.
 
     Raises:
         ConfigError: a package that the optimizer needs is not installed.
@@ -34,10 +34,10 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
 
 
 def _without_decay(parameters: Iterable[nn.Parameter]) -> Iterable[Any]:
-    """Two groups, of which the second, parameters of one dim at most, has no weight decay."""
-    given = list(parameters)
-    decayed = [parameter for parameter in given if parameter.dim() > 1]
-    others = [parameter for parameter in given if parameter.dim() <= 1]
+    """Return two groups; the second, of parameters with at most one dim, has no weight decay."""
+    all_parameters = list(parameters)
+    decayed = [parameter for parameter in all_parameters if parameter.dim() > 1]
+    others = [parameter for parameter in all_parameters if parameter.dim() <= 1]
     groups: list[tuple[list[nn.Parameter], dict[str, float]]] = [
         (decayed, {}),
         (others, {"weight_decay": 0.0}),
@@ -55,7 +55,7 @@ def _torch_factory(config: OptimConfig) -> MakeOptimizer:
 
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         if config.name == "adafactor":
-            # One parameter at a time, unless asked otherwise: all at once needs a copy of all.
+            # One parameter at a time by default: all at once needs a copy of all.
             foreach = config.implementation == "foreach"
             return torch.optim.Adafactor(
                 parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=foreach
@@ -102,7 +102,7 @@ def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
 
 
 def warmup_length(config: OptimConfig, steps_per_epoch: int) -> int:
-    """The steps of the warm-up, however a job says it."""
+    """Return the steps of the warm-up, which a job gives in steps or epochs."""
     return config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
 
 
@@ -113,12 +113,12 @@ def learning_rate(
     global_batch_size: int,
     steps_per_epoch: int,
 ) -> float:
-    """The rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Linear warm-up (from `warmup_factor`, where there is one), then constant, down in steps, or half
-    a cosine, a line or a power of a line down to `final_lr_share` of the highest rate. With
-    `base_batch_size` the rate grows in proportion to the global batch (Goyal et al. 2017, arXiv
-    1706.02677, section 2.1).
+    A linear warm-up (starting at `warmup_factor`, if it is set) is followed by a constant rate, by
+    steps down, or by half a cosine, a line or a power of a line down to `final_lr_share` of the
+    highest rate. With `base_batch_size` the rate is proportional to the global batch (Goyal et al.
+    2017, arXiv 1706.02677, section 2.1).
     """
     highest = config.lr
     if config.base_batch_size is not None:

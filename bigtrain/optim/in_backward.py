@@ -1,8 +1,8 @@
-"""The optimizer's step inside the backward pass: a gradient lives until its parameter has it.
+"""The optimizer's step inside the backward pass: a gradient lives until its parameter is updated.
 
-When the backward pass has finished a parameter's gradient, that parameter is updated and the
-gradient freed, so that the gradients of the whole model are never there together. The numbers are
-those of a step after the backward pass: a parameter is not read again once its gradient is whole.
+When the backward pass has finished a parameter's gradient, the parameter is updated and the
+gradient freed, so the gradients of the whole model never exist together. The numbers are those of a
+step after the backward pass, because a parameter is not read again once its gradient is complete.
 
 Sources: Lv et al. 2023, Full Parameter Fine-tuning with Limited Resources (LOMO, arXiv
 2306.09782), section 3.2; Pudipeddi et al. 2020, L2L (arXiv 2002.05645), section 3.
@@ -22,14 +22,14 @@ from bigtrain.tensors.norms import GradientNorm
 
 
 class InBackwardUpdate(WholeUpdate):
-    """The optimizer on the parameters themselves, one at a time, as their gradients come.
+    """The optimizer on the parameters themselves, one at a time, as their gradients are made.
 
     Args:
-        parameters: those that are trained, by their plain names; plain tensors or DTensors whose
-            gradients arrive reduced.
+        parameters: the trained ones, by their plain names: plain tensors, or DTensors whose
+            gradients are reduced already.
         make_optimizer: called once, on all of them.
-        meter: told whose memory a gradient is.
-        apart: names of parameters whose norm is counted apart; see `norms`.
+        meter: gets the labels of gradients and state.
+        apart: names of parameters that have a norm by themselves; see `norms`.
     """
 
     def __init__(
@@ -46,29 +46,29 @@ class InBackwardUpdate(WholeUpdate):
         self._updated: set[Tensor] = set()
         self._names = {parameter: name for name, parameter in parameters.items()}
         groups = enumerate(self.optimizer.param_groups)
-        # By place: whoever loads a state into the optimizer makes its groups anew.
-        self._place = {p: place for place, group in groups for p in group["params"]}
+        # By index, because loading a state into the optimizer replaces its groups.
+        self._group_index = {p: index for index, group in groups for p in group["params"]}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._release)  # type: ignore[no-untyped-call]
             for parameter in parameters.values()
         ]
 
     def _release(self, parameter: Tensor) -> None:
-        """Update one parameter, with the settings that its group has now."""
+        """Update one parameter with the current settings of its group, and free its gradient."""
         gradient = parameter.grad
         if gradient is None:
             return
         if parameter in self._updated:
             raise ConfigError(
                 f"optim.release_gradients=true: {self._names[parameter]} got a second gradient in "  # type: ignore[index]
-                "one step, after it was updated by the first: of another micro-batch, or of a "
+                "one step, after it was updated by the first: from another micro-batch, or from a "
                 "reentrant torch.utils.checkpoint. Use one micro-batch and use_reentrant=False, or "
                 "optim.release_gradients=false."
             )
         self._meter.label([gradient], "gradients")
         self._updated.add(parameter)
         self._norms[parameter in self._apart].add([gradient])
-        group_index = self._place.get(parameter)
+        group_index = self._group_index.get(parameter)
         if group_index is not None:
             self._step_one(parameter, self.optimizer.param_groups[group_index])
         parameter.grad = None
@@ -78,7 +78,7 @@ class InBackwardUpdate(WholeUpdate):
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         groups, single = self.optimizer.param_groups, {**group, "params": [parameter]}
-        # The optimizer itself, shown one parameter: its state and its settings stay in one place.
+        # Let the optimizer itself step on a single parameter: its state stays in one place.
         self.optimizer.param_groups = [single]
         try:
             self.optimizer.step()
@@ -93,21 +93,21 @@ class InBackwardUpdate(WholeUpdate):
                 )
 
     def begin_step(self) -> None:
-        """Say that the gradients that come now are another step's."""
+        """Start a new step: the next gradients belong to it."""
         self._norms = GradientNorm(), GradientNorm()
         self._updated.clear()
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """The norms of the gradients since the last call: of most, and of those counted apart.
+        """Return the norms of the step's gradients: of the others, and of those of `apart`.
 
-        Collective where they are in shards.
+        Starts a new step. Collective if gradients are in shards.
         """
-        most, apart = (norm.total() for norm in self._norms)
+        others, apart = (norm.total() for norm in self._norms)
         self.begin_step()
-        return most, apart
+        return others, apart
 
     def step(self) -> None:
-        """See `Update.step`. It is done already."""
+        """See `Update.step`. Every parameter is updated already."""
 
     def close(self) -> None:
         """See `Update.close`."""

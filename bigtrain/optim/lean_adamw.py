@@ -1,10 +1,10 @@
-"""AdamW in little memory: moments in bf16, parameters in bf16 without an fp32 copy, no big copies.
+"""AdamW with little memory: bf16 moments, bf16 parameters without an fp32 copy, small temporaries.
 
-A parameter is updated a piece at a time, so that what the step needs beside the states is bounded
-by the piece and not by the largest parameter. Numbers that are kept in bf16 are written with
-stochastic rounding: up or down with the odds of the distance, so that changes smaller than the
-gap between two bf16 numbers (1/256 of the value) are kept on average instead of lost. It matters
-for the second moment just as much: it shrinks by a thousandth a step, which plain rounding undoes.
+A parameter is updated a chunk at a time, so the temporaries of a step are as large as a chunk and
+not as the largest parameter. bf16 values are written with stochastic rounding: up or down with
+probabilities by the distance. So changes smaller than the gap between two bf16 numbers (1/256 of
+the value) are correct on average instead of lost. This matters for the second moment too: it
+shrinks by a thousandth a step, which rounding to the nearest would undo.
 
 Sources: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101),
 algorithm 2; Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192), section 4.
@@ -33,32 +33,31 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def chunks(elements: int, device: torch.device) -> Iterator[slice]:
-    """The stretches in which so many elements are updated."""
+    """Yield the slices of so many elements that are updated at a time."""
     size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(device) else CHUNK_ELEMENTS
     for start in range(0, elements, size):
         yield slice(start, min(start + size, elements))
 
 
 class LeanAdamW(torch.optim.Optimizer):
-    """AdamW on pieces of the parameters; with fp32 state it is torch's within rounding.
+    """AdamW on chunks of the parameters; with fp32 state equal to torch's up to rounding.
 
-    A DTensor's local part is updated, of any shape; nothing is exchanged.
+    Of a DTensor the local tensor is updated, of any shape; nothing is exchanged.
 
     Args:
-        parameters: floating-point, of any dtype; computed with in fp32 (fp64 where they are that).
+        parameters: floating-point, of any dtype; the update is computed in fp32 (fp64 for fp64).
         lr: learning rate; each group's `lr` is read at every step.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, times the learning rate.
         state: dtype of the moments: torch.float32 or torch.bfloat16.
-        stochastic_rounding: how parameters and moments in bf16 are written; False rounds to the
-            nearest.
-        seed: of the rounding, whose numbers are a function of seed, step and the parameter's
-            shape alone: a resumed run draws the same ones, and no other generator is moved.
+        stochastic_rounding: how bf16 parameters and moments are rounded; False is to the nearest.
+        seed: of the rounding. Its random numbers depend only on seed, step and the parameter's
+            shape: a resumed run draws the same ones, and no other generator is used.
     """
 
     state_keys: ClassVar[frozenset[str]] = frozenset({"step", *MOMENTS})
-    """What the state of a parameter consists of, as it is saved."""
+    """The slots of a parameter's state, as they are saved."""
 
     def __init__(
         self,
@@ -84,10 +83,10 @@ class LeanAdamW(torch.optim.Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: computes the loss again, as for torch's optimizers; most have none.
+            closure: computes the loss again, as for torch's optimizers.
 
         Returns:
-            What the closure gave, or None.
+            The result of the closure, or None.
         """
         loss = None
         if closure is not None:
@@ -109,7 +108,7 @@ class LeanAdamW(torch.optim.Optimizer):
         compute_dtype = torch.float64 if own_values.dtype == torch.float64 else torch.float32
         self._store_moments(parameter, slots, compute_dtype)
         generator = self._generator(parameter, count) if self._stochastic else None
-        # Memory in another order, or with gaps (rare): a copy of this one parameter.
+        # A parameter whose memory has gaps or overlaps (rare) is copied.
         contiguous = (
             own_values if is_dense(own_values) else torch.empty_like(own_values).copy_(own_values)
         )
@@ -157,7 +156,7 @@ class LeanAdamW(torch.optim.Optimizer):
     def _store_moments(
         self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype
     ) -> None:
-        """Make the moments, or bring loaded ones to the dtype in which they are held."""
+        """Create the moments, or convert loaded ones to their dtype."""
         dtype = torch.bfloat16 if self._state_dtype == torch.bfloat16 else work
         for key in MOMENTS:
             if key not in slots:
@@ -168,7 +167,7 @@ class LeanAdamW(torch.optim.Optimizer):
     def _read(
         self, slots: MutableMapping[str, Any], key: str, part: slice, work: torch.dtype
     ) -> Tensor:
-        """A piece of a moment to compute with: the state itself where the dtype is the same."""
+        """Return a chunk of a moment: a view of the state if the dtype is the same."""
         return flat_view(local_tensor(slots[key]))[part].to(work)
 
     def _write(
@@ -182,13 +181,13 @@ class LeanAdamW(torch.optim.Optimizer):
         copy_rounded(flat_view(local_tensor(slots[key]))[part], value, generator)
 
     def _generator(self, parameter: nn.Parameter, count: int) -> torch.Generator:
-        """A generator that begins anew at every parameter and step.
+        """Return a generator that is seeded anew for every parameter and step.
 
-        Parameters of one shape draw the same numbers, so that copies of a tied parameter, which
-        stages of a pipeline update each for itself, stay equal.
+        Parameters of the same shape draw the same numbers, so that copies of a tied parameter,
+        which several stages of a pipeline update, stay equal.
         """
         numbers = [self._seed, count, *parameter.shape]
-        if isinstance(parameter, DTensor):  # other parts of one parameter draw other numbers
+        if isinstance(parameter, DTensor):  # different shards draw different numbers
             places = enumerate(parameter.placements)
             sharded = [axis for axis, placement in places if placement.is_shard()]
             numbers += [parameter.device_mesh.get_local_rank(axis) for axis in sharded]
@@ -204,9 +203,9 @@ def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | Non
     """Copy values into a tensor of their own dtype or a smaller one.
 
     Args:
-        target: of any floating-point dtype; with the values' own memory nothing is done.
-        value: of the same shape; used up where it is rounded.
-        generator: rounds to bf16 up or down by chance; None rounds to the nearest.
+        target: of any floating-point dtype; if it has the memory of `value`, nothing is copied.
+        value: of the same shape; overwritten if it is rounded.
+        generator: for stochastic rounding to bf16; None rounds to the nearest.
     """
     if target.dtype == value.dtype:
         if target.untyped_storage()._cdata != value.untyped_storage()._cdata:
@@ -218,17 +217,17 @@ def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | Non
 
 
 def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Round each number to one of its two neighbours in bf16, with the odds of the distances.
+    """Round each element to one of its two bf16 neighbours, with probabilities by distance.
 
     Args:
         value: fp32, of any shape, contiguous.
         generator: on the same device; one number is drawn for each element.
 
     Returns:
-        fp32 tensor of the same shape, whose numbers are all bf16 numbers; on average `value`.
+        An fp32 tensor of the same shape with bf16 numbers, whose expectation is `value`.
     """
-    # bf16 is the upper half of fp32: a random lower half is added, and what carries over counts.
+    # bf16 is the upper half of fp32. Adding a random lower half carries with the right probability.
     bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
     rounded = bits.add_(value.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
-    # What is not a number must stay so, whatever its bits carry over into.
+    # A carry must not turn nan into a number.
     return rounded.masked_fill_(value.isnan(), math.nan)

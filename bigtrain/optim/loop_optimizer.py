@@ -1,9 +1,9 @@
-"""The optimizer as a training loop of the user's own sees it: its groups, and their settings.
+"""`engine.optimizer`: the user's parameter groups and their settings, for a custom training loop.
 
-What updates parameters is another object under each engine: one on flat pieces, on one stage's
-parameters, on a server's share, on nothing at all (a worker). A scheduler of torch wants one that
-is there from the start, has the user's groups on every rank, and stays. So the loop gets this view,
-whose settings go to the engine's optimizer before each step.
+The optimizer that updates parameters differs between engines: it has flat pieces, the parameters of
+one stage, a server's share, or nothing (a worker). A scheduler of torch needs one object that
+exists from the start, has the user's groups on every rank, and is never replaced. So a loop gets
+this view, whose settings are copied to the engine's optimizer before each step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OF_PARAMETERS = ("params", "param_names")
 
 
 class LoopOptimizer(torch.optim.Optimizer):
-    """The user's parameter groups, on every rank the same and in his order.
+    """The user's parameter groups, the same on every rank and in the user's order.
 
-    `param_groups` can be read and set: `lr`, `momentum`, `betas`, `weight_decay`, whatever the
-    optimizer has. torch's `LRScheduler` classes work on it. A group's `params` are what this rank
-    updates of it: pieces, or nothing.
+    `param_groups` can be read and set: `lr`, `momentum`, `betas`, `weight_decay`, every option of
+    the optimizer. torch's `LRScheduler` classes work on it. A group's `params` are the tensors that
+    this rank updates: pieces, or none.
 
     Args:
-        optimizer: gives the optimizer that updates; it may have fewer groups, see `group_places`.
+        optimizer: returns the optimizer that updates; it may have fewer groups, see `group_places`.
         settings: of each of the user's groups, without its parameters.
     """
 
@@ -45,22 +45,22 @@ class LoopOptimizer(torch.optim.Optimizer):
             own = {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
             self.param_groups[place].update(_copied(own), params=group["params"])
         self._agreed = [_settings(group) for group in self.param_groups]
-        """The settings when view and optimizer were last alike."""
+        """The settings when view and optimizer were last synchronized."""
         self._ever_set: list[set[str]] = [set() for _ in self.param_groups]
         self._set_below: list[set[str]] = [set() for _ in self.param_groups]
 
     def _pairs(self) -> list[tuple[int, dict[str, Any]]]:
-        """The groups of the optimizer that updates, with their places among the user's."""
+        """Return the groups of the optimizer that updates, with their indices in the user's."""
         optimizer = self._updating()
         return list(zip(group_places(optimizer), optimizer.param_groups, strict=True))
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """What this rank's optimizer keeps of what it updates."""
+        """The state of this rank's optimizer."""
         return self._updating().state
 
     def hand_over(self) -> None:
-        """Give the optimizer that updates what was set here; take over what was set there."""
+        """Copy settings that were set here to the optimizer that updates, and the reverse."""
         self._note_what_was_set()
         for place, group in self._pairs():
             view, agreed = self.param_groups[place], self._agreed[place]
@@ -78,7 +78,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         self._agreed = [_settings(group) for group in self.param_groups]
 
     def stepped(self) -> None:
-        """Say that the engine has updated: schedulers note it, settings that it counts are read."""
+        """Note that the engine has updated, for schedulers, and read settings that it counts."""
         self._stepping = True
         try:
             self.step()
@@ -87,10 +87,10 @@ class LoopOptimizer(torch.optim.Optimizer):
         self.hand_over()
 
     def changed_settings(self, *, below: bool = True) -> list[dict[str, Any]]:
-        """Of each group what was ever set since the start, by a scheduler or the loop.
+        """Return for each group the settings that a scheduler or the loop has ever changed.
 
         Args:
-            below: whether also what was set at the optimizer that updates.
+            below: whether to include those changed on the optimizer that updates.
         """
         self._note_what_was_set()
         return [
@@ -109,10 +109,10 @@ class LoopOptimizer(torch.optim.Optimizer):
                     keys.add(key)
 
     def step(self, closure: Any = None) -> Any:
-        """Refused: `engine.step` updates.
+        """Refuse: `engine.step` updates.
 
         Raises:
-            ConfigError: always, but for the engine.
+            ConfigError: always, unless the engine itself calls it.
         """
         del closure
         if not self._stepping:
@@ -122,35 +122,35 @@ class LoopOptimizer(torch.optim.Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to clear: `engine.step` has done it."""
+        """Do nothing: `engine.step` has cleared the gradients."""
         del set_to_none
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: what is sharded and cut is decided when the engine is made.
+        """Refuse: the engine decides at its start how parameters are sharded and cut.
 
         Raises:
             ConfigError: always.
         """
         del param_group
         raise ConfigError(
-            "engine.optimizer.add_param_group: groups are made by the optimizer that prepare is "
-            "given, as in prepare(model, loss, lambda parameters: torch.optim.AdamW([{'params': "
+            "engine.optimizer.add_param_group: the function that is passed to prepare makes all "
+            "groups, as in prepare(model, loss, lambda parameters: torch.optim.AdamW([{'params': "
             "..., 'lr': ...}, ...])). Make all of them there."
         )
 
     def state_dict(self) -> NoReturn:
-        """Refused: a rank has a part of the state.
+        """Refuse: each rank has a part of the state.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
             "engine.optimizer.state_dict(): each rank has a part of it. engine.save(folder) saves "
-            "the whole state, engine.load(path) takes it over under any strategy."
+            "the whole state, engine.load(path) loads it under any strategy."
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refused: a rank has a part of the state.
+        """Refuse: each rank has a part of the state.
 
         Raises:
             ConfigError: always.
@@ -158,8 +158,8 @@ class LoopOptimizer(torch.optim.Optimizer):
         del state_dict
         raise ConfigError(
             "engine.optimizer.load_state_dict(): each rank has a part of the state. "
-            "engine.load(path) takes a checkpoint over under any strategy; one of another library "
-            "becomes one by: bigtrain checkpoint convert SOURCE TARGET"
+            "engine.load(path) loads a checkpoint under any strategy. Convert one of another "
+            "library first: bigtrain checkpoint convert SOURCE TARGET"
         )
 
     def __reduce__(self) -> NoReturn:

@@ -1,12 +1,13 @@
-"""AdamW whose moments are kept in 8 or 4 bits for each number, in the formats of torchao.
+"""AdamW with moments of 8 or 4 bits an element, in the formats of torchao.
 
-A block of neighbouring numbers (256 in 8 bits, 128 in 4) is divided by its largest and each
-quotient kept as the nearest of 256 or 16 values, which stand close where moments are small. The
-update itself is in fp32, on pieces of a parameter. Where torchao compiles its step (which takes
-a C++ compiler on a CPU, and its scratch space cannot be counted), this one runs as it stands.
+A block of consecutive elements (256 with 8 bits, 128 with 4) is divided by its largest, and each
+quotient is stored as the nearest of 256 or 16 values, which are denser where moments are small. The
+update itself is in fp32, on chunks of a parameter. torchao compiles its step, which needs a C++
+compiler on a CPU and temporary memory that cannot be measured; this one runs without compilation.
 
-Memory: 2.03 bytes of state for each parameter in 8 bits and 1.06 in 4, against 8 in fp32. As in
-torchao, parameters of fewer than 4096 numbers or of no whole number of blocks keep fp32 moments.
+Memory: 2.03 bytes of state for each parameter with 8 bits and 1.06 with 4, compared with 8 in fp32.
+As in torchao, parameters of fewer than 4096 elements, or with an incomplete block, have fp32
+moments.
 
 Sources: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861),
 sections 2 and 3; Li et al. 2023, Memory Efficient Optimizers with 4-bit States (arXiv 2309.01507).
@@ -28,20 +29,20 @@ from bigtrain.tensors.memory_format import flat_view
 from bigtrain.tensors.shards import local_tensor
 
 QUANTIZATION_BLOCK = {8: 256, 4: 128}
-"""Numbers that share a scale, by the bits of a number: torchao's."""
+"""Elements that share a scale, by the bits of an element, as in torchao."""
 
 MIN_QUANTIZED_ELEMENTS = 4096
-"""Elements of the smallest parameter whose moments are kept in few bits."""
+"""Elements of the smallest parameter whose moments are quantized."""
 
 
 class LowBitAdamW(LeanAdamW):
-    """AdamW with moments in 8 or 4 bits; beside the moments it is `LeanAdamW`.
+    """AdamW with moments of 8 or 4 bits; all else is as in `LeanAdamW`.
 
-    The state has `exp_avg` and `exp_avg_sq` as codes (uint8: of the parameter's shape in 8 bits,
-    two to a byte in 4 bits), and fp32 scales of the blocks beside each.
+    The state has `exp_avg` and `exp_avg_sq` as codes (uint8: of the parameter's shape with 8 bits,
+    two to a byte with 4 bits), and for each of them the fp32 scales of the blocks.
 
     Args:
-        parameters: as for `LeanAdamW`; each whole, as blocks are counted from its first element.
+        parameters: as for `LeanAdamW`, but whole: blocks are counted from the first element.
         bits: 8 or 4.
         more: lr, betas, eps, weight_decay, stochastic_rounding and seed of `LeanAdamW`.
 
@@ -76,7 +77,7 @@ class LowBitAdamW(LeanAdamW):
             else:
                 slots[key] = torch.zeros(size // 2, dtype=torch.uint8, device=device)
             slots[self._scale(key)] = torch.zeros(size // self._block, device=device)
-            if before is not None:  # moments of a run that kept them in full
+            if before is not None:  # loaded moments of a run without quantization
                 elements = flat_view(before)
                 for part in chunks(size, device):
                     self._write(slots, key, part, elements[part].to(work), None)
@@ -125,7 +126,7 @@ class LowBitAdamW(LeanAdamW):
             target[part.start // 2 : part.stop // 2] = (pairs[:, 0] << 4) | pairs[:, 1]
 
     def _table(self, key: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The values that codes stand for, and the middles between neighbours."""
+        """Return the values of the codes, and the midpoints between neighbours."""
         if (key, device) not in self._tables:
             values = torch.tensor(self._maps[key], device=device)
             self._tables[key, device] = (values, (values[1:] + values[:-1]) / 2)
@@ -133,7 +134,7 @@ class LowBitAdamW(LeanAdamW):
 
 
 def quantization_maps(bits: int) -> dict[str, tuple[float, ...]]:
-    """The values of torchao's codes in ascending order, of each moment: the second has no sign.
+    """Return the values of torchao's codes in ascending order, by moment; the second is unsigned.
 
     Raises:
         ConfigError: torchao is not installed.
@@ -141,11 +142,11 @@ def quantization_maps(bits: int) -> dict[str, tuple[float, ...]]:
     logger = logging.getLogger("torch.utils._pytree")
     level = logger.level
     try:
-        logger.setLevel(logging.ERROR)  # of a call of torchao's that torch will drop one day
+        logger.setLevel(logging.ERROR)  # hides the warning of a deprecated call in torchao
         formats = importlib.import_module(f"torchao.optim.subclass_{bits}bit")
     except ImportError as error:
         raise ConfigError(
-            f"optim.name=adamw_{bits}bit keeps its state in torchao's formats, and torchao cannot "
+            f"optim.name=adamw_{bits}bit needs the formats of torchao, and torchao cannot "
             f"be imported ({error}). Run: pip install 'bigtrain[lowbit]', or set "
             "optim.state=bf16 with optim.name=adamw."
         ) from None

@@ -1,4 +1,4 @@
-"""How the parameters, laid end to end, are cut into the pieces that are updated one by one."""
+"""The cuts of all parameters, one after the other, into pieces that ranks update one by one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Slice:
-    """A run of a parameter's elements that one rank updates."""
+    """Consecutive elements of a parameter that one rank updates."""
 
     name: str
     owner: int
-    """Place of the rank on the dp axis."""
+    """The dp rank that updates them."""
     start: int
     stop: int
-    """Elements [start, stop) of what each rank holds of the parameter, in memory order."""
+    """Elements [start, stop) of the parameter's local tensor, in memory order."""
 
 
 def even_bounds(total: int, ranks: int) -> list[int]:
-    """Where each rank's stretch of so many elements begins, and the end."""
+    """Return the first element of each rank's share, and the total."""
     # Cuts at multiples of 64 elements keep the vector kernels aligned.
     return [round(total * rank / ranks / 64) * 64 for rank in range(ranks)] + [total]
 
@@ -28,17 +28,17 @@ def even_bounds(total: int, ranks: int) -> list[int]:
 def partition_evenly(
     sizes: Mapping[str, int], ranks: int, may_split: bool, max_elements: int | None = None
 ) -> list[tuple[str, int, int, int]]:
-    """Give each rank an equal stretch of all parameters laid end to end.
+    """Give each rank an equal share of all parameters, one after the other.
 
     Args:
         sizes: elements of each parameter, in their order.
-        ranks: how many share them.
-        may_split: whether a parameter may be cut; otherwise it goes whole to the rank that its
-            middle falls to.
+        ranks: number of shares.
+        may_split: whether a parameter may be cut; otherwise the rank in whose share its middle is
+            gets it whole.
         max_elements: elements of the largest piece; None is no limit.
 
     Returns:
-        (name, rank, start, stop) of each piece, in order; an empty one of an empty parameter, so
+        (name, rank, start, stop) of each piece, in order. An empty parameter has an empty piece, so
         that its optimizer state has the same names on every rank.
     """
     bounds = even_bounds(sum(sizes.values()), ranks)
@@ -63,12 +63,12 @@ def partition_evenly(
 
 
 def chunk_elements(elements: int, ranks: int) -> int:
-    """Elements that are updated at a time where copies are needed: a 32nd of a rank's share."""
+    """Return the elements that are updated at a time if copies are needed: a 32nd of a share."""
     return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
 
 
 def merge_slices(slices: Iterable[Slice]) -> list[Slice]:
-    """Neighbouring cuts of one owner as one."""
+    """Merge consecutive slices of one parameter and owner."""
     merged: list[Slice] = []
     for current in slices:
         if merged and (merged[-1].name, merged[-1].owner) == (current.name, current.owner):

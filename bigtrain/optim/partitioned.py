@@ -1,9 +1,9 @@
-"""An optimizer on pieces of the parameters: sharded over replicas, in fp32, or kept elsewhere.
+"""An optimizer on pieces of the parameters: sharded over replicas, in fp32, or offloaded.
 
-Each replica updates its own contiguous share and passes it on (optimizer state sharded over the
-ranks: ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1). The same pieces keep
-the one fp32 copy of parameters that are computed with in bf16, and let the state live on the
-host or on disk between the steps.
+Each replica updates a contiguous share and broadcasts it (optimizer state sharded over the ranks:
+ZeRO stage 1, Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1). The pieces also have the only
+fp32 copy of parameters that layers use in bf16, and let the state be on the host or on disk between
+the steps.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from bigtrain.tensors.shards import (
 
 @dataclass
 class OwnedSlice:
-    """A cut on its owner."""
+    """A slice on the rank that updates it."""
 
     slice: Slice
     shard: nn.Parameter
-    """What the optimizer updates: the parameter's own elements, or a copy of them."""
+    """The tensor that the optimizer updates: a view of the parameter, or a copy."""
     copied: bool
     shape: torch.Size
     """Of the shard while it is in memory."""
     stored: dict[str, StoredTensor] = field(default_factory=dict)
-    """What is put away: slots of the state by their keys, the shard's own values by VALUE."""
+    """Offloaded tensors: slots of the state by their keys, the shard's values by `VALUE_KEY`."""
 
 
 VALUE_KEY = ""
@@ -64,14 +64,14 @@ class ReplicaGroup:
     group: dist.ProcessGroup | None = None
 
     def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
-        """Begin to copy the owner's tensor to all."""
+        """Begin to broadcast the owner's tensor in place."""
         if self.group is None or self.size == 1:
             return None
         source = dist.get_global_rank(self.group, owner)
         return dist.broadcast(tensor, src=source, group=self.group, async_op=True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object, on every rank."""
+        """Return the objects of all ranks, on every rank."""
         if self.group is None or self.size == 1:
             return [value]
         everyone: list[Any] = [None] * self.size
@@ -80,20 +80,20 @@ class ReplicaGroup:
 
 
 class PartitionedUpdate:
-    """The optimizer on pieces of the parameters, of which each belongs to one replica.
+    """The optimizer on pieces of the parameters, each of which one replica updates.
 
-    The parameters, one after the other, are cut into as many stretches of equal length as there
-    are replicas, wherever the cuts fall; an optimizer that needs whole tensors gets whole ones.
-    In fp32 a piece is a view of the parameter and its gradient a view of the gradient, so nothing
-    is held twice. Pieces that need a copy (fp32 of bf16, state on the host or on disk) are
-    updated a chunk at a time, so that their fp32 gradients exist for one chunk only.
+    All parameters, one after the other, are cut into equal shares, one for each replica; an
+    optimizer that needs whole tensors gets whole ones. In fp32 a piece is a view of the parameter
+    and its gradient a view of the gradient, so nothing is copied. Pieces that need a copy (fp32 of
+    bf16, state on the host or on disk) are updated a chunk at a time, so their fp32 gradients exist
+    for one chunk only.
 
     Args:
-        parameters: those that are trained, by their plain names.
+        parameters: the trained ones, by their plain names.
         make_optimizer: called once, on this rank's pieces.
-        replicas: who shares the parameters; None is this rank alone.
-        home: where the state lives; None is where the parameters are.
-        low: names of fp32 parameters that become bf16; the pieces keep their fp32 values.
+        replicas: the ranks that share the update; None for this rank alone.
+        state_store: where the state is between the steps; None for the parameters' device.
+        low_names: names of fp32 parameters that become bf16; the pieces have their fp32 values.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PartitionedUpdate:
         self._parameters = parameters
         self._replicas, self._state_store = replicas or ReplicaGroup(), state_store or StateStore()
         self._low = frozenset(low_names)
-        for parameter in parameters.values():  # a stretch of one with gaps is no view of it
+        for parameter in parameters.values():  # a slice of a tensor with gaps is not a view
             if not is_dense(local_tensor(parameter)):
                 parameter.data = parameter.data.contiguous()
         whole = WholeOptimizer.of(make_optimizer, parameters)
@@ -140,7 +140,7 @@ class PartitionedUpdate:
         for name, cuts in own_slices.items():
             self._make_slices(name, cuts)
         self._chunks = _chunks(list(self._owned.values()), chunk_size)
-        # A rank without a piece (fewer elements than ranks) still has groups to set rates on.
+        # A rank without a piece (fewer elements than ranks) still has groups with rates.
         shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
         for cut, piece in self._owned.items():
             shards[cut.name].append(piece.shard)
@@ -153,7 +153,7 @@ class PartitionedUpdate:
         return sum((c.stop - c.start) * self._parameters[c.name].element_size() for c in cuts)
 
     def _make_slices(self, name: str, cuts: Sequence[Slice]) -> None:
-        """Make the pieces of a parameter; the fp32 values first, then what is computed with."""
+        """Make the pieces of a parameter from its fp32 values, then convert it to bf16."""
         copied = self._copies(name)
         for cut in cuts:
             value = self._target(cut)
@@ -167,9 +167,9 @@ class PartitionedUpdate:
             parameter.data = parameter.data.to(torch.bfloat16)
 
     def _target(self, cut: Slice) -> Tensor:
-        """The parameter's elements, as a view."""
-        held = local_tensor(self._parameters[cut.name]).detach()
-        return held if self._whole_shape else flat_view(held)[cut.start : cut.stop]
+        """Return the slice of the parameter, as a view."""
+        local = local_tensor(self._parameters[cut.name]).detach()
+        return local if self._whole_shape else flat_view(local)[cut.start : cut.stop]
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -195,11 +195,9 @@ class PartitionedUpdate:
     def _with_gradients(
         self,
     ) -> Iterator[tuple[list[OwnedSlice], list[Callable[[], Tensor] | None]]]:
-        """Each chunk with its gradients; those of the next one are on their way meanwhile."""
-        if (
-            not self._state_store.updates_elsewhere
-        ):  # nothing is under way: converted when their turn comes
-            for chunk in self._chunks:
+        """Yield each chunk with its gradients; those of the next one are copied meanwhile."""
+        if not self._state_store.updates_elsewhere:
+            for chunk in self._chunks:  # nothing is copied ahead: gradients are converted when used
                 yield chunk, [self._gradient(piece) for piece in chunk]
             return
         next_gradients = (
@@ -212,7 +210,7 @@ class PartitionedUpdate:
             yield chunk, gradients
 
     def _gradient(self, piece: OwnedSlice) -> Callable[[], Tensor] | None:
-        """The piece's share of the gradient: a view where it need not be converted or moved."""
+        """Return a function that gives the piece's gradient: a view, or converted or moved."""
         parameter = self._parameters[piece.slice.name]
         if parameter.grad is None:
             return None
@@ -224,16 +222,16 @@ class PartitionedUpdate:
         return self._state_store.begin_copy(gradient, piece.shard)
 
     def _load_slice(self, piece: OwnedSlice) -> None:
-        """Bring what is put away of a piece back into memory."""
+        """Load the offloaded tensors of a piece into memory."""
         slots = self.optimizer.state[piece.shard] if piece.stored.keys() - {VALUE_KEY} else {}
-        for key, kept in piece.stored.items():
+        for key, stored in piece.stored.items():
             if key == VALUE_KEY:
-                piece.shard.data = self._state_store.load(kept)
+                piece.shard.data = self._state_store.load(stored)
             else:
-                slots[key] = self._state_store.load(kept)
+                slots[key] = self._state_store.load(stored)
 
     def _store_slice(self, piece: OwnedSlice) -> None:
-        """Put a piece away after its update."""
+        """Offload a piece after its update."""
         slots = self.optimizer.state[piece.shard]
         for key in slots:
             self._store_slot(piece, slots, key)
@@ -242,7 +240,7 @@ class PartitionedUpdate:
 
     def _store_slot(self, piece: OwnedSlice, slots: dict[Any, Any], key: str) -> None:
         value = slots[key]
-        if isinstance(value, Tensor) and value.numel() > 1:  # step counts are read all the time
+        if isinstance(value, Tensor) and value.numel() > 1:  # step counts stay in memory
             stored = self._state_store.store(value, piece.stored.get(key))
             if stored is not None:
                 slots[key] = piece.stored[key] = stored
@@ -254,7 +252,7 @@ class PartitionedUpdate:
             piece.shard.data = value.new_empty(0)
 
     def _broadcast_slices(self) -> None:
-        """Let every replica have every piece: broadcasts in place, no second copy."""
+        """Broadcast every piece from its owner, in place and without a copy."""
         broadcasts = []
         for cut in merge_slices(self._slices):
             own_values = flat_view(local_tensor(self._parameters[cut.name]).detach())
@@ -274,9 +272,9 @@ class PartitionedUpdate:
         for name in self._parameters:
             pieces = self._owned_of(name)
             for key in sorted({k for p in pieces for k in self.optimizer.state.get(p.shard, {})}):
-                found = self._slot(name, key, pieces)
-                if found is not None:
-                    tensors[f"{name}.{key}"] = found
+                slot = self._slot(name, key, pieces)
+                if slot is not None:
+                    tensors[f"{name}.{key}"] = slot
         return tensors
 
     def _owned_of(self, name: str) -> list[OwnedSlice]:
@@ -305,22 +303,22 @@ class PartitionedUpdate:
         dtype: torch.dtype,
         value_of: Callable[[OwnedSlice], Tensor | StoredTensor],
     ) -> StateTensor:
-        """What the pieces of a parameter have, each a number for each of its elements."""
+        """Return the elementwise values of a parameter's pieces as one tensor of the state."""
         parameter = self._parameters[name]
 
         def values() -> Tensor:
-            found = [torch.empty(0, dtype=dtype)] if not pieces else []
+            parts = [torch.empty(0, dtype=dtype)] if not pieces else []
             for piece in pieces:
                 value = self._read(value_of(piece)).detach()
-                # A whole one goes in row-major order, however it lies in memory.
+                # A whole tensor is saved in row-major order, whatever its order in memory.
                 flat = value.reshape(-1) if self._whole_shape else flat_view(value)
-                found.append(flat.to(dtype))
-            return found[0] if len(found) == 1 else torch.cat(found)
+                parts.append(flat.to(dtype))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return StateTensor(dtype, tuple(parameter.shape), self._extents(name, pieces), values)
 
     def _extents(self, name: str, pieces: Iterable[OwnedSlice]) -> tuple[Extent, ...]:
-        """Which elements of the parameter these pieces are."""
+        """Return the elements of the parameter that are in these pieces."""
         parameter = self._parameters[name]
         if self._whole_shape:
             return extents_of(parameter)
@@ -363,7 +361,7 @@ class PartitionedUpdate:
                     piece.shard.data.copy_(part)
 
     def _part(self, piece: OwnedSlice, saved: SavedTensor) -> Tensor:
-        """A piece's own copy of its elements, in the shape of its shard."""
+        """Read a piece's elements of a saved tensor, in the shape of its shard."""
         part = saved.read(self._extents(piece.slice.name, [piece])).to(piece.shard.device)
         if not self._whole_shape:
             return part

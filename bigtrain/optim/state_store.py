@@ -1,4 +1,4 @@
-"""Where optimizer state and fp32 copies live between the steps: in place, on disk, on the host.
+"""Stores for optimizer state and fp32 copies between the steps: the device, a disk, the host.
 
 On disk a chunk of the state is read into memory, updated and written back (Ren et al. 2021,
 arXiv 2101.06840, and Rajbhandari et al. 2021, arXiv 2104.07857, sections 5 and 6, do the same at
@@ -29,12 +29,12 @@ from bigtrain.units import format_bytes
 T = TypeVar("T")
 
 _ALIGN = 64
-"""Tensors that share a buffer begin at multiples of so many bytes: vector kernels want that."""
+"""The alignment in bytes of tensors that share a buffer, for vector kernels."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is put away between the steps: it stands in the optimizer's state for it."""
+    """A placeholder in the optimizer's state for a tensor that is offloaded between the steps."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -42,7 +42,7 @@ class StoredTensor:
     offset: int
     """The file's offset in bytes."""
     device: torch.device
-    """Where it is used: a parameter may be on the host in a run on a GPU."""
+    """The device on which it is used: in a run on a GPU a parameter may be on the host."""
 
     @property
     def nbytes(self) -> int:
@@ -51,65 +51,65 @@ class StoredTensor:
 
 
 class StateStore:
-    """Where fp32 copies and optimizer state live between the steps: on the parameters' device."""
+    """Leaves fp32 copies and optimizer state on the parameters' device; others are subclasses."""
 
     updates_elsewhere = False
-    """Whether the optimizer updates copies that are on another device than the parameters."""
+    """Whether the optimizer updates copies on another device than that of the parameters."""
     chunked = False
-    """Whether to update a chunk at a time, so that little of the state is in memory at once."""
+    """Whether a chunk is updated at a time, so that little of the state is in memory at once."""
 
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
-        """Make sure of the room, before anything is moved. Collective.
+        """Check that there is enough space, before anything is moved. Collective.
 
         Args:
-            updated_bytes: bytes of the pieces that this rank updates.
-            copied: bytes of each of which a copy is kept beside the parameters.
-            make_optimizer: tells how much state there is for each of these bytes.
+            updated_bytes: of all pieces that this rank updates.
+            copied: bytes of each piece that is a copy of its parameter.
+            make_optimizer: its optimizer's state for each of these bytes is measured.
 
         Raises:
-            ConfigError: it does not fit; the same message on every rank.
+            ConfigError: there is not enough; the same message on every rank.
         """
 
     def place(self, value: Tensor) -> Tensor:
-        """Bring a new copy to the device where it is updated."""
+        """Move a new copy to the device where it is updated."""
         return value
 
     def store(self, tensor: Tensor, before: StoredTensor | None) -> StoredTensor | None:
-        """Put the values of a tensor away, over those of `before`; None: it stays in memory."""
+        """Store a tensor in the place of `before`; return None if it stays in memory."""
         del tensor, before
         return None
 
     def prepare_chunk(self, upcoming: Iterable[StoredTensor]) -> None:
-        """Make room for the tensors of a chunk, which are fetched next."""
+        """Prepare to load the tensors of a chunk."""
 
     def load(self, stored: StoredTensor) -> Tensor:
-        """The tensor, in memory again; within a step until the next `expect` or `rest`."""
+        """Load a tensor. Within a step it is valid until `prepare_chunk` or `finish_step`."""
         raise NotImplementedError
 
     def begin_copy(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to move a gradient to where `like` is; calling the result waits for it."""
+        """Begin to move a gradient to the device of `like`; calling the result waits for it."""
         return lambda: gradient.to(like)
 
     def copy_back(self, target: Tensor, value: Tensor) -> None:
-        """Copy updated values into the parameter; they are in it after `rest`."""
+        """Copy updated values to the parameter; the copy is complete after `finish_step`."""
         target.copy_(value)
 
     def finish_step(self) -> None:
-        """The step is over: whoever reads the parameters from now on finds the new values."""
+        """End the step: the parameters have their new values when this returns."""
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close files."""
 
 
 class DiskStateStore(StateStore):
-    """State and fp32 copies in a file of this rank, which has no name and vanishes with it.
+    """State and fp32 copies in an unlinked file of this rank, which the system deletes with it.
 
     Args:
         context: the ranks that may share a disk.
-        folder: where the file is made.
-        copies: between the device and the host; left out, those of the device.
+        folder: of the file.
+        copies: between the device and the host; left out, the default for the device.
     """
 
     chunked = True
@@ -119,14 +119,14 @@ class DiskStateStore(StateStore):
         self._end = 0
         self._buffer: Tensor | None = None
         self._buffer_used = 0
-        self._file = ScratchFile(folder, "The optimizer's state lives there")
+        self._file = ScratchFile(folder, "The optimizer's state is stored there")
         copies = copies or HostCopies(context.device)
         self._bounced = BouncedFile(self._file, copies) if copies.is_asynchronous else None
 
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
-        """See `StateStore.ensure_space`. The blocks are taken at once."""
+        """See `StateStore.ensure_space`. All blocks of the file are allocated here."""
         needed = sum(copied) + round(updated_bytes * state_bytes_per_parameter_byte(make_optimizer))
         where, free = str(os.fstat(self._file.fd).st_dev), free_disk_bytes(self._folder)
         shortage = find_shortage(_gather_requests(self._context, where, needed, free))
@@ -163,7 +163,7 @@ class DiskStateStore(StateStore):
         return StoredTensor(value.dtype, value.shape, tuple(stride), offset, value.device)
 
     def prepare_chunk(self, upcoming: Iterable[StoredTensor]) -> None:
-        """See `StateStore.prepare_chunk`. One buffer serves all chunks of a step."""
+        """See `StateStore.prepare_chunk`. All chunks of a step share one buffer."""
         stored = list(upcoming)
         total_bytes = sum(_aligned(tensor.nbytes) for tensor in stored)
         on_host = [tensor for tensor in stored if self._bounced_for(tensor.device) is None]
@@ -172,7 +172,7 @@ class DiskStateStore(StateStore):
         if self._buffer is None or len(self._buffer) < host_bytes:
             self._buffer = None
             self._buffer = torch.empty(host_bytes, dtype=torch.uint8)
-        if stored:  # chunks lie in the file in their order: the next one is read meanwhile
+        if stored:  # chunks are in the file in their order: let the system read ahead
             ends = max(tensor.offset + tensor.nbytes for tensor in stored)
             with suppress(OSError):
                 os.posix_fadvise(self._file.fd, ends, total_bytes, os.POSIX_FADV_WILLNEED)
@@ -193,7 +193,7 @@ class DiskStateStore(StateStore):
         return elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
 
     def _bounced_for(self, device: torch.device) -> BouncedFile | None:
-        """The way to the file of what is on the accelerator; None for what is on the host."""
+        """Return the file's bounce buffer for tensors on the accelerator; None for the host."""
         return self._bounced if device.type == self._context.device.type else None
 
     def finish_step(self) -> None:
@@ -201,21 +201,21 @@ class DiskStateStore(StateStore):
         self._buffer, self._buffer_used = None, 0
 
     def close(self) -> None:
-        """See `StateStore.close`. The file's blocks are free again."""
+        """See `StateStore.close`. The file's blocks are freed."""
         self.finish_step()
         self._file.close()
 
 
 class HostStateStore(StateStore):
-    """Values and state in the host's memory: gradients come over, updated values go back.
+    """Values and state in the host's memory: gradients are copied there, updated values back.
 
-    While the host updates a chunk, the next one's gradients are on their way and the last one's
-    values go back. The host touches a value only after waiting for its new gradient, which is
-    copied behind everything the step before has given back: so no copy is overtaken.
+    While the host updates a chunk, the gradients of the next one and the values of the last one are
+    copied. The host writes a value only after waiting for its new gradient. That copy comes after
+    all copies of the step before in the same stream, so no value is overwritten before it is read.
 
     Args:
         context: the ranks that share the host's memory.
-        copies: makes them; left out, those of the device.
+        copies: between the device and the host; left out, the default for the device.
     """
 
     updates_elsewhere = True
@@ -246,7 +246,7 @@ class HostStateStore(StateStore):
         staging = self._copies.host_buffer(like)
         self._copies.copy(staging, gradient)
         wait = self._copies.host_wait()
-        # A stream that reads it does not keep the allocator from handing it out again.
+        # Keep the gradient alive: the allocator does not know that the copy stream reads it.
         read = [gradient] if self._copies.is_asynchronous else []
 
         def wait_and_get() -> Tensor:
@@ -266,7 +266,7 @@ class HostStateStore(StateStore):
 
 
 def disk_shortage_message(folder: str, needed: int, free: int, ranks: int) -> str:
-    """Why the state does not fit on a disk, with the numbers and the fix."""
+    """Return the message that the state does not fit on a disk."""
     return (
         f"strategy.offload.path={folder} has {format_bytes(free)} free ({free} bytes), and the "
         f"optimizer's state of {_ranks(ranks)} there takes {format_bytes(needed)} ({needed} "
@@ -275,7 +275,7 @@ def disk_shortage_message(folder: str, needed: int, free: int, ranks: int) -> st
 
 
 def host_shortage_message(needed: int, free: int, ranks: int) -> str:
-    """Why the state does not fit into the host's memory, with the numbers and the fix."""
+    """Return the message that the state does not fit into the host's memory."""
     return (
         f"strategy.offload.optimizer=cpu: the host has {format_bytes(free)} of memory free ({free} "
         f"bytes), and the values and state of {_ranks(ranks)} there take {format_bytes(needed)} "

@@ -1,10 +1,10 @@
-"""What an optimizer's step needs beside what it is given, on whatever tensors an engine hands it.
+"""The temporary memory of an optimizer's step, on the tensors that an engine gives it.
 
 An engine may give the optimizer flat pieces of all parameters in place of the parameters. A step
-that goes through them one by one then has a copy of all where one process has a copy of the
-largest; one that works on all at once needs as much as before. Which of them an optimizer does
-depends on its class, its options and the kind of device. So its own step is run, on fake tensors
-of these shapes.
+that updates tensors one by one then makes a copy of a whole piece, where one process copies only
+the largest parameter; a step on all tensors at once needs as much as before. Which of the two an
+optimizer does depends on its class, its options and the device. So its own step is run, on fake
+tensors of these shapes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from bigtrain.tensors.fake_mode import FakeMode
 from bigtrain.tensors.norms import local_norm
 
 Shapes = Sequence[tuple[int, ...]]
-"""Of the tensors of one parameter group."""
+"""The shapes of the tensors of one parameter group."""
 
 
 _LATE = 1000.0
-"""What optimizers are told where they read a number: a step count, most of all. Some (RAdam) begin
-with steps that need less than later ones; and by products that are 1 at first they would divide."""
+"""The number that optimizers get when they read one from a tensor, most often a step count. It is
+large, because the first steps of some (RAdam) need less memory than later ones, and because
+products of betas that start at 1 would lead to a division by zero."""
 
 
 class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers where an optimizer reads a number from a tensor: fake ones have none.
+    """Gives a number where an optimizer reads one from a tensor: fake tensors have no values.
 
     Args:
-        optimizer: whose step it is. What ASGD weighs its average with is known: it has none before
-            its step `t0`, and needs less until then.
+        optimizer: whose step it is. The weight of ASGD's average is computed, because before step
+            `t0` it has no average and needs less memory.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,12 +69,12 @@ class _ScalarNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu") -> MakeOptimizer:
-    """Make the optimizer such that its step runs on fake tensors, as it runs on real ones.
+    """Return a factory of optimizers whose step runs on fake tensors as it does on real ones.
 
     Args:
         make_optimizer: the user's.
-        device_type: of the run. On an accelerator torch's optimizers work on all plain parameters
-            at once unless they are told otherwise, and do not know fake tensors for such.
+        device_type: of the run. On an accelerator torch's optimizers by default update all plain
+            parameters at once, and do not count fake tensors as plain.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -92,7 +93,7 @@ def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu")
 
 @contextmanager
 def _default_kernels(device_type: str) -> Iterator[None]:
-    """Let torch's optimizers choose among their kernels as they do on a kind of device."""
+    """Let torch's optimizers choose their kernels as on a kind of device."""
     known = _get_foreach_kernels_supported_devices()
     if device_type not in known:
         yield
@@ -108,14 +109,13 @@ def _default_kernels(device_type: str) -> Iterator[None]:
 
 
 class StepMemory:
-    """The optimizer's step on other tensors than the parameters of the model.
+    """The memory of the optimizer's step on tensors other than the model's parameters.
 
     Args:
         make_optimizer: the user's.
         device: of the fake tensors.
         device_type: of the run.
-        options: the keys of each parameter group, without its parameters, as the user's function
-            makes them of the whole parameters.
+        options: of each parameter group, without its parameters, as the user's function sets them.
         kind: the name of the optimizer's class.
     """
 
@@ -130,45 +130,45 @@ class StepMemory:
         self.kind = kind
         self._make = fake_safe_optimizer(make_optimizer, device_type)
         self._device, self._device_type = device, device_type
-        self._options = [dict(one) for one in options]
+        self._options = [dict(group) for group in options]
         self._known: dict[Any, Timeline | None] = {}
 
     def highest(self, pieces: Sequence[tuple[int, int]]) -> Timeline | None:
-        """Of flat fp32 pieces, each of which is updated by itself, the step that needs most.
+        """Return the step with the highest peak, of flat fp32 pieces that are updated one by one.
 
         Args:
-            pieces: of each its elements, and the number of its parameter group.
+            pieces: (elements, number of the parameter group) of each.
         """
         largest: dict[int, int] = {}
         for elements, group in pieces:
             largest[group] = max(elements, largest.get(group, 0))
         groups = max(largest, default=-1) + 1
-        found = []
+        timelines = []
         for group, elements in largest.items():
             shapes: list[list[tuple[int, ...]]] = [[] for _ in range(groups)]
             shapes[group] = [(elements,)]
-            found.append(self.timeline(shapes))
-        known = [one for one in found if one is not None]
-        if not known or len(known) < len(found):
+            timelines.append(self.timeline(shapes))
+        known = [timeline for timeline in timelines if timeline is not None]
+        if not known or len(known) < len(timelines):
             return None
-        return max(known, key=lambda one: one.peak().bytes)
+        return max(known, key=lambda timeline: timeline.peak().bytes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StepMemory:
-        """Nothing of it changes but what is known."""
+        """Return the same object: only its cache ever changes."""
         return self
 
     def timeline(
         self, groups: Sequence[Shapes], dtype: torch.dtype = torch.float32, *, normed: bool = True
     ) -> Timeline | None:
-        """What a step makes and lets go, beside parameters, gradients and state that are there.
+        """Return the temporary memory of a step, without parameters, gradients and state.
 
         Args:
-            groups: of each parameter group the shapes that the optimizer is given.
-            dtype: of what is updated and of its gradients.
-            normed: whether the norm of the gradients is taken before.
+            groups: for each parameter group the shapes of its tensors.
+            dtype: of the tensors and of their gradients.
+            normed: whether the norm of the gradients is computed before the step.
 
         Returns:
-            One phase, `step`; None where the optimizer does not run on such tensors.
+            A timeline with one phase, `step`; None if the optimizer fails for such tensors.
         """
         key = tuple(tuple(tuple(shape) for shape in group) for group in groups), dtype, normed
         if key not in self._known:
@@ -194,7 +194,7 @@ class StepMemory:
             everything = list(chain.from_iterable(pieces))
             tracker.enter_phase("step")
             begin = tracker.clock
-            for _ in range(2):  # in the first one the state is made
+            for _ in range(2):  # the first step creates the state
                 for piece in everything:
                     piece.grad = torch.empty_like(piece)
                 begin = tracker.mark()
@@ -212,16 +212,16 @@ class StepMemory:
         return Timeline(spans, ((0, "step"),))
 
     def _optimizer(self, pieces: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """The user's, with the groups' own options on these pieces."""
+        """Return the user's optimizer of these pieces, with the options of the groups."""
         optimizer = self._make(list(chain.from_iterable(pieces)))
         if len(self._options) == len(pieces):
             optimizer.param_groups[:] = [
-                {**options, "params": list(own)}
-                for options, own in zip(self._options, pieces, strict=True)
+                {**options, "params": list(members)}
+                for options, members in zip(self._options, pieces, strict=True)
             ]
         return optimizer
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The keys of each parameter group, without its parameters."""
+    """Return the options of each parameter group, without its parameters."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""How an optimizer is put to the parameters, and how its whole state is read and written."""
+"""The optimizer of one rank: its step on the parameters, and saving and loading its state."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from bigtrain.tensors.shards import (
 
 
 class Update(Protocol):
-    """The optimizer of one rank, and the way from and to its whole state."""
+    """The optimizer of one rank, and access to its part of the whole state."""
 
     optimizer: torch.optim.Optimizer
-    """Whose learning rates are set."""
+    """The optimizer whose learning rates are set."""
 
     def step(self) -> None:
         """Update the parameters by their gradients."""
 
     def resident_tensors(self) -> Iterable[Tensor]:
-        """The tensors of the state that this rank holds in memory, fp32 copies included."""
+        """Return the tensors of the state in this rank's memory, fp32 copies included."""
 
     def state(self) -> dict[str, StateTensor]:
-        """What this rank holds of the state, as `NAME.KEY`."""
+        """Return this rank's elements of the state, by `NAME.KEY`."""
 
     def masters(self) -> dict[str, StateTensor]:
-        """The fp32 values of the parameters that are computed with in less, or in shards."""
+        """Return this rank's fp32 values of parameters that the module has in bf16 or in shards."""
 
     def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
-        """Take over what this rank holds of one tensor of the state."""
+        """Load this rank's elements of one tensor of the state."""
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
-        """Take over what this rank holds of a parameter's fp32 values, where a copy is kept."""
+        """Load this rank's elements of a parameter's fp32 copy, if it has one."""
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Close files and threads."""
 
 
 class WholeUpdate:
-    """The optimizer on the parameters themselves, sharded (as DTensors) or not."""
+    """The optimizer on the parameters themselves, plain tensors or DTensors."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
@@ -58,17 +58,17 @@ class WholeUpdate:
         whole = WholeOptimizer.of(make_optimizer, parameters)
         self._stand_ins = _stand_ins(parameters)
         self._parameters = {**parameters, **self._stand_ins}
-        self._beside = {name: parameters[name] for name in self._stand_ins}
+        self._replaced = {name: parameters[name] for name in self._stand_ins}
         self.optimizer = whole.put_on({name: [p] for name, p in self._parameters.items()})
 
     def step(self) -> None:
         """See `Update.step`."""
-        for name, parameter in self._beside.items():
-            gradient, own = parameter.grad, self._stand_ins[name]
-            own.grad = None if gradient is None else as_dtensor_like(gradient, own)
+        for name, parameter in self._replaced.items():
+            gradient, stand_in = parameter.grad, self._stand_ins[name]
+            stand_in.grad = None if gradient is None else as_dtensor_like(gradient, stand_in)
         self.optimizer.step()
-        for own in self._stand_ins.values():
-            own.grad = None
+        for stand_in in self._stand_ins.values():
+            stand_in.grad = None
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """See `Update.resident_tensors`."""
@@ -91,8 +91,8 @@ class WholeUpdate:
         """See `Update.load_state`."""
         parameter = self._parameters[name]
         if is_elementwise(key, saved, parameter.shape):
-            # In the parameter's own order in memory, which kernels go through side by side, and in
-            # its type, but for optimizers that bring their state to the type they want.
+            # In the memory order of the parameter, as kernels require, and in its dtype, except for
+            # optimizers that convert their state themselves.
             own_values = local_tensor(parameter).detach()
             keeps_dtype = hasattr(self.optimizer, "state_keys") or not saved.dtype.is_floating_point
             loaded = torch.empty_like(
@@ -101,7 +101,7 @@ class WholeUpdate:
             loaded.copy_(read_like(saved, parameter))
             self.optimizer.state[parameter][key] = as_dtensor_like(loaded, parameter)
             return
-        # A step count is on the host, but for the kernels that read it on the device.
+        # A step count is on the host, unless kernels read it on the device.
         device = local_tensor(parameter).device if steps_on_device(self.optimizer) else "cpu"
         self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
@@ -113,9 +113,9 @@ class WholeUpdate:
 
 
 def _stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What is whole beside shards, as DTensors on the same memory.
+    """Return DTensors on the memory of plain parameters, if others are DTensors.
 
-    torch's kernels for many tensors take no DTensors and plain tensors in one call.
+    torch's kernels for many tensors do not take DTensors and plain tensors in one call.
     """
     shard = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
     if shard is None:
@@ -130,29 +130,29 @@ def _stand_ins(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter
 
 
 _ONCE = ("step", "mu_product", "eta", "mu")
-"""What torch's optimizers keep once for a parameter, as a number."""
+"""Slots of torch's optimizers that have one number for a parameter."""
 
 
 def is_elementwise(key: str, value: Tensor | SavedTensor, shape: tuple[int, ...]) -> bool:
-    """Whether a slot of the state has a number for each element of a parameter of this shape.
+    """Whether a slot of the state has an element for each element of a parameter of this shape.
 
-    The shapes alone do not tell for a parameter that is one number without dimensions.
+    For a 0-dim parameter the shapes do not tell, so the name of the slot decides.
     """
     return tuple(value.shape) == tuple(shape) and (len(shape) > 0 or key not in _ONCE)
 
 
 def bytes_per_parameter_byte(make_optimizer: MakeOptimizer) -> float:
-    """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
+    """Return the bytes of parameter, gradient and state for each byte of an fp32 parameter."""
     return 2.0 + sum(state_bytes_by_slot(make_optimizer, side=64).values()) / 4
 
 
 def state_bytes_per_parameter_byte(make_optimizer: MakeOptimizer) -> float:
-    """Bytes of state for each byte of an fp32 parameter, found out by one step on a few numbers."""
+    """Return the bytes of state for each byte of an fp32 parameter, found by a trial step."""
     return sum(state_bytes_by_slot(make_optimizer).values()) / 4
 
 
 def state_bytes_by_slot(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, float]:
-    """Bytes of each slot of the state for each number of an fp32 matrix; step counts left out."""
+    """Return the bytes of each slot for each element of an fp32 matrix, without step counts."""
     parameter = nn.Parameter(torch.zeros(side, side))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make_optimizer([parameter])
@@ -166,11 +166,11 @@ def state_bytes_by_slot(make_optimizer: MakeOptimizer, side: int = 32) -> dict[s
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """The tensors of an optimizer's state."""
+    """Yield the tensors of an optimizer's state."""
     for slots in optimizer.state.values():
         yield from (value for value in slots.values() if isinstance(value, Tensor))
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step counts live on the device: the kernels that read them there."""
+    """Whether step counts are on the device, as fused and capturable kernels read them there."""
     return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))

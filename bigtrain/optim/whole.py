@@ -1,9 +1,8 @@
-"""The user's optimizer, made once of whole parameters, and then put on what a rank updates.
+"""The user's optimizer, made once of whole parameters and then applied to this rank's tensors.
 
-Groups are made by what parameters are: their dims, shapes, names, or which ones they are. What an
-engine updates is something else (a DTensor, flat pieces, the parameters of one stage), so the
-factory is called while the model is still the user's own, and the pieces take the places of the
-parameters in the groups.
+A user's function makes groups by the dims, shapes, names or identity of parameters. Engines update
+other tensors: DTensors, flat pieces, the parameters of one stage. So the function is called while
+the model is unchanged, and the pieces then replace the parameters in the groups.
 """
 
 from __future__ import annotations
@@ -22,52 +21,52 @@ from bigtrain.errors import ConfigError
 from bigtrain.optim.kinds import OptimizerKind, initial_state, kind_of, same_on_shards
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Sharding and cutting change the parameters, so the optimizer is given as what makes it."""
+"""Makes an optimizer. Sharding and cutting replace the parameters, so a function is passed."""
 _SHOWN = 3
 
 
 class WholeOptimizer:
     """A factory that is called once, on the whole parameters of a model.
 
-    It holds on to none of them: the model is sharded later, and the whole ones have to go.
+    It keeps no reference to them: the model is sharded later, and the whole ones must be freed.
 
     Args:
-        make: the user's; called with a list of the trained parameters.
-        model: whole, as the user wrote it, on any device, the meta device too.
+        make: the user's function; called with a list of the trained parameters.
+        model: whole and unchanged, on any device, the meta device included.
     """
 
     def __init__(self, make: MakeOptimizer, model: nn.Module) -> None:
         self._make, self._model = make, model
-        self._lent: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._for_forecasts: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @classmethod
     def of(cls, make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> WholeOptimizer:
-        """What makes an optimizer, for these parameters; as it is where it is one of a model."""
+        """Return the factory for these parameters; `make` itself if it is a WholeOptimizer."""
         if isinstance(make, WholeOptimizer):
             return make
-        given = cls(make, nn.Module())
-        given.__dict__["_made"] = _Made(make, list(named.items()))
-        return given
+        factory = cls(make, nn.Module())
+        factory.__dict__["_made"] = _Made(make, list(named.items()))
+        return factory
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer of other parameters, for a forecast: the factory, as it is; see `retire`."""
+        """Make an optimizer of other parameters, for a forecast; see `retire`."""
         optimizer = self._make(parameters)
-        self._lent.add(optimizer)
+        self._for_forecasts.add(optimizer)
         return optimizer
 
     def own(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer that is used for longer, such as that of a plain loop beside the run."""
+        """Make an optimizer that `retire` leaves alone, such as that of a plain loop."""
         return self._make(parameters)
 
     def retire(self) -> None:
-        """Let those optimizers that were made for forecasts refuse to be used any more.
+        """Make the optimizers that were made for forecasts unusable.
 
-        A function that keeps what it makes has kept the last of them, and a scheduler put on that
-        would move nothing.
+        A user's function may keep a reference to the last optimizer that it made. A scheduler on
+        that one would change nothing, so it has to fail.
         """
-        for optimizer in list(self._lent):
+        for optimizer in list(self._for_forecasts):
             optimizer.param_groups = _Retired()  # type: ignore[assignment]
-        self._lent.clear()
+        self._for_forecasts.clear()
 
     @cached_property
     def _made(self) -> _Made:
@@ -78,17 +77,17 @@ class WholeOptimizer:
 
     @property
     def kind(self) -> OptimizerKind:
-        """What the optimizer needs at a time: elements, whole parameters, or all of them."""
+        """The properties of the optimizer's step."""
         return self._made.kind
 
     @property
     def keeps(self) -> str | None:
-        """The attribute in which it keeps tensors of the parameters beside its state, if any."""
+        """The attribute, other than its state, in which the optimizer has tensors; or None."""
         return self._made.keeps
 
     @property
     def kind_name(self) -> str:
-        """The class of the optimizer."""
+        """The name of the optimizer's class."""
         return self._made.kind_name
 
     @property
@@ -98,14 +97,14 @@ class WholeOptimizer:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The options of each group, such as `lr`, by their names."""
+        """The options of each group, such as `lr`, by name."""
         return self._made.settings
 
     def same_on_shards(self, mesh: DeviceMesh) -> bool:
-        """Whether it does to DTensors what it does to whole parameters. Collective.
+        """Whether it updates DTensors as it updates whole parameters. Collective.
 
         Args:
-            mesh: of the ranks that hold the shards, the shards along its last axis.
+            mesh: of the ranks; parameters are sharded over its last axis.
         """
         return self._made.same_on_shards(mesh)
 
@@ -115,34 +114,34 @@ class WholeOptimizer:
         return self._made.begins_with_state
 
     def left_out(self, names: Iterable[str]) -> list[str]:
-        """Those of these parameters that are in no group."""
+        """Return the names that are in no group."""
         taken = {name for group in self.groups for name in group}
         return [name for name in names if name not in taken]
 
     def put_on(self, pieces: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
-        """Let the pieces of each parameter take its place in the groups.
+        """Replace each parameter in the groups by its pieces; return the optimizer.
 
         Args:
-            pieces: what this rank updates of each parameter, by plain names; nothing of those
-                that are another rank's.
+            pieces: by plain name the tensors that this rank updates of a parameter; other ranks'
+                parameters are left out.
 
         Raises:
-            ConfigError: it keeps tensors of its own, made of whole parameters, and gets others.
+            ConfigError: the optimizer has tensors made of whole parameters, and gets parts.
         """
         return self._made.put_on(pieces)
 
     def begin_state(self) -> None:
-        """Let the optimizer begin its state anew where an engine has exchanged the pieces."""
+        """Create the initial state again, after an engine has replaced the pieces."""
         self._made.begin_state()
 
 
 class _Retired:
-    """The groups of an optimizer that no run uses."""
+    """The groups of an optimizer that was made for a forecast: every use raises."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ConfigError(
             "optimizer: this one was made for a forecast, and updates nothing. The optimizer of "
-            "the run is engine.optimizer: put the scheduler on that, or give "
+            "the run is engine.optimizer: make the scheduler of that, or give "
             f"{LEARNING_RATE_FIX}."
         )
 
@@ -156,14 +155,14 @@ LEARNING_RATE_FIX = (
 
 
 def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Leave out groups without parameters, for engines that take none; see `group_places`."""
+    """Remove groups without parameters, for engines that refuse them; see `group_places`."""
     kept = [place for place, group in enumerate(optimizer.param_groups) if group["params"]]
     optimizer.param_groups[:] = [optimizer.param_groups[place] for place in kept]
     optimizer.__dict__[_PLACES] = kept
 
 
 def group_places(optimizer: torch.optim.Optimizer) -> Sequence[int]:
-    """Which of the user's groups each group of an optimizer is."""
+    """Return for each group of an optimizer its index among the user's groups."""
     places: Sequence[int] = vars(optimizer).get(_PLACES, range(len(optimizer.param_groups)))
     return places
 
@@ -172,41 +171,41 @@ _PLACES = "_bigtrain_group_places"
 
 
 def _check_made(optimizer: Any) -> None:
-    """Refuse what is no optimizer, and one on which a scheduler was made, that would be lost."""
+    """Refuse an object that is not an optimizer, and one that already has a scheduler."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise ConfigError(
-            f"optimizer: it made a {type(optimizer).__name__}, and an optimizer is needed. Give "
-            "functools.partial(torch.optim.AdamW, lr=1e-3), or a function that returns one."
+            f"optimizer: the function returned a {type(optimizer).__name__}, not an optimizer. "
+            "Give functools.partial(torch.optim.AdamW, lr=1e-3), or a function that returns one."
         )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ConfigError(
-            "optimizer: a learning-rate scheduler is made in it, on an optimizer that each "
-            "strategy makes anew for what it updates, so the scheduler would move nothing. Make "
-            "it after prepare, on engine.optimizer: "
+            "optimizer: the function makes a learning-rate scheduler, and strategies make "
+            "another optimizer of the tensors that they update, so the scheduler would change "
+            "nothing. Make it after prepare, of engine.optimizer: "
             "torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, T_max=STEPS); or give "
             f"{LEARNING_RATE_FIX}."
         )
 
 
 def whole_optimizer(make: MakeOptimizer, model: nn.Module) -> WholeOptimizer:
-    """The optimizer of a model, whose factory is called now unless it was before."""
+    """Return the optimizer of a model, and call its factory if that has not been done."""
     whole = make if isinstance(make, WholeOptimizer) else WholeOptimizer(make, model)
     _ = whole.groups
     return whole
 
 
 class _Made:
-    """An optimizer that had the whole parameters, and has lost them."""
+    """An optimizer that was made of whole parameters, which are removed from it."""
 
     def __init__(self, make: MakeOptimizer, everywhere: list[tuple[str, nn.Parameter]]) -> None:
         self._make = make
         name_of: dict[int, str] = {}
         self._first = {name: name_of.setdefault(id(p), name) for name, p in everywhere}
-        """By any name of a tied parameter."""
+        """The first name of a tied parameter, by any of its names."""
         named = {name: p for name, p in everywhere if self._first[name] == name}
         trained = [p for p in named.values() if p.requires_grad]
         optimizer, stand_ins = _make_whole(make, trained)
-        if not trained:  # torch's optimizers want something: one number, which goes again
+        if not trained:  # torch's optimizers refuse an empty list: one element stands in
             name_of[id(stand_ins[0])] = ""
         for parameter, stand_in in zip(trained, stand_ins, strict=False):
             name_of[id(stand_in)] = name_of[id(parameter)]
@@ -224,7 +223,7 @@ class _Made:
         self.begins_with_state = bool(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
-            group["params"].clear()  # the list itself may be known to the optimizer
+            group["params"].clear()  # in place: the optimizer may have a reference to the list
         self.keeps = next(_tensors_in(optimizer), None)
         self._optimizer = optimizer
 
@@ -235,7 +234,7 @@ class _Made:
         return kind_of(self._optimizer, self._dims, notes, begins_with_state=begins)
 
     def _notes_of(self, names: Sequence[str]) -> dict[str, Any]:
-        """What was noted at the first parameter at which something was."""
+        """Return the attributes of the first parameter that has any."""
         return next((self._attributes[name] for name in names if self._attributes[name]), {})
 
     def same_on_shards(self, mesh: DeviceMesh) -> bool:
@@ -244,8 +243,8 @@ class _Made:
 
     def put_on(self, given: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
         pieces: dict[str, dict[int, Tensor]] = {}
-        for name, own in given.items():  # a tied parameter may come under several of its names
-            pieces.setdefault(self._first[name], {}).update((id(piece), piece) for piece in own)
+        for name, tensors in given.items():  # a tied parameter may have several of its names
+            pieces.setdefault(self._first[name], {}).update((id(piece), piece) for piece in tensors)
         if self.keeps is not None:
             return self._made_again(pieces)
         for name, found in pieces.items():
@@ -264,16 +263,16 @@ class _Made:
         return self._optimizer
 
     def _made_again(self, pieces: Mapping[str, Mapping[int, Tensor]]) -> torch.optim.Optimizer:
-        """Its tensors are of the values that the parameters have now."""
+        """Call the user's function again, so that its tensors have the current values."""
         wholes = []
         for name, found in pieces.items():
             for piece in found.values():
                 whole = isinstance(piece, nn.Parameter) and not isinstance(piece, DTensor)
                 if not whole or len(found) > 1 or piece.shape != self._shapes[name]:
                     raise ConfigError(
-                        f"optimizer: {self.kind_name} keeps tensors of the parameters when it is "
-                        f"made ({self.keeps}), and this strategy gives each rank parts of them. "
-                        "Let it keep them in `state`, made in its first step, or use --strategy "
+                        f"optimizer: {self.kind_name} copies parameters in its constructor "
+                        f"({self.keeps}), and this strategy gives each rank parts of them. "
+                        "Let it put the copies into `state` in its first step, or use --strategy "
                         "ddp."
                     )
                 wholes.append(piece)
@@ -289,10 +288,10 @@ class _Made:
 def _make_whole(
     make: MakeOptimizer, trained: Sequence[nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, Sequence[nn.Parameter]]:
-    """The optimizer, and what it was made of: stand-ins where it does not take the meta device."""
+    """Return the optimizer and its parameters: stand-ins if it fails for the meta device."""
     if not trained:
-        nothing = nn.Parameter(torch.zeros(1))
-        return make([nothing]), [nothing]
+        placeholder = nn.Parameter(torch.zeros(1))
+        return make([placeholder]), [placeholder]
     is_meta = any(parameter.is_meta for parameter in trained)
     try:
         return make(list(trained)), trained
@@ -300,7 +299,7 @@ def _make_whole(
         if not is_meta:
             raise
     stand_ins = []
-    for parameter in trained:  # one number each, whatever the shape
+    for parameter in trained:  # each has the memory of one element, whatever its shape
         number = torch.zeros((), dtype=parameter.dtype)
         stand_ins.append(nn.Parameter(number.expand(parameter.shape)))
         stand_ins[-1].__dict__.update(_attributes(parameter))
@@ -308,7 +307,7 @@ def _make_whole(
 
 
 def _leave_fused(optimizer: torch.optim.Optimizer) -> None:
-    """One parameter after the other where torch's fused kernel does not know DTensors."""
+    """Turn off torch's fused kernels that do not support DTensors."""
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
         for settings in (optimizer.defaults, *optimizer.param_groups):
             if settings.get("fused"):
@@ -320,22 +319,22 @@ def _names(members: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]:
     if foreign:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in foreign[:_SHOWN])
         raise ConfigError(
-            f"optimizer: it was made of a tensor that is no parameter of the model (shape "
-            f"{shapes}), and whose gradients no strategy exchanges. Make it a parameter of the "
+            f"optimizer: it has a tensor that is not a parameter of the model (shape "
+            f"{shapes}), and no strategy exchanges its gradients. Make it a parameter of the "
             "model, as a module around model and loss does."
         )
     return [name_of[id(member)] for member in members]
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
-    """What a user has noted at a parameter, such as a rate of its own."""
+    """Return the attributes that a user has set on a parameter, such as a learning rate."""
     return {
         key: value for key, value in vars(parameter).items() if not key.startswith(("_", "ds_"))
     }
 
 
 def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Attributes with tensors that have dims, beside state and groups."""
+    """Yield the attributes, other than state and groups, that contain tensors with dims."""
     for key, value in vars(optimizer).items():
         if key not in ("state", "param_groups", "defaults") and _has_tensor(value, set()):
             yield key

@@ -1,4 +1,4 @@
-"""What the replicas agree on, and when: averages, or steps of the outer optimizer."""
+"""The synchronization of replicas: averages, or steps of the outer optimizer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigtrain.checkpoint.layout import REPLICAS
 from bigtrain.core.replicas import GradientAverager
 from bigtrain.optim.partition import partition_evenly
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
 
-PREFIX = "replicas.outer."
-"""What the names of the outer state begin with in a checkpoint."""
+PREFIX = f"{REPLICAS}.outer."
+"""The names of the outer state begin with it in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class OuterSettings:
 
     every: int
     learning_rate: float | None
-    """None where the average is taken."""
+    """None if replicas take the average."""
     momentum: float
     fragments: int
     delay: int
     mixing: float
 
     def due(self, step: int) -> int | None:
-        """The fragment whose turn it is after so many steps; the same on every replica."""
+        """Return the fragment to synchronize after so many steps; the same on every replica."""
         stride = self.every // self.fragments
         fragment, rest = divmod(step % self.every, stride)
         return fragment if rest == 0 and fragment < self.fragments else None
@@ -39,7 +40,7 @@ class OuterSettings:
 
 @dataclass
 class _Sent:
-    """An outer gradient on its way: the sum over the replicas, when `work` is done."""
+    """An outer gradient in flight: its sum over the replicas, once `work` is done."""
 
     fragment: int
     step: int
@@ -48,14 +49,14 @@ class _Sent:
 
 
 class Outer:
-    """The agreement of the replicas on the trained parameters.
+    """The synchronization of the trained parameters.
 
-    With an outer optimizer: two tensors beside each parameter, its value where the replicas last
-    agreed (the anchor), the same on all of them, and a momentum.
+    With an outer optimizer each parameter has two more tensors: the anchor, its value at the last
+    synchronization, which is the same on all replicas, and a momentum.
 
     Args:
         parameters: the trained ones by their plain names.
-        context: the replicas are its dp axis.
+        context: the replicas are the ranks of its dp axis.
         settings: of the technique.
     """
 
@@ -63,7 +64,7 @@ class Outer:
         self, parameters: Mapping[str, nn.Parameter], context: RunContext, settings: OuterSettings
     ) -> None:
         self.steps = 0
-        """Inner steps done, by which the turns are counted."""
+        """Inner steps done; they decide which fragment is synchronized."""
         self._settings, self._context = settings, context
         self._parameters = parameters
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
@@ -81,19 +82,19 @@ class Outer:
 
     @property
     def differs(self) -> bool:
-        """Whether the replicas' parameters may be different ones."""
+        """Whether the parameters of replicas may differ."""
         settings = self._settings
         whole = settings.fragments == 1 and settings.delay == 0
         return not whole or self.steps % settings.every != 0
 
     def resident_tensors(self) -> Iterable[Tensor]:
-        """The outer state that stays."""
+        """The anchors and momenta."""
         yield from self._anchors.values()
         yield from self._momenta.values()
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Do what is due after an inner step. Collective, in one order on all replicas."""
+        """Synchronize the fragment that is due after an inner step. Collective."""
         self.steps += 1
         if self._sent and self.steps == self._sent[0].step + self._settings.delay:
             self._arrive(self._sent.pop(0))
@@ -106,7 +107,7 @@ class Outer:
             self._average(values)
         elif self._settings.delay == 0:
             for name, value in zip(names, values, strict=True):
-                value.neg_().add_(self._anchors[name])  # in place: nothing is held twice
+                value.neg_().add_(self._anchors[name])  # in place, without a copy
             self._average(values)
             self._step(names, values)
             for name, value in zip(names, values, strict=True):
@@ -119,7 +120,7 @@ class Outer:
             self._sent.append(_Sent(fragment, self.steps, flat, work))
 
     def _arrive(self, sent: _Sent) -> None:
-        """Apply a fragment's outer gradient, late."""
+        """Apply a fragment's outer gradient after the delay."""
         self._wait(sent)
         names = self._fragments[sent.fragment]
         sizes = [self._parameters[name].numel() for name in names]
@@ -127,43 +128,43 @@ class Outer:
         gradients = [p.view_as(self._parameters[n]) for n, p in zip(names, parts, strict=True)]
         self._step(names, gradients)
         for name in names:
-            # The steps since then are this replica's own: a share of them stays.
+            # The replica has trained on since then: it keeps a share of its own parameters.
             self._parameters[name].detach().lerp_(self._anchors[name], 1 - self._settings.mixing)
 
     def _wait(self, sent: _Sent) -> None:
-        """Let what was sent be the average."""
+        """Wait for the sum, and make it the average."""
         if sent.work is not None:
             sent.work.wait()
             sent.flat /= self._context.dp_size
             sent.work = None
 
     def _step(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """SGD with Nesterov momentum on the anchors; the gradients are used up."""
+        """Update the anchors by SGD with Nesterov momentum; overwrites the gradients."""
         rate, momentum = self._settings.learning_rate or 0.0, self._settings.momentum
         for name, gradient in zip(names, gradients, strict=True):
             average = self._momenta[name].mul_(momentum).add_(gradient)
             self._anchors[name].sub_(gradient.add_(average, alpha=momentum), alpha=rate)
 
     def state(self) -> dict[str, StateTensor]:
-        """The outer state under the names of a checkpoint; the same on every replica."""
+        """Return the outer state under the names of a checkpoint; the same on every replica."""
+        state = {f"{PREFIX}steps": StateTensor.of(torch.tensor(self.steps))}
         if self._settings.learning_rate is None:
-            return {f"{PREFIX}steps": StateTensor.of(torch.tensor(self.steps))}
-        found = {f"{PREFIX}steps": StateTensor.of(torch.tensor(self.steps))}
+            return state
         for name in self._parameters:
-            found[f"{PREFIX}{name}.anchor"] = StateTensor.of(self._anchors[name])
-            found[f"{PREFIX}{name}.momentum"] = StateTensor.of(self._momenta[name])
+            state[f"{PREFIX}{name}.anchor"] = StateTensor.of(self._anchors[name])
+            state[f"{PREFIX}{name}.momentum"] = StateTensor.of(self._momenta[name])
         for sent in self._sent:
             self._wait(sent)
             head = f"{PREFIX}sent.{sent.fragment}"
-            found[f"{head}.gradient"] = StateTensor.of(sent.flat)
-            found[f"{head}.step"] = StateTensor.of(torch.tensor(sent.step))
-        return found
+            state[f"{head}.gradient"] = StateTensor.of(sent.flat)
+            state[f"{head}.step"] = StateTensor.of(torch.tensor(sent.step))
+        return state
 
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Continue from a checkpoint, whose parameters are loaded already.
+        """Continue from a checkpoint, after its parameters are loaded.
 
-        Of another technique's, or of other fragments, the turns begin anew.
+        If it is of another technique, or has other fragments, the counting of steps starts at 0.
         """
         self._sent.clear()
         self.steps = int(read_whole(saved[f"{PREFIX}steps"])) if f"{PREFIX}steps" in saved else 0
@@ -184,4 +185,4 @@ class Outer:
             flat = read_whole(sent).to(self._context.device)
             step = int(read_whole(saved[f"{PREFIX}sent.{fragment}.step"]))
             self._sent.append(_Sent(fragment, step, flat, None))
-        self._sent.sort(key=lambda one: one.step)
+        self._sent.sort(key=lambda sent: sent.step)

@@ -1,17 +1,17 @@
 """Servers hold the parameters and the optimizer's state; workers compute, push and pull.
 
-The first `servers` ranks of the job serve, the others work. Workers push gradients, each server
-sums those of its share in the order of the workers, clips by the norm of all, updates, and the
-workers pull: the numbers are those of one process.
+The first `servers` ranks of the job are servers, the others workers. Workers push gradients. Each
+server sums those of its share in the order of the workers, clips them by the global norm and
+updates its share, and the workers pull the parameters: the numbers are those of one process.
 
-Memory: a worker has parameters, gradients and activations, and no optimizer state; a server its
-share of the parameters, of the gradients and of the optimizer's state, and 4 MiB of every worker
-but the first while gradients come in.
-Communication: every worker sends all gradients and receives all parameters once a step; a server
-receives and sends its share once for each worker, which is the bottleneck: n workers and k servers
-take n/k times the parameters over its link, each way.
-Constraints: a server and a worker at least; no pipeline; the optimizer's state is not offloaded.
-BatchNorm statistics are the first worker's.
+Memory: a worker has parameters, gradients and activations, and no optimizer state. A server has its
+share of the parameters, gradients and optimizer state, and 4 MiB for every worker but the first
+while it receives gradients.
+Communication: every worker sends all gradients and receives all parameters once a step. A server
+receives and sends its share once for each worker, which is the bottleneck: with n workers and k
+servers, n/k times the parameters pass its link in each direction.
+Constraints: at least one server and one worker; no pipeline; no offload of the optimizer's state.
+BatchNorm statistics are those of the first worker.
 Example: bigtrain train -n 3 --strategy parameter_server
 
 Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (OSDI '14),
@@ -53,32 +53,32 @@ from bigtrain.units import format_bytes
 
 _NOTICE_EVERY = 20
 _INEXACT_REASON = (
-    "pushes are applied as they come, each to what others have changed meanwhile: by intent the "
-    "losses are not those of one process"
+    "pushes are applied as they arrive, to parameters that others have changed meanwhile: by "
+    "intent the losses are not those of one process"
 )
 
 
 class ParameterServer(Strategy):
-    """Some ranks hold the state, the others compute."""
+    """Some ranks have the state, the others compute."""
 
     name: ClassVar[str] = "parameter_server"
     role: ClassVar[Role] = "replicate"
     summary: ClassVar[str] = "servers hold parameters and optimizer state, workers push and pull"
 
     servers: int = Field(1, ge=1)
-    """How many of the ranks, the first ones, hold shards of the parameters and the state."""
+    """How many ranks, starting with the first, have shards of the parameters and the state."""
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Whether a push waits for those of the other workers, or is applied as it comes."""
+    """Whether a push waits for those of the other workers, or is applied when it arrives."""
     staleness: int = Field(2, ge=0)
     """Asynchronous: steps that the fastest worker may be ahead of the slowest."""
     divide_rate: bool = False
-    """Asynchronous: an old gradient's learning rate is divided by its staleness."""
+    """Asynchronous: divide the learning rate of a gradient by its staleness."""
     replay: str | None = None
-    """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`), whose order is followed."""
+    """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`) whose order is repeated."""
 
     @property
     def need(self) -> Need:
-        """See `Strategy.need`: what servers cost beside `ddp` and `zero`."""
+        """See `Strategy.need`: to compare servers with `ddp` and `zero`."""
         return "learning"
 
     @property
@@ -107,12 +107,12 @@ class ParameterServer(Strategy):
         return f"parameter_server: {_INEXACT_REASON}" if self._asynchronous else None
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """None: a rank that computes nothing is never the fastest for the same batch."""
+        """Return none: ranks that compute nothing never make the fastest plan."""
         del shape
         return ()
 
     def check(self, plan: Plan) -> None:
-        """Refuse what leaves no worker, and what the state on other ranks does not go with."""
+        """Refuse plans without a worker, and techniques that need the state on every rank."""
         if plan.dp == 1:
             raise ConfigError(
                 "strategy.replicate=parameter_server needs a server and a worker, and there is 1 "
@@ -126,8 +126,8 @@ class ParameterServer(Strategy):
         if self.replay is not None:
             if not self._asynchronous:
                 raise ConfigError(
-                    f"strategy.replicate.replay={self.replay} is an order of pushes, and with "
-                    "strategy.replicate.mode=synchronous there is none to follow. Set "
+                    f"strategy.replicate.replay={self.replay} is an order of pushes, and "
+                    "strategy.replicate.mode=synchronous has a fixed order. Set "
                     "strategy.replicate.mode=asynchronous."
                 )
             read_pushes(self.replay, plan.dp - self.servers, self.servers)
@@ -145,12 +145,13 @@ class ParameterServer(Strategy):
             )
         if plan.sync_batchnorm:
             raise ConfigError(
-                "train.sync_batchnorm=true has all ranks exchange in the forward pass, and servers "
-                "have none. Set train.sync_batchnorm=false, or use strategy.replicate=ddp."
+                "train.sync_batchnorm=true exchanges between all ranks in the forward pass, and "
+                "servers have no forward pass. "
+                "Set train.sync_batchnorm=false, or use strategy.replicate=ddp."
             )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Of the worker or server that `plan.dp_rank` is; of the fuller one where it is None."""
+        """Return the forecast of rank `plan.dp_rank`; if None, of the role with the higher peak."""
         worker = replace(
             forecast,
             states=replace(forecast.states, optimizer=0),
@@ -158,11 +159,11 @@ class ParameterServer(Strategy):
         )
         server = self._server(forecast, profile, plan)
         if plan.dp_rank is None:
-            return max(worker, server, key=lambda one: one.peak().bytes)
+            return max(worker, server, key=lambda role: role.peak().bytes)
         return worker if plan.data_rank(plan.dp_rank) is not None else server
 
     def _server(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Its share of everything; the gradients of a push, and what of others is under way."""
+        """Return the forecast of a server: its share, and the gradients that it receives."""
         share = math.ceil(profile.gradient_bytes / self.servers)
         number_bytes = profile.gradient_bytes / max(1, profile.trained_elements)
         longest = max(map(math.prod, parameter_shapes(profile)), default=0)
@@ -182,7 +183,7 @@ class ParameterServer(Strategy):
         return replace(forecast, states=states, passes=passes, step=step, gradients=share)
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """What each role is predicted to need: the peak of a plan is that of the fuller one."""
+        """Return a line with the predicted peak of each role."""
         roles = []
         for dp_rank in (plan.dp - 1, 0):
             own_plan = replace(plan, dp_rank=dp_rank)
@@ -194,32 +195,32 @@ class ParameterServer(Strategy):
         return f"a worker is predicted to need {roles[0]}, {each} {roles[1]}"
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Gradients to the servers, then parameters to the workers: of the rank of `plan.dp_rank`.
+        """Return the messages of rank `plan.dp_rank`: gradients to servers, parameters back.
 
-        To the byte where the optimizer takes pieces. Without a rank it is the one with the most:
-        a server, but where there are as many as workers.
+        The bytes are exact for an elementwise optimizer. If the rank is None, the messages are
+        those of the rank with the most: a server, unless there are as many servers as workers.
         """
-        workers, place = plan.batch.dp_size, plan.dp_rank
-        if place is None:
-            place = 0 if workers > self.servers else plan.dp - 1
-        serves = plan.data_rank(place) is None
+        workers, rank = plan.batch.dp_size, plan.dp_rank
+        if rank is None:
+            rank = 0 if workers > self.servers else plan.dp - 1
+        is_server = plan.data_rank(rank) is None
         tensors = len(parameter_shapes(profile))
         nbytes, calls = profile.gradient_bytes, max(self.servers, tensors)
-        if serves:
+        if is_server:
             bounds = even_bounds(profile.trained_elements, self.servers)
-            own = bounds[place + 1] - bounds[place]
+            share = bounds[rank + 1] - bounds[rank]
             size = profile.gradient_bytes / max(1, profile.trained_elements)
-            nbytes = workers * round(own * size)
+            nbytes = workers * round(share * size)
             calls = workers * -(-tensors // self.servers)
         group = (2, plan.pp * plan.tp)
-        way = Traffic("send", nbytes, calls, "step", "nothing", *group)
-        back = replace(way, kind="receive", nothing_sent=True)
-        return (way, back, *self._statistics(profile, workers, plan.data_rank(place), group))
+        sent = Traffic("send", nbytes, calls, "step", "nothing", *group)
+        received = replace(sent, kind="receive", nothing_sent=True)
+        return (sent, received, *self._statistics(profile, workers, plan.data_rank(rank), group))
 
     def _statistics(
         self, profile: Profile, workers: int, worker: int | None, group: tuple[int, int]
     ) -> tuple[Traffic, ...]:
-        """The first worker's buffers, to each of the others."""
+        """Return the messages of the first worker's buffers to each of the others."""
         if self._asynchronous or not profile.buffer_bytes or worker is None or workers == 1:
             return ()
         nbytes = profile.buffer_bytes * (workers - 1 if worker == 0 else 1)
@@ -235,7 +236,7 @@ class ParameterServer(Strategy):
             return
         assembly.materialize(names_of(assembly.model))
         for parameter in assembly.trained().values():
-            parameter.data = parameter.data.contiguous()  # what is sent are stretches of it
+            parameter.data = parameter.data.contiguous()  # flat slices of it are sent
         assembly.runner = self._make_worker
 
     def _make_worker(self, assembly: Assembly) -> Runner:
@@ -254,7 +255,7 @@ class ParameterServer(Strategy):
         return Server(assembly, update)
 
     def _spare_workers(self, assembly: Assembly) -> None:
-        """Go on where a worker dies: each pushes and pulls by itself. Collective."""
+        """Continue the run if a worker dies: no other worker waits for it. Collective."""
         servers, size = self.servers, assembly.context.world_size
         names = [f"server {n}" for n in range(servers)]
         names += [f"worker {n}" for n in range(size - servers)]

@@ -1,16 +1,16 @@
-"""Workers that do not wait for each other: each push is applied as it comes.
+"""Workers that do not wait for each other: each push is applied when it arrives.
 
-A server counts the pushes that it has applied: its version. What a worker gets bears the version,
-and its next push names it: the push's staleness is how many others were applied in between. A
-worker that is more than `staleness` steps ahead of the slowest one gets its answer when that has
-come nearer (Stale Synchronous Parallel, Ho et al. 2013, section 3). Of n workers no push is then
-more than (n - 1)(2 staleness + 1) versions old.
+A server's version is the number of pushes that it has applied. A worker gets parameters with their
+version and sends it with its next push. The staleness of a push is the number of others that were
+applied in between. A worker that is more than `staleness` steps ahead of the slowest one gets its
+answer when the slowest has caught up (Stale Synchronous Parallel, Ho et al. 2013, section 3). With
+n workers no push is then more than (n - 1)(2 staleness + 1) versions old.
 
-A worker that dies is missed, and not waited for: what it had pushed is applied, its bound is gone,
-and its share of each batch is not seen any more.
+If a worker dies, nobody waits for it: its pushes stay applied, it no longer bounds the others, and
+its samples of each batch are skipped from then on.
 
-A server writes down in which order it took pushes and gave answers. By that log the same run can be
-done again, bit for bit.
+A server logs the order in which it took pushes and sent answers. With that log the same run can be
+repeated bit for bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
 from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
 
 LOG = "pushes.jsonl"
-"""In the run's folder."""
+"""The name of the log in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Push:
 
     server: int
     version: int
-    """Of the server when it is applied: pushes before it."""
+    """The server's version when it is applied: the number of pushes before it."""
     worker: int
     pulled: int
-    """The version that the worker had computed with."""
+    """The version of the parameters with which the worker computed."""
     staleness: int
     answers: tuple[int, ...]
-    """The workers that get the parameters right after it, in this order."""
+    """The workers that are sent parameters right after it, in this order."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,16 @@ class AsyncSettings:
 
 
 def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
-    """The log of a run.
+    """Read the log of a run.
 
     Args:
-        place: of the file, or of the run's folder.
-        workers: of the run that is to follow it.
-        servers: of it.
+        place: the path of the file, or of the run's folder.
+        workers: their number in the run that repeats it.
+        servers: their number in that run.
 
     Raises:
-        ConfigError: there is no such log, or it is of another number of ranks.
+        ConfigError: there is no such log, it is of another number of ranks, or its run lost a
+            worker or was resumed.
     """
     path = Path(place) / LOG if os.path.isdir(place) else Path(place)
     key = f"strategy.replicate.replay={place}"
@@ -98,8 +99,8 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else error
         raise ConfigError(
-            f"{key} is no log of pushes: {reason}. Give runs/NAME/{LOG} of an asynchronous run, or "
-            "leave it out."
+            f"{key} is not a log of pushes: {reason}. Give runs/NAME/{LOG} of an asynchronous run, "
+            "or leave it out."
         ) from None
     if known != (workers, servers):
         raise ConfigError(
@@ -109,19 +110,19 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
         )
     if any("lost" in line for line in lines):
         raise ConfigError(
-            f"{key} is of a run that lost a worker, which cannot be done again by its log. Give "
+            f"{key} is of a run that lost a worker, which its log cannot repeat. Give "
             "the log of a run that lost none, or leave it out."
         )
-    if len(heads) > servers:  # each server wrote one where it began, and its versions began anew
+    if len(heads) > servers:  # each server writes one when it starts, with versions from 0
         raise ConfigError(
-            f"{key} is of a run that was resumed, which cannot be done again by its log. Give the "
-            "log of a run that was done at once, or leave it out."
+            f"{key} is of a run that was resumed, which its log cannot repeat. Give the "
+            "log of a run that was not, or leave it out."
         )
     return pushes
 
 
 class AsyncPulledUpdate(PulledUpdate):
-    """Push to every server, then wait for what each answers."""
+    """Pushes to every server, then waits for the answer of each."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], assembly: Assembly, servers: int
@@ -130,17 +131,17 @@ class AsyncPulledUpdate(PulledUpdate):
         self._context = assembly.context
         self._versions = [0.0] * servers
         self.own_loss = 0.0, 0.0
-        """Of the step: this worker's sum, and over how many targets."""
+        """This worker's summed loss of the step, and the number of targets."""
         self.own_norm = 0.0
         self.mean_loss = 0.0
-        """Over the last pushes, as many as there are workers."""
+        """Of the last pushes, as many as there are workers."""
         self.staleness = 0.0
-        """Of this worker's last push, where it was most stale."""
+        """Of this worker's last push, the highest of all servers."""
 
     def step(self) -> None:
         """See `Update.step`.
 
-        All is begun before anything is waited for: a server that answers waits for no other one.
+        All messages begin before any is waited for, because servers answer independently.
         """
         heads = Heads(self._context)
         for server, version in enumerate(self._versions):
@@ -159,16 +160,16 @@ class AsyncPulledUpdate(PulledUpdate):
         self.mean_loss = float(answers[0][2])
 
     def leave(self) -> None:
-        """Tell the servers that no push will come any more."""
+        """Tell the servers that this worker will push no more."""
         heads = Heads(self._context)
-        with suppress(RuntimeError):  # one that is gone
+        with suppress(RuntimeError):  # a server may have ended
             for server in range(len(self._versions)):
                 heads.send([math.nan] * PUSH_NUMBERS, server)
             heads.finish()
 
 
 class AsyncWorker(Worker):
-    """Computes, pushes and pulls without a word to the other workers; clips by its own norm."""
+    """Computes, pushes and pulls without exchanges with other workers; clips by its own norm."""
 
     def __init__(self, assembly: Assembly, pulled: AsyncPulledUpdate) -> None:
         super().__init__(assembly, pulled)
@@ -176,7 +177,7 @@ class AsyncWorker(Worker):
 
     @property
     def figures(self) -> dict[str, float]:
-        """What stands beside the others in the metrics of a step."""
+        """More figures for the metrics of a step."""
         return {"staleness": self._exchange.staleness}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
@@ -192,7 +193,7 @@ class AsyncWorker(Worker):
         return StepLoss(own_sum, lambda _own: self._exchange.mean_loss)
 
     def norm(self) -> Tensor:
-        """The norm of this worker's own gradient."""
+        """Return the norm of this worker's gradient."""
         norm = self.own_norm()
         self._exchange.own_norm = float(norm)
         return norm
@@ -205,11 +206,11 @@ class AsyncWorker(Worker):
 
 
 class AsyncServer(Server):
-    """Applies pushes one by one; in a step of it each worker has made one on average.
+    """Applies pushes one by one; one step of a server is one push of each worker on average.
 
     Args:
         assembly: see `Server`.
-        update: of it.
+        update: see `Server`.
         settings: of the technique.
     """
 
@@ -217,32 +218,32 @@ class AsyncServer(Server):
         super().__init__(assembly, update)
         self._settings = settings
         workers = update.messages.num_workers
-        self._own = self.context.dp_rank
+        self._number = self.context.dp_rank
         self._clocks = dict.fromkeys(range(workers), 0)
-        """The pushes of each worker that is there."""
+        """The number of pushes of each worker that is not lost."""
         self._steps = 0
         self._waiting: list[int] = []
         self._version = 0
         self._heads: list[tuple[float, ...]] = []
-        """Of the last pushes: summed loss, targets, norm, staleness."""
+        """Of each of the last pushes: summed loss, targets, norm, staleness."""
         self._staleness = [0] * workers
         recorded: Iterator[Push] = iter(())
         if settings.replay is not None:
             pushes = read_pushes(settings.replay, workers, settings.servers)
-            recorded = iter([push for push in pushes if push.server == self._own])
+            recorded = iter([push for push in pushes if push.server == self._number])
         self._recorded = recorded
         self._log: TextIO | None = None
         self._inbox = Inbox(self.context, settings.servers)
 
     @property
     def figures(self) -> dict[str, float]:
-        """What stands beside the others in the metrics of a step: the mean of the last pushes."""
+        """More figures for the metrics of a step: the mean staleness of the last pushes."""
         return {"staleness": self._last(3) / max(1, len(self._heads))}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
-        """Serve until the workers that are there have made as many pushes as steps, on average.
+        """Serve until the workers have made as many pushes as steps, on average.
 
-        So where all of them wait for this server, after so many steps, none of theirs is left.
+        So when all workers have done their last step, no push of theirs is left.
         """
         del micro_batches  # padding
         self._steps += 1
@@ -256,12 +257,12 @@ class AsyncServer(Server):
         return StepLoss(None, lambda _own: self._mean())
 
     def update(self, loss: StepLoss | None = None) -> float:
-        """See `Runner.update`: all of it was done, push by push; the mean norm of the last ones."""
+        """See `Runner.update`: every push is applied already; return the mean norm of the last."""
         del loss
         return self._last(2) / max(1, len(self._heads))
 
     def _serve(self) -> None:
-        """Take the next push, apply it, and answer who may go on."""
+        """Take the next push, apply it, and answer the workers that may continue."""
         recorded = next(self._recorded, None)
         self.meter.phase("backward")
         slowest = min(self._clocks, key=self._clocks.__getitem__)
@@ -283,9 +284,9 @@ class AsyncServer(Server):
         self._staleness[worker] = staleness
         self._waiting.append(worker)
         answers = self._ready() if recorded is None else recorded.answers
-        mine = Push(self._own, self._version, worker, int(pulled), staleness, tuple(answers))
+        push = Push(self._number, self._version, worker, int(pulled), staleness, tuple(answers))
         self._version += 1
-        self._write(asdict(mine))
+        self._write(asdict(push))
         self._answer(answers)
 
     def _answer(self, workers: Sequence[int]) -> None:
@@ -293,10 +294,10 @@ class AsyncServer(Server):
         for worker in workers:
             if worker in self._waiting:
                 self._waiting.remove(worker)
-                if not self._exchanged(worker, self._give):
+                if not self._exchanged(worker, self._send_parameters):
                     self._lose(worker)
 
-    def _give(self, worker: int) -> None:
+    def _send_parameters(self, worker: int) -> None:
         numbers = [self._version, self._staleness[worker], self._mean()]
         heads = Heads(self.context)
         heads.send(numbers, self._rank(worker))
@@ -304,7 +305,7 @@ class AsyncServer(Server):
         heads.finish()
 
     def _exchanged(self, worker: int, exchange: Callable[[int], None]) -> bool:
-        """Exchange something with a worker; False where it was lost meanwhile."""
+        """Run an exchange with a worker; return False if the worker was lost meanwhile."""
         messages, done = self._server.messages, False
         with going_on_without(self._rank(worker), self.context.recorder):
             exchange(worker)
@@ -314,9 +315,9 @@ class AsyncServer(Server):
         return done
 
     def _lose(self, worker: int) -> None:
-        """Go on without a worker: nobody waits for it any more, and half of a push counts nothing.
+        """Continue without a worker: nobody waits for it, and an incomplete push is dropped.
 
-        A log that was followed has another order from here on.
+        A log that is being repeated no longer applies.
         """
         for shard in self._trained:
             shard.grad = None
@@ -325,14 +326,14 @@ class AsyncServer(Server):
         if worker in self._waiting:
             self._waiting.remove(worker)
         self._recorded = iter(())
-        self._write({"server": self._own, "version": self._version, "lost": worker})
+        self._write({"server": self._number, "version": self._version, "lost": worker})
         self._answer(self._ready())
 
     def _rank(self, worker: int) -> int:
         return self._settings.servers + worker
 
     def _apply(self, staleness: int) -> None:
-        """Step the optimizer, at a lower rate for an old gradient where that is asked for."""
+        """Step the optimizer; with `divide_rate` at a lower rate for a stale gradient."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if self._settings.divide_rate:
@@ -347,7 +348,7 @@ class AsyncServer(Server):
             shard.grad = None
 
     def _ready(self) -> tuple[int, ...]:
-        """The waiting workers that are near enough to the slowest."""
+        """Return the waiting workers that are at most `staleness` steps ahead of the slowest."""
         last = min(self._clocks.values(), default=0) + self._settings.staleness
         return tuple(worker for worker in self._waiting if self._clocks[worker] <= last)
 
@@ -364,7 +365,7 @@ class AsyncServer(Server):
             return
         if self._log is None:
             self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)
-            head = {"server": self._own, "workers": len(self._staleness)}
+            head = {"server": self._number, "workers": len(self._staleness)}
             self._log.write(json.dumps({**head, "servers": self._settings.servers}) + "\n")
         self._log.write(json.dumps(line) + "\n")
 

@@ -1,7 +1,7 @@
-"""What goes before a push and its answer, and how a server hears of pushes in the order they come.
+"""Headers of pushes and answers, and the inbox by which a server gets pushes as they arrive.
 
-A thread for each worker waits for its next push. The connection of one that dies breaks at once,
-and its thread says so: so a server that waits for pushes never waits for one that cannot come.
+A thread for each worker waits for the header of its next push. If the worker dies, its connection
+breaks at once and the thread reports it, so a server never waits for a push that cannot come.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from bigtrain.ranks.context import RunContext
 
 PUSH_NUMBERS = 4
-"""Before a push: the version it was computed with (nan: there will be none any more), the summed
-loss, over how many targets, the gradient's norm."""
+"""The header of a push: the version of the parameters (nan: the worker will push no more), the
+summed loss, the number of targets, the gradient's norm."""
 ANSWER_NUMBERS = 3
-"""Before an answer: the version, the staleness of the push, the mean loss of the last pushes."""
+"""The header of an answer: version, staleness of the push, mean loss of the last pushes."""
 _TAG = 1
 _END_S = 5.0
 
 
 class Heads:
-    """Numbers that go before, to some ranks and from some."""
+    """Sends and receives headers."""
 
     def __init__(self, context: RunContext) -> None:
         self._group = context.lost_ranks.group
@@ -38,13 +38,13 @@ class Heads:
         self._waiting.append((dist.isend(head, rank, self._group, tag=_TAG), head))
 
     def receive(self, size: int, rank: int) -> Tensor:
-        """Begin to receive what is there after `finish`."""
+        """Begin to receive a header that is complete after `finish`."""
         head = torch.empty(size, dtype=torch.float64)
         self._waiting.append((dist.irecv(head, rank, self._group, tag=_TAG), head))
         return head
 
     def finish(self) -> None:
-        """Wait until all that was begun is over."""
+        """Wait for all messages that have begun."""
         for work, _ in self._waiting:
             if work is not None:
                 work.wait()
@@ -55,14 +55,14 @@ class Inbox:
     """The pushes that workers have announced to this server.
 
     Args:
-        context: its ranks may be lost, but for the servers.
-        first: the rank of the first worker; the others follow it.
+        context: all ranks but the servers may be lost.
+        first: the rank of the first worker; the others follow.
     """
 
     def __init__(self, context: RunContext, first: int) -> None:
         self._context, self._first = context, first
-        self._come: SimpleQueue[tuple[int, list[float] | None]] = SimpleQueue()
-        self._kept: dict[int, list[float]] = {}
+        self._arrived: SimpleQueue[tuple[int, list[float] | None]] = SimpleQueue()
+        self._postponed: dict[int, list[float]] = {}
         self._threads = [
             threading.Thread(target=self._listen, args=(n,), name=f"bigtrain-inbox-{n}")
             for n in range(context.world_size - first)
@@ -72,26 +72,26 @@ class Inbox:
             thread.start()
 
     def next(self, wanted: int | None, slowest: int) -> tuple[int, list[float] | None]:
-        """Wait for a push; return the worker and what goes before it, None where it is lost.
+        """Wait for a push; return the worker and the header, which is None if the worker is lost.
 
         Args:
-            wanted: the only worker that counts, but for losses; None for whoever comes first.
-            slowest: the worker that the others may be waiting for.
+            wanted: the worker whose push is taken; None for any. A loss is returned for each.
+            slowest: the worker for which the others may be waiting.
         """
-        for worker in (wanted,) if wanted is not None else tuple(self._kept):
-            if worker in self._kept:
-                return worker, self._kept.pop(worker)
-        # The words by which a page of a run that hangs knows a wait.
+        for worker in (wanted,) if wanted is not None else tuple(self._postponed):
+            if worker in self._postponed:
+                return worker, self._postponed.pop(worker)
+        # The flight recorder's page of a hung run reads these words.
         source = self._first + (slowest if wanted is None else wanted)
         self._context.recorder.note(f"receive from rank {source}, {8 * PUSH_NUMBERS} bytes")
         while True:
-            worker, head = self._come.get()
+            worker, head = self._arrived.get()
             if head is None or wanted in (None, worker):
                 return worker, head
-            self._kept[worker] = head
+            self._postponed[worker] = head
 
     def close(self) -> None:
-        """Wait for the threads: each ends with its worker."""
+        """Wait for the threads; each ends when its worker leaves."""
         for thread in self._threads:
             thread.join(_END_S)
 
@@ -101,9 +101,9 @@ class Inbox:
             try:
                 head = heads.receive(PUSH_NUMBERS, self._first + worker)
                 heads.finish()
-            except RuntimeError:  # whether it is lost, the hub knows
-                self._come.put((worker, None))
+            except RuntimeError:  # the server asks the hub whether the worker is lost
+                self._arrived.put((worker, None))
                 return
             if head[0].isnan():
                 return
-            self._come.put((worker, head.tolist()))
+            self._arrived.put((worker, head.tolist()))

@@ -1,4 +1,4 @@
-"""A server: sums what the workers push, updates its share of the parameters, sends it to them."""
+"""A server: sums the workers' gradients, updates its share of the parameters and sends it back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
 
 
 class ServerUpdate:
-    """The optimizer on this server's pieces, each a tensor of its own.
+    """The optimizer on this server's pieces, each its own tensor.
 
     Args:
-        assembly: its model is described; the pieces get their values one parameter after the
-            other, so that no server ever holds the whole.
-        servers: how many share the parameters.
+        assembly: its model has no values yet. The pieces get theirs one parameter after the other,
+            so no server ever has the whole model.
+        servers: the number of servers.
     """
 
     def __init__(self, assembly: Assembly, servers: int) -> None:
@@ -52,17 +52,17 @@ class ServerUpdate:
                     values.view(whole.shape) if self._whole else values
                 )
                 parameters[piece.name].data = whole.new_empty(0)
-        assembly.materialize([])  # a model that could not be described comes from rank 0 as a whole
+        assembly.materialize([])  # collective: some models are sent by rank 0 as a whole
         shards: dict[str, list[nn.Parameter]] = {name: [] for name in parameters}
         for piece, shard in self.pieces.items():
             shards[piece.name].append(shard)
         self.optimizer = whole_optimizer.put_on(shards)
 
     def receive_gradients(self, wanted: Mapping[str, bool]) -> None:
-        """Sum the workers' gradients in the order of their ranks, and average them.
+        """Receive the sum of the workers' gradients, added in the order of their ranks.
 
         Args:
-            wanted: by the parameter's name whether any worker has a gradient of it.
+            wanted: by parameter name, whether any worker has a gradient of it.
         """
         pushed = [shard for piece, shard in self.pieces.items() if wanted[piece.name]]
         for shard in pushed:
@@ -71,12 +71,12 @@ class ServerUpdate:
             part for s in pushed if s.grad is not None for part in messages_of(s.grad.view(-1))
         ]
         longest = max((part.numel() for part in messages), default=0)
-        room = [
+        buffers = [
             torch.empty(longest, dtype=messages[0].dtype, device=messages[0].device)
             for _ in range(1, self.messages.num_workers if messages else 0)
         ]
         for total in messages:
-            arriving = [tensor[: total.numel()] for tensor in room]
+            arriving = [tensor[: total.numel()] for tensor in buffers]
             place = self.messages.worker_place
             works = [self.messages.receive(t, place(n)) for n, t in enumerate((total, *arriving))]
             for work in works:
@@ -100,7 +100,7 @@ class ServerUpdate:
                 self.messages.send(part, self.messages.worker_place(worker))
 
     def step(self) -> None:
-        """See `Update.step`: update, and let every worker have it."""
+        """See `Update.step`: update, and send the pieces to every worker."""
         self.optimizer.step()
         for worker in range(self.messages.num_workers):
             self.send_to(worker)
@@ -111,11 +111,11 @@ class ServerUpdate:
         return optimizer_tensors(self.optimizer)
 
     def parts(self, name: str) -> list[tuple[Slice, nn.Parameter]]:
-        """The pieces of a parameter that are here."""
+        """Return the pieces of a parameter on this server."""
         return [(piece, shard) for piece, shard in self.pieces.items() if piece.name == name]
 
     def joined(self, name: str, values: Sequence[tuple[Slice, Tensor]]) -> StateTensor:
-        """What pieces of a parameter have, a number for each of its elements."""
+        """Return values for the pieces of a parameter as one tensor of the state."""
         extents = tuple(Extent(piece.start, piece.stop - piece.start) for piece, _ in values)
 
         def read() -> Tensor:
@@ -156,7 +156,7 @@ class ServerUpdate:
                 slots[key] = read_whole(saved).to(device)
 
     def read(self, piece: Slice, saved: SavedTensor) -> Tensor:
-        """A piece's elements of a whole tensor that was saved, on the CPU."""
+        """Read the elements of a piece from a saved tensor, on the CPU."""
         return saved.read([Extent(piece.start, piece.stop - piece.start)])
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
@@ -170,18 +170,18 @@ class ServerUpdate:
 
 
 class Server(StepRunner):
-    """A step of a server: it serves the workers' passes instead of computing any.
+    """The runner of a server: it receives gradients in place of a forward and backward pass.
 
     Args:
-        assembly: its `update` is a `ServerUpdate`.
-        update: that one.
+        assembly: gets `update`.
+        update: exchanges with the workers.
     """
 
     def __init__(self, assembly: Assembly, update: ServerUpdate) -> None:
         assembly.update = update
         shards = {f"{p.name}.{p.start}": shard for p, shard in update.pieces.items()}
         assembly.meter.label(shards.values(), "parameters")
-        # Every name of a tied parameter: a checkpoint has each of them.
+        # All names of tied parameters: a checkpoint has each of them.
         self._names: dict[str, list[str]] = {}
         first: dict[int, str] = {}
         for name, parameter in assembly.model.named_parameters(remove_duplicate=False):
@@ -190,7 +190,7 @@ class Server(StepRunner):
         self._server = update
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
-        """See `Runner.forward_backward`: the gradients of the workers come in and are summed."""
+        """See `Runner.forward_backward`: receive the gradients of the workers and sum them."""
         del micro_batches  # padding
         self.meter.phase("backward")
         total = sum(self.context.all_gather_numbers(0, "dp"))
@@ -199,7 +199,7 @@ class Server(StepRunner):
         return self.step_loss(None, lambda own: self.mean_loss(own, total))
 
     def average_gradients(self) -> None:
-        """Receive the sum, and divide it: the workers multiply their loss by the dp axis."""
+        """Receive the sum and divide it: workers multiply their loss by the size of the dp axis."""
         rows = self.context.all_gather_rows([0.0] * len(self._server.names), "dp")
         wanted = [any(column) for column in zip(*rows, strict=True)]
         self._server.receive_gradients(dict(zip(self._server.names, wanted, strict=True)))
@@ -208,22 +208,22 @@ class Server(StepRunner):
                 shard.grad /= self.context.dp_size
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, of which each server knows its share. Collective."""
+        """Return the norm of the whole gradient, of which each server has a share. Collective."""
         own = local_norm([s.grad for s in self._trained if s.grad is not None], self._device_type)
         squares = self.context.all_gather_numbers(float(own) ** 2, "dp")
         return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        found = {}
+        gradients = {}
         for name in self._server.names:
             parts = [(p, s.grad) for p, s in self._server.parts(name) if s.grad is not None]
             if parts:
-                found[name] = self._server.joined(name, parts)
-        return found
+                gradients[name] = self._server.joined(name, parts)
+        return gradients
 
     def predict(self, micro_batch: MicroBatch) -> None:
-        """See `Runner.predict`: the workers do."""
+        """See `Runner.predict`: only workers predict."""
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
@@ -238,8 +238,8 @@ class Server(StepRunner):
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
         expected = {*module_tensors(self.module.state_dict())}
-        held = {piece.name for piece in self._server.pieces}
-        check_shapes({n: self._server.shapes[n] for n in held}, expected, saved)
-        for name in held:
+        own_names = {piece.name for piece in self._server.pieces}
+        check_shapes({n: self._server.shapes[n] for n in own_names}, expected, saved)
+        for name in own_names:
             self._server.load_master(name, saved[f"model.{name}"])
-        load_optimizer(self._server, self._server.names, held, saved)
+        load_optimizer(self._server, self._server.names, own_names, saved)

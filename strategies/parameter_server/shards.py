@@ -1,8 +1,8 @@
-"""Which server holds which parameters, and the messages that carry them.
+"""The pieces of parameters that each server has, and the messages that carry them.
 
-The trained parameters, laid end to end in the model's order, are cut into as many equal stretches
-as there are servers; an optimizer that needs whole tensors gets whole ones. A stretch of one
-parameter is a piece. Workers and servers work the pieces out alike, so nothing is arranged.
+The trained parameters, one after the other in the model's order, are cut into equal shares, one for
+each server; an optimizer that needs whole tensors gets whole ones. A piece is the part of one
+parameter in one share. Workers and servers compute the same pieces, so they need not exchange them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.memory_format import flat_view
 
 MESSAGE_ELEMENTS = 1 << 20
-"""Numbers in a message at most: a server holds one such message of every worker but the first."""
+"""Elements of the largest message: a server has one receive buffer of this size for every worker
+but the first."""
 
 
 def pieces_of(
     parameters: Mapping[str, nn.Parameter], servers: int, *, may_split: bool
 ) -> list[Slice]:
-    """The pieces in the order in which they are sent; `owner` counts the servers from 0.
+    """Return the pieces in the order in which they are sent; `owner` is the server, from 0.
 
     Args:
         parameters: the trained ones by their plain names, on any device.
-        servers: how many share them.
-        may_split: whether a parameter may be cut: the optimizer treats each element by itself.
+        servers: their number.
+        may_split: whether a parameter may be cut, as the optimizer is elementwise.
     """
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     cuts = partition_evenly(sizes, servers, may_split)
@@ -39,48 +40,48 @@ def pieces_of(
 
 
 def messages_of(flat: Tensor) -> Sequence[Tensor]:
-    """Views of a piece's numbers, each of one message."""
+    """Return views of a flat tensor, one for each message."""
     return torch.split(flat, MESSAGE_ELEMENTS)
 
 
 def piece_view(whole: Tensor, piece: Slice) -> Tensor:
-    """A piece's numbers of a whole tensor, in one dimension: a view where it has no gaps."""
+    """Return a piece of a whole tensor, 1-dim: a view if the tensor is dense."""
     return flat_view(whole)[piece.start : piece.stop]
 
 
 class Messages:
-    """Tensors from one rank to another along the dp axis, in the order in which they are sent.
+    """Point-to-point messages along the dp axis, received in the order in which they are sent.
 
     Args:
-        context: the dp group; the first of its ranks are the servers.
-        servers: how many.
+        context: the dp group; its first ranks are the servers.
+        servers: their number.
     """
 
     def __init__(self, context: RunContext, servers: int) -> None:
         self._ranks, self._group = context.ranks_of("dp"), context.dp_group
         self.num_servers, self.num_workers = servers, context.dp_size - servers
         self._waiting: list[dist.Work | None] = []
-        self._sent: list[Tensor] = []  # one that nobody else holds has to stay till then
+        self._sent: list[Tensor] = []  # keeps temporary tensors alive until `finish`
 
     def worker_place(self, worker: int) -> int:
-        """The place of a worker on the dp axis, where servers come first."""
+        """Return the dp rank of a worker; servers come first."""
         return self.num_servers + worker
 
     def send(self, tensor: Tensor, place: int) -> None:
-        """Begin to send to a place of the dp axis; the tensor stays as it is until `finish`."""
+        """Begin to send to a dp rank; the tensor must not change until `finish`."""
         self._waiting.append(dist.isend(tensor, self._ranks[place], self._group))
         self._sent.append(tensor)
 
     def receive(self, tensor: Tensor, place: int) -> dist.Work | None:
-        """Begin to receive."""
+        """Begin to receive from a dp rank."""
         return dist.irecv(tensor, self._ranks[place], self._group)
 
     def receive_later(self, tensor: Tensor, place: int) -> None:
-        """Begin to receive what is there after `finish`."""
+        """Begin to receive a tensor that is complete after `finish`."""
         self._waiting.append(self.receive(tensor, place))
 
     def finish(self) -> None:
-        """Wait until all that was begun is over."""
+        """Wait for all messages that have begun."""
         waiting, self._waiting = self._waiting, []
         for work in waiting:
             if work is not None:
@@ -88,6 +89,6 @@ class Messages:
         self._sent.clear()
 
     def forget(self) -> None:
-        """Wait for nothing any more: the other rank may be lost."""
+        """Stop waiting for messages: the other rank may be lost."""
         self._waiting.clear()
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""A worker: computes gradients of its share of the global batch, and holds no optimizer state."""
+"""A worker: computes gradients of its share of the global batch, and has no optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
 class PulledUpdate:
-    """In place of an optimizer: the parameters as the servers have updated them."""
+    """An `Update` that pushes gradients to the servers and pulls updated parameters."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], assembly: Assembly, servers: int
@@ -30,11 +30,11 @@ class PulledUpdate:
         self.messages = Messages(assembly.context, servers)
         whole = WholeOptimizer.of(assembly.make_optimizer, parameters)
         self.pieces = pieces_of(parameters, servers, may_split=whole.kind.elementwise)
-        # Without anything to update; its rate is set as that of any other.
+        # It has no parameters; a schedule sets its learning rate as that of any other.
         self.optimizer = whole.put_on({})
 
     def push(self, gradients: Mapping[str, Tensor]) -> None:
-        """Send gradients to the servers, and wait until they are there."""
+        """Send gradients to the servers, and wait until they have arrived."""
         self.begin_push(gradients)
         self.messages.finish()
 
@@ -48,7 +48,7 @@ class PulledUpdate:
                     self.messages.send(part, piece.owner)
 
     def step(self) -> None:
-        """See `Update.step`: receive every parameter in its place."""
+        """See `Update.step`: receive every parameter in place."""
         self.begin_pull()
         self.messages.finish()
 
@@ -82,10 +82,11 @@ class PulledUpdate:
 
 
 class Worker(LoopRunner):
-    """The plain loop, whose gradients the servers sum and whose parameters they update.
+    """The plain loop; servers sum its gradients and update its parameters.
 
     Args:
-        assembly: its `update` is a `PulledUpdate`.
+        assembly: gets `pulled` as its `update`.
+        pulled: exchanges with the servers.
     """
 
     def __init__(self, assembly: Assembly, pulled: PulledUpdate) -> None:
@@ -95,7 +96,7 @@ class Worker(LoopRunner):
         self._buffers = list(assembly.model.buffers())
 
     def average_gradients(self) -> None:
-        """Push the gradients; what only other workers have a gradient of, as zeros."""
+        """Push the gradients, and zeros for those that only other workers have."""
         wanted_anywhere = self.has_gradient_anywhere()
         gradients = {}
         for (name, parameter), is_wanted in zip(
@@ -105,10 +106,10 @@ class Worker(LoopRunner):
                 gradient = parameter.grad
                 gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
         self._pulled.push(gradients)
-        self._follow_first()
+        self._broadcast_buffers()
 
-    def _follow_first(self) -> None:
-        """Let buffers (BatchNorm statistics) be the first worker's, as under `ddp`."""
+    def _broadcast_buffers(self) -> None:
+        """Copy the first worker's buffers (BatchNorm statistics) to all, as `ddp` does."""
         messages, first = self._pulled.messages, self._pulled.messages.worker_place(0)
         for buffer in self._buffers:
             if self.context.dp_rank == first:
@@ -123,7 +124,7 @@ class Worker(LoopRunner):
         return super().norm()
 
     def norm(self) -> Tensor:
-        """The norm of the summed gradients, as the servers have it. Collective."""
+        """Return the norm of the summed gradients, which the servers know. Collective."""
         squares = self.context.all_gather_numbers(0.0, "dp")
         return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
 
@@ -132,7 +133,7 @@ class Worker(LoopRunner):
         return {}
 
     def state(self) -> dict[str, StateTensor]:
-        """See `Runner.state`: of the trained parameters the servers have it."""
+        """See `Runner.state`: without the trained parameters, which the servers save."""
         trained = {id(parameter) for parameter in self._pulled.parameters.values()}
         every = self.module.named_parameters(remove_duplicate=False)
         on_servers = {f"model.{name}" for name, parameter in every if id(parameter) in trained}

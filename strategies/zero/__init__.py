@@ -1,13 +1,13 @@
 """ZeRO: optimizer state, gradients and parameters sharded over the replicas, by stages.
 
-Memory: of the bytes for P parameters on N ranks in fp32 (bf16), stage 1 holds 8P/N (12P/N) of
-optimizer state and the rest whole, stage 2 shards the gradients too, stage 3 everything: 16P/N.
-Activations are not touched; layers in use are whole for that time.
-Communication: stages 1 and 2 as DDP, each parameter's bytes twice per rank and step; stage 3
-gathers the parameters for the forward and again for the backward pass: half as much more, and so
-does stage 1 on torch and fairscale, where DDP averages whole gradients. Accumulating, stages 2 and
-3 reduce after every micro-batch, on torch they gather for each as well.
-Constraints: pays from two ranks on. Which options and precisions there are, the engine says.
+Memory: for P parameters on N ranks in fp32 (bf16), stage 1 has 8P/N (12P/N) bytes of optimizer
+state on a rank, and whole parameters and gradients. Stage 2 shards the gradients too, stage 3
+everything: 16P/N. Activations are not sharded. A layer that computes is whole for that time.
+Communication: stages 1 and 2 as DDP, each parameter's bytes twice per rank and step. Stage 3
+gathers the parameters for the forward pass and again for the backward pass, which is half as much
+more. So is stage 1 on torch and fairscale, where DDP averages whole gradients. With accumulation,
+stages 2 and 3 reduce gradients after every micro-batch; on torch they also gather for each.
+Constraints: saves memory from two ranks on. Options and precisions depend on the engine.
 Example: deepspeed --num_accelerators 2 bigtrain/train.py --strategy zero2
 
 Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
@@ -32,9 +32,10 @@ _ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
 
 
 class Zero(Strategy):
-    """Sharded data parallel: the stage and who does it.
+    """Sharded data parallel: the stage, and the engine that does the work.
 
-    These are the keys; a subclass for each engine and stage does the work (`registry.TECHNIQUES`).
+    These are the options. A subclass for each engine and stage does the work; the table
+    `registry.TECHNIQUES` chooses it.
     """
 
     name: ClassVar[str] = "zero"
@@ -44,14 +45,14 @@ class Zero(Strategy):
     stage: int = Field(2, ge=0, le=3)
     """1 shards the optimizer state, 2 the gradients too, 3 the parameters too; 0 nothing."""
     engine: Literal["deepspeed", "torch", "fairscale"] = "deepspeed"
-    """Whose implementation: DeepSpeed's, the one on PyTorch's own parts, or fairscale's."""
+    """The library that implements it."""
     bucket_size: Bytes | None = Field(None, gt=0)
-    """Bytes that are communicated at once; left out, derived from the model's size."""
+    """Bytes of one message. Left out: derived from the model's size."""
     shard_ranks: int | None = Field(None, ge=1)
-    """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many neighbouring
-    ranks, and replicated over the groups of them."""
+    """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many consecutive
+    ranks; groups of them are replicas of each other."""
     config: str | None = None
-    """A DeepSpeed configuration file, taken as it is (`strategy.deepspeed` is the short form)."""
+    """The path of a DeepSpeed configuration file (`strategy.deepspeed` is the short form)."""
 
     @property
     def need(self) -> Need:
@@ -60,7 +61,7 @@ class Zero(Strategy):
         return by_stage[self.stage]
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: on torch's own parts beside a cut, by every engine without."""
+        """See `Strategy.variants`: the torch engine with a cut, every engine without one."""
         if shape.dp == 1:
             return
         for preset in (*_ON_TORCH, *(_ON_OTHERS if shape.pp == 1 else ())):
@@ -70,10 +71,10 @@ class Zero(Strategy):
         if shape.pp == 1 and node < shape.dp and shape.dp % node == 0:
             options = {"engine": self.engine, **preset_options(self.role, "fsdp")}
             options["shard_ranks"] = node
-            yield Variant(f"hybrid_{node}", options)  # gathered inside of a node
+            yield Variant(f"hybrid_{node}", options)  # parameters are gathered inside a node
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
-        """See `Strategy.remedies`: the states of whole replicas can be shared."""
+        """See `Strategy.remedies`: shard states of which every replica has a copy."""
         is_whole = "cut" not in plan.techniques and plan.replicate.sharded_states == 0
         if plan.dp == 1 or not is_whole:
             return ()
@@ -83,12 +84,13 @@ class Zero(Strategy):
         """Refuse a stage that no engine has."""
         if self.stage == 0:
             raise ConfigError(
-                f"strategy.replicate.stage=0 shards nothing, and engine={self.engine} has it not. "
+                "strategy.replicate.stage=0 shards nothing, and "
+                f"strategy.replicate.engine={self.engine} does not support it. "
                 "Use --strategy ddp."
             )
 
     def refuse_config(self) -> None:
-        """Refuse a DeepSpeed file where another engine does the work.
+        """Refuse a DeepSpeed file for another engine.
 
         Raises:
             ConfigError: `config` is given.

@@ -1,4 +1,4 @@
-"""Saying beforehand where sharding the states cannot help."""
+"""Advice before training when sharding the states cannot help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.units import format_bytes
 
 ACTIVATION_DOMINANCE = 0.6
-"""The share of activations in the peak from which on ZeRO is not the means."""
+"""If activations are more than this share of the peak, ZeRO is not the remedy."""
 
 
 def advise(
@@ -21,12 +21,12 @@ def advise(
     profile: Profile,
     plan: Plan,
 ) -> str | None:
-    """One line where a stage of ZeRO cannot help; None where it can.
+    """Return one line if a stage of ZeRO cannot help; None if it can.
 
     Args:
         options: the stage and the engine.
-        forecast_before: of one process, as the techniques before this one left it.
-        forecast_after: with this technique, not yet accumulating.
+        forecast_before: of one process, with the techniques that come before this one.
+        forecast_after: with this technique, before accumulation.
         profile: of the model.
         plan: ranks, micro-batches, precision.
     """
@@ -53,7 +53,7 @@ def advise(
 
 
 def _replicated(forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-    """The same under plain DDP: everything on every rank, in fp32 as it keeps it."""
+    """Return the forecast under plain DDP: all states on every rank, in fp32."""
     factor = 2 if plan.bf16_parameters else 1
     forecast = with_averaged_gradients(forecast, profile)
     states = forecast.states

@@ -80,8 +80,12 @@ def test_a_model_without_blocks_has_no_budget():
 
 
 REFUSED = [
-    ("single", {"every": 2, "layers": ["blocks.0"]}, "every and layers both say"),
-    ("single", {"budget": "1GiB", "mode": "full"}, "budget says what each block keeps"),
+    ("single", {"every": 2, "layers": ["blocks.0"]}, "every and layers both choose"),
+    (
+        "single",
+        {"budget": "1GiB", "mode": "full"},
+        "strategy.recompute.budget sets the mode of each block",
+    ),
     ("single", {"mode": "ful"}, "'full' or 'selective'"),
     ("single", {"every": 0}, "every"),
     ("single", {"budget": "much"}, "'much' is not a size"),
@@ -90,11 +94,15 @@ REFUSED = [
     ("single", {"budget": True}, "neither a size above 0 nor a share"),
     ("single", {"budget": "-1GiB"}, "is not a size"),
     ("single", {"budget": 0}, "neither a size above 0 nor a share"),
-    ("single", {"blocks": {"blocks.0": "full"}, "mode": "full"}, "blocks says what each block"),
+    (
+        "single",
+        {"blocks": {"blocks.0": "full"}, "mode": "full"},
+        "strategy.recompute.blocks sets the mode",
+    ),
     ("single", {"blocks": {"blocks.0": "offload"}}, "Set strategy.offload.activations=disk"),
     ("single_activations_disk", {"mode": "selective"}, "Use strategy.recompute.mode=full"),
     ("gpipe", {"mode": "full", "cut": "always"}, "Set strategy.cut.checkpoint=never"),
-    ("zero3", {"mode": "selective"}, "changes them in place. Use strategy.recompute.mode=full"),
+    ("zero3", {"mode": "selective"}, "change them in place. Use strategy.recompute.mode=full"),
     ("zbv", {"mode": "selective"}, "Use strategy.recompute.mode=full, or strategy.cut.schedule"),
 ]
 

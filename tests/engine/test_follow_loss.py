@@ -203,12 +203,12 @@ def chosen_by(output: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[LossFunction, str]] = {
-    "a root of a mean": (root, "sqrt of a mean over the batch is no mean itself"),
+    "a root of a mean": (root, "sqrt of a mean over the batch is not a mean"),
     "rows compared": (contrasted, "compares the rows of a batch with each other"),
-    "a maximum": (lambda o, _: o.max(), "max over the rows is no average"),
+    "a maximum": (lambda o, _: o.max(), "max over the rows is not an average"),
     "a product of means": (
         lambda o, t: flat(o, t) * o.square().mean(),
-        "mul of a mean over the batch is no mean itself",
+        "mul of a mean over the batch is not a mean",
     ),
     "centred": (
         lambda o, _: (o - o.mean()).square().mean(),
@@ -216,13 +216,13 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
     ),
     "divided by what outputs say": (
         lambda o, _: o.square().sum() / (o > 0).sum(),
-        "div of a mean over the batch is no mean itself",
+        "div of a mean over the batch is not a mean",
     ),
     "softmax over rows": (
         lambda o, _: (o.softmax(0) * o).sum(),
         "softmax goes along the rows of a batch",
     ),
-    "one row": (lambda o, _: o[0].mean(), "__getitem__ over the rows is no average"),
+    "one row": (lambda o, _: o[0].mean(), "__getitem__ over the rows is not an average"),
     "the hardest half": (
         lambda o, t: each(o, t).flatten().topk(t.numel() // 2).values.mean(),
         "topk goes along the rows of a batch",

@@ -174,7 +174,7 @@ def captured(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_a_scheduler_made_inside_of_the_factory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler is made in it.*engine\.optimizer.*T_max=STE"):
+    with pytest.raises(ConfigError, match=r"learning-rate scheduler.*engine\.optimizer.*T_max=STE"):
         opened(scheduled_inside)
 
 
@@ -202,9 +202,9 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
             optimizer.step()
         with pytest.raises(ConfigError, match=r"engine\.save\(folder\) saves the whole state"):
             optimizer.state_dict()
-        with pytest.raises(ConfigError, match=r"engine\.load\(path\) takes a checkpoint over"):
+        with pytest.raises(ConfigError, match=r"engine\.load\(path\) loads a checkpoint under"):
             optimizer.load_state_dict({})
-        with pytest.raises(ConfigError, match="groups are made by the optimizer that prepare"):
+        with pytest.raises(ConfigError, match="the function that is passed to prepare makes all"):
             optimizer.add_param_group({"params": []})
 
 
@@ -293,4 +293,4 @@ def test_an_optimizer_that_is_made_already_is_answered_with_what_makes_it() -> N
     assert "got the text 'adamw'" in refused("adamw")
     assert "the class Linear is no torch.optim.Optimizer" in refused(nn.Linear)
     assert "got a NoneType" in refused(None)
-    assert "it made a int, and an optimizer is needed" in refused(lambda _: 3)
+    assert "the function returned a int, not an optimizer" in refused(lambda _: 3)

@@ -103,7 +103,7 @@ def test_what_is_offered_is_the_preset_of_its_name(pp, dp):
 def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, monkeypatch):
     """The example of the contributing page, which says nothing of planning."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     (tmp_path / "mymodule.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     bigtrain = [sys.executable, "-m", "bigtrain"]

@@ -30,7 +30,7 @@ REFUSED = {
     "a ring of one rank": (
         1,
         ["--strategy", "ring"],
-        "strategy ring hands gradients around 2 replicas or more, and mesh.dp=1. "
+        "strategy ring sends gradients around 2 replicas or more, and mesh.dp=1. "
         "Use --strategy single, or start more ranks.",
     ),
     "staleness below zero": (

@@ -139,7 +139,7 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
         make_plan(job_from_keys("parameter_server_async", wrong), 3, "cpu")
     path = tmp_path / "once/pushes.jsonl"
     path.write_text(path.read_text() * 2)  # as of a run that was resumed
-    with pytest.raises(ConfigError, match="is of a run that was resumed, which cannot be done"):
+    with pytest.raises(ConfigError, match="is of a run that was resumed, which its log cannot"):
         make_plan(job_from_keys("parameter_server_async", {**keys, **wrong}), 4, "cpu")
 
 
@@ -156,11 +156,11 @@ def test_the_peak_of_workers_and_of_servers_is_foretold():
         ({"staleness": -1}, "strategy.replicate.staleness"),
         (
             {"replay": "nowhere.jsonl"},
-            r"no log of pushes: No such file or directory\. Give runs/NAME",
+            r"is not a log of pushes: No such file or directory\. Give runs/NAME",
         ),
         (
             {"replay": "nowhere.jsonl", "mode": "synchronous"},
-            "there is none to follow. Set strategy.replicate.mode=asynchronous",
+            "has a fixed order. Set strategy.replicate.mode=asynchronous",
         ),
     ],
 )

@@ -173,7 +173,11 @@ def test_the_outer_state_is_in_the_forecast(keys):
 @pytest.mark.parametrize(
     ("beside", "keys", "message"),
     [
-        ("", {"every": 2, "fragments": 3}, "fragments=3 take turns in strategy.replicate.every=2"),
+        (
+            "",
+            {"every": 2, "fragments": 3},
+            "fragments=3 are synchronized within strategy.replicate.every=2",
+        ),
         ("", {"delay": 1}, "delay=1 applies an outer gradient late"),
         (
             "",
@@ -187,7 +191,7 @@ def test_the_outer_state_is_in_the_forecast(keys):
             "local_sgd averages them: sums would be rounded to 8 bits",
         ),
         ("+1f1b", {}, "local_sgd is for whole models, and strategy.cut makes stages"),
-        ("+offload_disk", {}, "strategy.offload.optimizer=disk keeps copies of them elsewhere"),
+        ("+offload_disk", {}, "strategy.offload.optimizer=disk keeps copies of them"),
     ],
 )
 def test_what_cannot_be_is_refused(beside, keys, message):

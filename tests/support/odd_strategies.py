@@ -182,6 +182,28 @@ class SwapsExperts(DDP):
             other.load_state_dict(kept)
 
 
+class NotesUpdates(DDP):
+    """Notes at the end of each step whether parameters have changed and gradients are cleared."""
+
+    name: ClassVar[str] = "notes_updates"
+    summary: ClassVar[str] = "notes updates"
+    seen: ClassVar[list[tuple[bool, bool]]] = []
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+        parameters = list(assembly.trained().values())
+        before = [p.detach().clone() for p in parameters]
+
+        def note() -> None:
+            moved = any(not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+            cleared = all(p.grad is None or not p.grad.any() for p in parameters)
+            self.seen.append((moved, cleared))
+            for parameter, old in zip(parameters, before, strict=True):
+                old.copy_(parameter.detach())
+
+        assembly.after_update.append(note)
+
+
 class Surrounds(DDP):
     """Would average around each micro-batch, where a pipeline has its own order."""
 

@@ -55,7 +55,7 @@ def test_users_own_model_passes_in_double_precision(tmp_path):
 def test_what_has_other_numbers_by_intent_is_refused(tmp_path):
     done = bigtrain(tmp_path, "--strategies", "local_sgd", "-n", "2", *NET)
     assert done.returncode == 2
-    assert "local_sgd: replicas step by themselves and agree every 8 steps" in done.stderr
+    assert "local_sgd: replicas train independently and synchronize every 8 steps" in done.stderr
 
 
 @pytest.mark.full

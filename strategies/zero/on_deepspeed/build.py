@@ -1,17 +1,17 @@
-"""Putting a model under DeepSpeed without ever holding more of it than training will.
+"""Build a DeepSpeed engine without ever using more memory for the model than training does.
 
-DeepSpeed takes a model that is whole, makes a flat copy of it and copies of that. Here the
-parameters of stages 1 and 2 are filled straight into the flat buffer, and those of stage 3 are
-cut as soon as their module has its values. In fp32 the copy that DeepSpeed would update beside
-the parameters is dropped: the parameters themselves are updated. In bf16 that copy gets the
-initial values as they were before they were rounded.
+DeepSpeed takes a whole model, makes a flat copy of it and copies of that. Here the parameters of
+stages 1 and 2 get their values in the flat buffer, and those of stage 3 are cut as soon as their
+module has its values. In fp32 the second copy that DeepSpeed would update is dropped, and the
+parameters themselves are updated. In bf16 that copy gets the initial values from before they were
+rounded.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,14 +33,22 @@ from bigtrain.strategies.deepspeed_adapter import (
     parse_config,
     start_engine,
 )
+from bigtrain.strategies.zero.on_deepspeed.layout import (
+    flat_share,
+    flatten_in_place,
+    overlap,
+    pad_in_place,
+    piece_size,
+    rank_share,
+)
 
 
 @contextmanager
 def blaming_file(path: str | None) -> Iterator[None]:
-    """Let what DeepSpeed dislikes of a user's file be the file's fault, in one line.
+    """Turn an error that DeepSpeed raises about a user's file into one line with its path.
 
     Raises:
-        ConfigError: for what DeepSpeed raises where a file is given.
+        ConfigError: DeepSpeed raises an error and a file is given.
     """
     try:
         yield
@@ -49,11 +57,11 @@ def blaming_file(path: str | None) -> Iterator[None]:
         if path is None or not (known or type(error).__name__ == "DeepSpeedConfigError"):
             raise
         said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{path}: DeepSpeed does not take it: {said[:300]}") from error
+        raise ConfigError(f"{path}: DeepSpeed refuses it: {said[:300]}") from error
 
 
 def check_file(path: str, config: dict[str, Any]) -> None:
-    """Have DeepSpeed read what it will be given, before the ranks meet.
+    """Let DeepSpeed parse its configuration, before the ranks connect.
 
     Args:
         path: of the user's file.
@@ -71,20 +79,20 @@ def check_file(path: str, config: dict[str, Any]) -> None:
 
 @dataclass
 class BuiltEngine:
-    """A DeepSpeed engine, and what was put aside for it."""
+    """A DeepSpeed engine, and the objects that belong to it."""
 
     engine: Any
     fp32_values: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """fp32 values by the id of a parameter, and where they begin in it: what this rank updates
-    of it, or more."""
+    """By the id of a parameter: (offset in it, fp32 values from there on), of at least the elements
+    that this rank updates."""
     closing: ExitStack = field(default_factory=ExitStack)
-    """What DeepSpeed changes outside of its engine, put back at the end."""
+    """Undoes the changes that DeepSpeed makes outside of its engine."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """The model's own, by the names of parameters: of what is frozen, which is saved in these."""
+    """The model's dtypes by the names of parameters; frozen parameters are saved in these."""
     optimizer: torch.optim.Optimizer | None = None
     """The user's."""
     begin_state: Callable[[], None] | None = None
-    """Lets it begin its state on the pieces, where it has some before its first step."""
+    """Creates the optimizer's state on the pieces, if it has some before its first step."""
     tracking: Callable[[], bool] = lambda: False
     """Whether memory is being tracked now."""
 
@@ -92,13 +100,13 @@ class BuiltEngine:
 def build_engine(
     assembly: Assembly, config: dict[str, Any], stage: int, path: str | None
 ) -> BuiltEngine:
-    """Fill the model in, shard it, and put DeepSpeed's engine around it.
+    """Give the model its values, shard it, and make DeepSpeed's engine of it. Collective.
 
     Args:
         assembly: the model has no values yet.
-        config: for DeepSpeed.
-        stage: of it.
-        path: of the user's file, where the config is from one.
+        config: of DeepSpeed.
+        stage: of ZeRO.
+        path: of the user's file, if the config is from one.
     """
     context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)
@@ -120,11 +128,11 @@ def build_engine(
                 [g for g in groups if g],
                 built,
                 to_bf16=low,
-                is_dealt_out=_is_dealt_out(config),
+                is_round_robin=_is_round_robin(config),
             )
         assembly.materialize(names_of(assembly.model))
         optimizer = whole.put_on({n: [assembly.model.get_parameter(n)] for n in trained})
-        # DeepSpeed makes a flat piece of each group, and none of an empty one.
+        # DeepSpeed makes a flat buffer of each group, and cannot make one of an empty group.
         drop_empty_groups(optimizer)
         optimizer.state.clear()
         with blaming_file(path):
@@ -132,9 +140,9 @@ def build_engine(
                 assembly.model,
                 optimizer,
                 config,
-                flatten=_joined,
-                align=_aligned,
-                in_place=stage < 3 and not _is_dealt_out(config) and not _is_padded(config),
+                flatten=flatten_in_place,
+                align=pad_in_place,
+                in_place=stage < 3 and not _is_round_robin(config) and not _is_padded(config),
             )
         built.begin_state = whole.begin_state if whole.begins_with_state else None
         built.optimizer = optimizer
@@ -143,9 +151,10 @@ def build_engine(
 
 
 def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitStack) -> None:
-    """Let a prediction that is made later see the model as it was, whole and without hooks.
+    """Let `copy.deepcopy` return the model from before DeepSpeed, whole and without hooks.
 
-    A copy would call DeepSpeed's hooks, which act on the model that is being trained.
+    A later prediction copies the model; a copy with DeepSpeed's hooks would act on the model that
+    is being trained.
     """
     twins: dict[int, object] = {}
     for parameter in model.parameters():
@@ -176,11 +185,11 @@ def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitSta
 
 
 def flat_optimizer(assembly: Assembly) -> WholeOptimizer:
-    """The optimizer, which is still without parameters.
+    """Return the optimizer, still without parameters.
 
     Raises:
-        ConfigError: nothing is to be trained, parameters are not fp32, or the optimizer needs
-            whole tensors or leaves some out.
+        ConfigError: no parameter is trained, one is not fp32, or the optimizer needs whole tensors
+            or leaves some parameters out.
     """
     named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
     kinds = sorted({str(p.dtype) for p in named.values()})
@@ -192,33 +201,33 @@ def flat_optimizer(assembly: Assembly) -> WholeOptimizer:
     statistics = [m for m in assembly.model.modules() if isinstance(m, _NormBase) and m.affine]
     if assembly.plan.bf16_parameters and statistics:
         raise ConfigError(
-            f"train.precision=bf16: DeepSpeed makes bf16 of all parameters, and the kernels of "
-            f"{type(statistics[0]).__name__} take none beside fp32 statistics. "
+            f"train.precision=bf16: DeepSpeed converts all parameters to bf16, and "
+            f"{type(statistics[0]).__name__} takes no bf16 weights with fp32 statistics. "
             "Use --strategy zero1_torch or fsdp, or train.precision=fp32."
         )
     whole = WholeOptimizer.of(assembly.make_optimizer, named)
     if not whole.kind.elementwise:
         raise ConfigError(
-            f"DeepSpeed gives the optimizer flat stretches of parameters, and {whole.kind_name} "
+            f"DeepSpeed gives the optimizer flat slices of parameters, and {whole.kind_name} "
             "needs whole ones. Use --strategy zero1_torch."
         )
     left_out = whole.left_out(named)
     if left_out:
         raise ConfigError(
-            f"optimizer: it leaves out {first_names(left_out)}, and DeepSpeed updates all that is "
-            "trained. Call requires_grad_(False) on what is not to be, or use --strategy "
-            "zero1_torch."
+            f"optimizer: it leaves out {first_names(left_out)}, and DeepSpeed updates all "
+            "parameters with requires_grad. Call requires_grad_(False) on those that are not "
+            "trained, or use --strategy zero1_torch."
         )
     return whole
 
 
-def _is_dealt_out(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed puts the parameters into another order than they come in."""
+def _is_round_robin(config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed assigns parameters to ranks in turn, not in their order."""
     return bool(json_section(config, "zero_optimization").get("round_robin_gradients", False))
 
 
 def _is_padded(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed leaves room between the parameters."""
+    """Whether DeepSpeed pads every parameter."""
     return bool(json_section(config, "zero_optimization").get("parameter_alignment", False))
 
 
@@ -228,33 +237,34 @@ def _fill_flat(
     built: BuiltEngine,
     *,
     to_bf16: bool,
-    is_dealt_out: bool,
+    is_round_robin: bool,
 ) -> None:
-    """Stages 1 and 2: each group's parameters one after the other in one buffer.
+    """Stages 1 and 2: put each group's parameters one after the other into one buffer.
 
-    With `is_dealt_out`, whole parameters' fp32 values are put aside: any rank may update them.
+    With `is_round_robin` the fp32 values of whole parameters are stored in `built`: the rank that
+    updates a parameter is not known yet.
     """
     context = assembly.context
     ranks, rank = context.dp_size, context.dp_rank
     dtype = torch.bfloat16 if to_bf16 else torch.float32
     for names in groups:
-        parameters = [assembly.model.get_parameter(name) for name in names]
-        unit = 2 * ranks  # DeepSpeed's alignment
-        size = -(-sum(p.numel() for p in parameters) // unit) * unit
-        flat = torch.zeros(size, dtype=dtype, device=context.device)
-        own_range = range(rank * (size // ranks), (rank + 1) * (size // ranks))
+        elements = sum(assembly.model.get_parameter(name).numel() for name in names)
+        share = flat_share(elements, ranks)
+        flat = torch.zeros(ranks * share, dtype=dtype, device=context.device)
+        own_share = rank_share(share, rank)
         offset = 0
         for name in names:
             assembly.materialize([name])
-            parameter = assembly.model.get_parameter(name)  # a new one where it got its values
+            parameter = assembly.model.get_parameter(name)  # `materialize` may have replaced it
             values = parameter.detach()
             stop = offset + values.numel()
-            first, last = max(offset, own_range.start), min(stop, own_range.stop)
-            if to_bf16 and is_dealt_out:
+            own = overlap(offset, stop, own_share)
+            if to_bf16 and is_round_robin:
                 built.fp32_values[id(parameter)] = (0, values.reshape(-1).clone())
-            elif to_bf16 and first < last:
-                kept = values.reshape(-1)[first - offset : last - offset].clone()
-                built.fp32_values[id(parameter)] = (first - offset, kept)
+            elif to_bf16 and own:
+                start = own.start - offset
+                exact = values.reshape(-1)[start : own.stop - offset].clone()
+                built.fp32_values[id(parameter)] = (start, exact)
             view = flat[offset:stop].view(values.shape)
             view.copy_(values)
             parameter.data = view
@@ -265,7 +275,7 @@ def _fill_flat(
 def _fill_in_shards(
     assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, to_bf16: bool
 ) -> None:
-    """Stage 3: module by module, so that no rank ever has more than one module whole."""
+    """Stage 3: cut module after module, so that no rank ever has more than one module whole."""
     partitioner = Partitioner(config, built.closing)
     ranks, rank = assembly.context.dp_size, assembly.context.dp_rank
     names = set(names_of(assembly.model))
@@ -279,48 +289,10 @@ def _fill_in_shards(
                 continue
             if to_bf16 and parameter.is_floating_point():
                 if parameter.requires_grad:
-                    size = -(-parameter.numel() // ranks)
+                    size = piece_size(parameter.numel(), ranks)
                     start = rank * size
                     own_values = parameter.detach().reshape(-1)[start : start + size].clone()
                     built.fp32_values[id(parameter)] = (start, own_values)
                 parameter.data = parameter.data.to(torch.bfloat16)
-            # Every rank has made the same values, so that nothing need be sent.
+            # Every rank has made the same values, so nothing is sent.
             partitioner.cut(parameter)
-
-
-def _joined(tensors: Sequence[Tensor], otherwise: Callable[..., Tensor]) -> Tensor:
-    """Tensors as one, without a copy where they lie end to end."""
-    joined_view = end_to_end(tensors)
-    return otherwise(tensors) if joined_view is None else joined_view
-
-
-def _aligned(
-    tensors: Sequence[Tensor], unit: int, otherwise: Callable[..., Sequence[Tensor]]
-) -> Sequence[Tensor]:
-    """Tensors with padding up to a unit, which lies behind them where they lie end to end."""
-    joined_view = end_to_end(tensors)
-    padding = 0 if joined_view is None else -joined_view.numel() % unit
-    if joined_view is None or not padding:
-        return otherwise(tensors, unit)
-    stop = joined_view.storage_offset() + joined_view.numel()
-    free_elements = joined_view.untyped_storage().nbytes() // joined_view.element_size() - stop
-    if free_elements < padding:
-        return otherwise(tensors, unit)
-    return [*tensors, joined_view.as_strided((padding,), (1,), stop)]
-
-
-def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One flat view of tensors that follow each other in memory; None where they do not."""
-    first = tensors[0].detach()
-    offset, storage = first.storage_offset(), first.untyped_storage()._cdata
-    start = offset
-    for tensor in tensors:
-        if (
-            tensor.dtype != first.dtype
-            or not tensor.is_contiguous()
-            or tensor.untyped_storage()._cdata != storage
-            or tensor.storage_offset() != offset
-        ):
-            return None
-        offset += tensor.numel()
-    return first.as_strided((offset - start,), (1,), start)

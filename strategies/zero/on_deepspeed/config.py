@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: our lean one, or a user's file with its "auto" values filled in."""
+"""DeepSpeed's configuration: ours, or a user's file with its "auto" values filled in."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _AUTO = "auto"
 
 
 def zero_stage_of(options: Zero) -> int:
-    """The stage that is run: the file's, where there is one.
+    """Return the stage: that of the file, if there is one.
 
     Raises:
-        ConfigError: the file is unreadable, or says another stage than the options do.
+        ConfigError: the file cannot be read, or its stage is not that of the options.
     """
     if options.config is None:
         return options.stage
@@ -27,7 +27,8 @@ def zero_stage_of(options: Zero) -> int:
         return options.stage
     if not isinstance(stage, int) or stage not in range(4):
         raise ConfigError(
-            f"{options.config}: zero_optimization.stage={stage!r} is no stage. Write 0, 1, 2 or 3."
+            f"{options.config}: zero_optimization.stage={stage!r} is not a stage. "
+            "Write 0, 1, 2 or 3."
         )
     if "stage" in options.model_fields_set and options.stage != stage:
         raise ConfigError(
@@ -38,17 +39,17 @@ def zero_stage_of(options: Zero) -> int:
 
 
 def precision_of(plan: Plan) -> int:
-    """Bytes of a number in the parameters that layers see."""
+    """Return the bytes of an element of the parameters that layers compute with."""
     return 2 if plan.bf16_parameters else 4
 
 
 def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
-    """The dictionary that DeepSpeed is given.
+    """Return the configuration for DeepSpeed.
 
     Args:
-        options: the technique's keys; where they name a file, it is taken as it is.
+        options: the options of the technique; a file that they name is used unchanged.
         plan: batch, precision, clipping, offload.
-        elements: numbers in the trained parameters, from which buffers get their sizes.
+        elements: of the trained parameters, from which the sizes of buffers are derived.
 
     Raises:
         ConfigError: the file contradicts the job.
@@ -65,7 +66,7 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(options, plan, stage, elements),
-        # Its clock waits for an accelerator at each forward pass and each step.
+        # Its timer synchronizes with the accelerator at each forward pass and each step.
         "timers": {"throughput": {"enabled": False}},
     }
     if bf16 and accumulates_in_fp32(plan, stage):
@@ -82,16 +83,16 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
 
 
 def accumulates_in_fp32(plan: Plan, stage: int) -> bool:
-    """Whether DeepSpeed is told to add gradients up in fp32 where they are computed in bf16.
+    """Whether DeepSpeed adds bf16 gradients up in fp32.
 
-    Stage 2 keeps its shard of them in fp32, as the step wants it; stage 3 where it adds several
-    micro-batches up. Stage 1 would keep whole fp32 gradients.
+    Stage 2 has its shard in fp32, as the step reads it; stage 3 too, if it adds up several
+    micro-batches. Stage 1 would need whole fp32 gradients.
     """
     return stage == 2 or (stage == 3 and plan.batch.accumulation_steps > 1)
 
 
 def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any]:
-    """Buffers as small as the model allows on a CPU; large enough to overlap on CUDA."""
+    """Return the section for ZeRO: small buffers on a CPU, large enough to overlap on CUDA."""
     on_gpu = is_accelerator(plan.device_type)
     bucket = bucket_elements(options, plan, elements)
     zero_settings: dict[str, Any] = {
@@ -99,11 +100,10 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "contiguous_gradients": True,
-        # Stage 1 reduces in the backward pass only where it overlaps; else at its end, when all
-        # gradients are there whole.
+        # Without overlap stage 1 reduces after the backward pass, when all whole gradients exist.
         "overlap_comm": on_gpu or stage == 1,
-        # One reduction to each owner: half the traffic, and no copy of a gradient that two ranks
-        # share.
+        # One reduction to each rank: half the traffic, and no copy of a gradient that is in the
+        # shares of two ranks.
         "use_multi_rank_bucket_allreduce": False,
     }
     if stage == 3:
@@ -114,10 +114,10 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
             "stage3_prefetch_bucket_size": bucket if on_gpu else 0,
             "stage3_max_live_parameters": 2 * bucket if on_gpu else 0,
             "stage3_max_reuse_distance": 0,
-            # Biases and norms stay whole: 0.1 % of a model, most of its tensors.
+            # Biases and norms stay whole: they are 0.1 % of a model, and most of its tensors.
             "stage3_param_persistence_threshold": elements // 5000,
             "stage3_model_persistence_threshold": max(1, elements // 100),
-            # Gathered one by one, a parameter is not held twice.
+            # Gathered one by one, a parameter needs no second buffer.
             "stage3_allgather_sequential": not on_gpu,
         }
     offloads = plan.offload_tiers
@@ -139,18 +139,18 @@ def _offload(tier: str, path: str | None, plan: Plan) -> dict[str, Any]:
 
 
 def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
-    """How many numbers are reduced at once; even, as DeepSpeed wants it."""
+    """Return the elements of a bucket of gradients; even, as DeepSpeed requires."""
     if options.bucket_size is not None:
         return max(2, options.bucket_size // precision_of(plan) // 2 * 2)
     if is_accelerator(plan.device_type):
-        # Each bucket is waited for: of a small model few, of a large one a sixteenth.
+        # Each bucket costs a wait: a small model has few, a large one sixteen.
         return min(50_000_000, max(5_000_000, elements // 16 // 2 * 2))
-    # A larger gradient than this is reduced where it lies, without a copy.
+    # A gradient larger than the bucket is reduced in place, without a copy.
     return min(1_000_000, max(256, elements // 512 // 2 * 2))
 
 
 def _fill(given: Any, ours: Any) -> Any:
-    """The file, with our value wherever it says "auto"; without one the key is left out."""
+    """Return the file with our value for each "auto"; a key without one is left out."""
     if not isinstance(given, dict):
         return given
     known = ours if isinstance(ours, dict) else {}
@@ -164,7 +164,7 @@ def _fill(given: Any, ours: Any) -> Any:
 def _refuse_contradictions(
     path: str, user_file: dict[str, Any], defaults: dict[str, Any], plan: Plan
 ) -> None:
-    """Hold the file against what the job came to; `deepspeed_json` has compared the keys."""
+    """Refuse a file that differs from the plan; `deepspeed_json` has compared the job's keys."""
     _refuse_batch(path, user_file, plan)
     clip = user_file.get("gradient_clipping", _AUTO)
     if clip != _AUTO and not same_value(clip, defaults["gradient_clipping"]):
@@ -189,7 +189,7 @@ def _refuse_contradictions(
 
 
 def _refuse_batch(path: str, user_file: dict[str, Any], plan: Plan) -> None:
-    """Refuse a batch that is none of these ranks', or not the job's."""
+    """Refuse a batch that does not fit the number of ranks, or is not the job's."""
     batch = plan.batch
     pairs = (
         ("train_batch_size", "train.global_batch_size", batch.global_size),
@@ -212,6 +212,6 @@ def _refuse_batch(path: str, user_file: dict[str, Any], plan: Plan) -> None:
 
 
 def unused_line(path: str | None) -> str | None:
-    """What of a user's file has no use here; None where nothing is."""
+    """Return a line with the sections of a user's file that are not used; None if all are."""
     names = [] if path is None else unused_sections(deepspeed_config(path))
     return f"{path}: not used: {', '.join(names)}" if names else None

@@ -1,30 +1,29 @@
-"""Stages 1 to 3 on DeepSpeed, from its own configuration file where one is given.
+"""Stages 1 to 3 on DeepSpeed, from a user's DeepSpeed file if one is given.
 
-DeepSpeed's engine does the backward passes and the steps of a client optimizer (any of torch's
-that treats each element by itself), so that none of its C++ operators has to be compiled. What
-it holds beside the least possible was measured and taken out where that changes no number:
+DeepSpeed's engine runs the backward passes and steps a client optimizer, which may be any
+elementwise one of torch. So none of its C++ operators is compiled. We measured its memory in
+addition to the least possible, and removed the following, which changes no number:
 
-* its copy of the fp32 parameters that the optimizer updates, beside the fp32 parameters
+* the fp32 copy of the parameters that the optimizer updates, in addition to the fp32 parameters
   (4P/N bytes): the parameters themselves are updated;
-* the gradients of a rank's shard in one buffer, and flattened into another for the step (4P/N):
-  they are reduced into the one that the step uses;
-* a gradient that is larger than the bucket, kept whole until the backward pass ends: it goes as
-  soon as it is reduced, and it is reduced at once;
-* norms by way of fp64 copies of whole gradients: worked out in place (`bigtrain/tensors/norms.py`);
-* the flat copy of the model, beside the model, while it is built (4P).
+* the copy of a shard's gradients that is flattened for the step (4P/N): gradients are reduced into
+  the buffer that the step reads;
+* a gradient larger than the bucket, which stayed whole until the backward pass ended: it is reduced
+  at once and freed;
+* fp64 copies of whole gradients for their norm, which is computed in place
+  (`bigtrain/tensors/norms.py`);
+* the flat copy of the model while the engine is built (4P).
 
-What remains above 4P + 12P/N bytes in fp32 for stages 1 and 2 (a single micro-batch; stage 1
-reduces in the backward pass, too, and holds as little) and 16P/N for stage 3: nothing that
-stays, but a bucket of P/512 numbers (two for stage 1), and under stage 3 the parameters of the
-module that computes. In bf16, stages 1 and 2 keep their gradient shard in fp32, as the step wants
-it: 2P + 16P/N, that is 2P/N above the least. Accumulating, stage 1 keeps whole gradients between
-the micro-batches (4P, in bf16 2P) and stage 3 an fp32 shard of them in bf16 as well (2P/N more).
+With one micro-batch this leaves 4P + 12P/N bytes in fp32 for stages 1 and 2, and 16P/N for stage 3,
+plus a bucket of P/512 elements (two for stage 1) and, under stage 3, the parameters of the module
+that computes. In bf16, stages 1 and 2 have their gradient shard in fp32, as the step reads it:
+2P + 16P/N, which is 2P/N above the least. With accumulation, stage 1 keeps whole gradients between
+the micro-batches (4P, in bf16 2P), and stage 3 in bf16 an fp32 shard of them (2P/N more).
 
-Parameters that the loss never reaches are left out beforehand. Where a step brings no gradient of
-another, DeepSpeed's flat shard has zeros there, and the optimizer would step on those: weight decay
-and momentum would go on. Such a step is refused, but for plain SGD, which zeros do not move. In
-bf16, frozen parameters are
-kept in bf16 alone, and are saved as rounded.
+Parameters that the loss never reaches are left out of training. If a step brings no gradient of
+another parameter, DeepSpeed's flat shard has zeros there, and the optimizer would apply weight
+decay and momentum. Such a step is refused, except for plain SGD, which zeros do not move. In bf16,
+frozen parameters exist only in bf16 and are saved rounded.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 from bigtrain.tracing.routes import Routes
 
 DEEPSPEED_ALTERNATIVES = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
-"""The preset on torch's own parts that does the same stage."""
+"""The preset for the torch engine with the same stage."""
 
 _CANNOT_HOLD: frozenset[Oddity] = SPARSE | {
     "accumulate_hooks",
@@ -67,8 +66,8 @@ _CANNOT_HOLD: frozenset[Oddity] = SPARSE | {
 _STAGE_3_CANNOT: frozenset[Oddity] = frozenset(
     {"writes", "empty", "frozen_complex", "graph_in_forward"}
 )
-"""What is written into a parameter between its uses is gone with its gathered values, and these are
-not there for a second backward pass."""
+"""Stage 3 frees gathered values: writes into a parameter between its uses are lost, and a second
+backward pass finds no values."""
 
 
 class DeepSpeed(Zero):
@@ -76,7 +75,7 @@ class DeepSpeed(Zero):
 
     @property
     def traits(self) -> Traits:
-        """See `Strategy.traits`: its stage 3 has a linear layer of its own."""
+        """See `Strategy.traits`: stage 3 replaces torch's linear function."""
         return Traits(
             engine="deepspeed",
             owns_step=True,
@@ -88,46 +87,47 @@ class DeepSpeed(Zero):
             optimizer_sees="elements",
             cannot_hold=_CANNOT_HOLD | (_STAGE_3_CANNOT if self.stage == 3 else frozenset()),
             state_ranks=self.shard_ranks,
-            # Stage 1 has, where a step is one micro-batch, only a shard of the gradients, too.
+            # With one micro-batch a step, stage 1 also has only a shard of the gradients.
             sharded_states=max(2, self.stage),
             own_offload=True,
         )
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
-        """Refuse a stage that trains nothing: DeepSpeed shards the states of none."""
+        """Refuse a pipeline stage without trained parameters: DeepSpeed cannot build ZeRO there."""
         for stage in facts.untrained[:1] if plan.shares_engine else ():
             raise ConfigError(
                 f"strategy.replicate: stage {stage} of the pipeline has no parameter to train, "
-                "and DeepSpeed makes no ZeRO of nothing. Use --strategy 1f1b_zero1 (zero on "
+                "and DeepSpeed's ZeRO needs one. Use --strategy 1f1b_zero1 (zero on "
                 "torch), or strategy.cut.at with a trained layer in each stage."
             )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
-        """Refuse ways that differ between ranks, or steps that surely go without a parameter.
+        """Refuse passes that differ between ranks, or steps that certainly miss a parameter.
 
-        Its buckets would meet those of other ranks, and its flat shards have zeros. Where all ranks
-        go the same way, and a step has several micro-batches, each step is looked at in the run.
+        Its buckets would be reduced with others of other ranks, and its flat shards have zeros. If
+        all ranks call the same modules, and a step has several micro-batches, the runner checks
+        each step.
         """
         if not routes.differ and plan.batch.accumulation_steps > 1:
             return self, None
         raise ConfigError(
-            f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
-            "DeepSpeed's ranks would reduce gradients of different parameters together, or go on "
-            "with the momentum and decay of what a step does not use. "
+            f"not every pass uses {routes.names} ({routes.cause or 'it changes between steps'}): "
+            "DeepSpeed's ranks would reduce gradients of different parameters together, or apply "
+            "momentum and weight decay to parameters that a step does not use. "
             f"Use --strategy {DEEPSPEED_ALTERNATIVES[self.stage]}."
         )
 
     def replaced_functions(self) -> AbstractContextManager[object]:
-        """Stage 3 has a linear layer of its own, which saves other tensors than torch's."""
+        """Return the linear function of stage 3, which saves other tensors than torch's."""
         return stage_3_linear() if self.traits.replaces_products else nullcontext()
 
     def warning(self) -> str | None:
-        """See `Strategy.warning`: another DeepSpeed, and what of a file has no use."""
+        """See `Strategy.warning`: an untested version, and unused sections of a file."""
         lines = (DEEPSPEED.warning(), unused_line(self.config))
         return "; ".join(line for line in lines if line is not None) or None
 
     def check(self, plan: Plan) -> None:
-        """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""
+        """Refuse plans that DeepSpeed does not support, and a file that contradicts the job."""
         if plan.shares_engine:
             self._check_in_pipeline(plan)
             return
@@ -146,7 +146,7 @@ class DeepSpeed(Zero):
         if "cut" in plan.techniques or plan.pp * plan.tp > 1:
             raise ConfigError(
                 "strategy.replicate.engine=deepspeed takes a whole model, and strategy.cut "
-                f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
+                f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank only a part. "
                 "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
             )
         if self.shard_ranks is not None:
@@ -163,17 +163,17 @@ class DeepSpeed(Zero):
             check_file(self.config, config)
 
     def _check_in_pipeline(self, plan: Plan) -> None:
-        """Refuse what DeepSpeed's pipelines cannot do; the cut has checked what is its own."""
+        """Refuse plans that ZeRO in DeepSpeed's pipelines does not support."""
         if self.config is not None:
             raise ConfigError(
-                f"strategy.replicate.config={self.config}: a DeepSpeed file says what a whole "
-                "model needs, and strategy.cut cuts it. Leave it out, or strategy.cut."
+                f"strategy.replicate.config={self.config}: a DeepSpeed file is for a whole model, "
+                "and strategy.cut cuts it. Leave strategy.replicate.config or strategy.cut out."
             )
         if self.stage > 1:
             raise ConfigError(
-                f"strategy.replicate.stage={self.stage}: in DeepSpeed's pipelines whole gradients "
-                "are added up over the micro-batches, so that stages 2 and 3 would shard nothing, "
-                "and it refuses them. Set strategy.cut.engine=torch "
+                f"strategy.replicate.stage={self.stage}: DeepSpeed's pipelines add up whole "
+                "gradients over the micro-batches, so stages 2 and 3 would shard nothing, "
+                "and DeepSpeed refuses them. Set strategy.cut.engine=torch "
                 "strategy.replicate.engine=torch, or strategy.replicate.stage=1."
             )
         if plan.precision == "fp64":
@@ -184,13 +184,13 @@ class DeepSpeed(Zero):
             )
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """Say where sharding, or DeepSpeed's offload, cannot help."""
+        """Return one line if sharding or DeepSpeed's offload cannot help."""
         after = self.estimate(forecast, profile, plan)
         staged = self.model_copy(update={"stage": zero_stage_of(self)})
         return advise(staged, forecast, after, profile, plan) or offload_advice(plan)
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Shards, DeepSpeed's buffers, and what passes; see `deepspeed_forecast`."""
+        """Add shards, DeepSpeed's buffers and temporaries; see `forecast_deepspeed`."""
         if plan.shares_engine:
             return shared_forecast(self, forecast, profile, plan)
         config = deepspeed_settings(self, plan, profile.trained_elements)
@@ -205,7 +205,7 @@ class DeepSpeed(Zero):
         return deepspeed_traffic(config, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
-        """Let the runner build the model under DeepSpeed, when everything else has its shape."""
+        """Set a runner that builds the engine, after all other techniques are applied."""
         if assembly.plan.shares_engine:
             share_engine(self, assembly)
             return

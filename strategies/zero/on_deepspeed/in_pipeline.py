@@ -1,8 +1,8 @@
 """Stage 1 inside DeepSpeed's pipelines: the engine of the cut does the steps of this technique.
 
 Whole gradients are added up over a step's micro-batches, and reduced into the shards at its end.
-bf16 is autocast on fp32 parameters. The model is flattened by DeepSpeed itself, which holds it
-twice while it is built.
+bf16 is autocast on fp32 parameters. DeepSpeed itself flattens the model, which needs memory for two
+copies of it while the engine is built.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from bigtrain.strategies.deepspeed_adapter import step_pipeline
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, flat_optimizer
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepspeed_settings
+from bigtrain.strategies.zero.on_deepspeed.layout import flat_share
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 from bigtrain.tensors.norms import local_norm
 from bigtrain.tensors.shards import SavedTensor
 
 
 def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
-    """Tell the engine of the cut how this technique takes part in it."""
+    """Set `Assembly.shard`, by which the engine of the cut shards the optimizer's state."""
 
     def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineZeroUpdate:
         model = assembly.model
@@ -42,7 +43,7 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         config = deepspeed_settings(options, assembly.plan, trained)
         more = {
-            # In a pipeline it reduces when all micro-batches are through.
+            # In a pipeline it reduces after the last micro-batch.
             "zero_optimization": config["zero_optimization"] | {"overlap_comm": False},
             "gradient_clipping": config["gradient_clipping"],
         }
@@ -72,12 +73,10 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         """
         own_square = self._own_square()
         for name in elsewhere:
-            stretch = self.shards.slices.get(id(self.parameters[name]))
-            gradient = None if stretch is None else self.shards.gradient(stretch.piece)
-            if stretch is not None and gradient is not None:
-                flat = gradient.view(-1)
-                tied = flat[stretch.offset : stretch.offset + stretch.length]
-                own_square -= float(local_norm([tied])) ** 2
+            flat_slice = self.shards.slices.get(id(self.parameters[name]))
+            gradient = None if flat_slice is None else self.shards.gradient(flat_slice.piece)
+            if flat_slice is not None and gradient is not None:
+                own_square -= float(local_norm([flat_slice.of(gradient)])) ** 2
         own_square = max(0.0, own_square)
         norm = math.sqrt(math.fsum(self._context.all_gather_numbers(own_square)))
         device = self.shards.pieces[0].device
@@ -85,14 +84,16 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         return norm
 
     def load_master(self, name: str, saved: SavedTensor) -> None:
-        """See `Update.load_master`: what is updated are the parameters themselves."""
+        """See `Update.load_master`: there are no fp32 copies, the parameters are updated."""
 
 
 def shared_forecast(options: Zero, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-    """One stage's: whole gradients through all micro-batches, then the shards of them."""
-    part = -(-profile.trained_elements // (2 * plan.dp)) * 2
-    state = round(profile.state_slots * 4 * part) + min(profile.state_scalars, 4)
+    """Return the forecast of one stage: whole gradients until they are reduced into shards."""
+    share = flat_share(profile.trained_elements, plan.dp)
+    state = round(profile.state_slots * 4 * share) + min(profile.state_scalars, 4)
     bucket = 4 * bucket_elements(options, plan, profile.trained_elements)
     begin = forecast.step.phases[0][0]
-    reducing = Timeline((Span(4 * part + bucket, "buffers", begin, begin + 1),), ((begin, "step"),))
+    reducing = Timeline(
+        (Span(4 * share + bucket, "buffers", begin, begin + 1),), ((begin, "step"),)
+    )
     return replace(forecast, states=replace(forecast.states, optimizer=state), step=reducing)

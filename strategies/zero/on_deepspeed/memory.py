@@ -1,9 +1,9 @@
-"""What one rank holds under DeepSpeed: its shards, its buffers, and what is whole for a moment.
+"""The memory of one rank under DeepSpeed: its shards, its buffers, and temporary whole tensors.
 
-Under stages 1 and 2 the ranks' shards are equal parts of all parameters in a row, and a rank's
-shard of the gradients comes to be when the backward pass reaches its part: of one rank at its
-start, when the activations are all there. That is the fullest one; of others a plan asks by
-`dp_rank`.
+Under stages 1 and 2 the ranks' shards are equal shares of one flat buffer of all parameters. A rank
+allocates its shard of the gradients when the backward pass first reaches its share. For one rank
+that is the start of the backward pass, when all activations are still there: its peak is the
+highest. A plan with `dp_rank` asks for the peak of another rank.
 """
 
 from __future__ import annotations
@@ -20,27 +20,36 @@ from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import Breakdown, MemoryKind, Span, Timeline, scale_timeline
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
+from bigtrain.strategies.zero.on_deepspeed.layout import (
+    BufferSizes,
+    flat_group_shares,
+    flat_share,
+    gradient_offsets,
+    overlap,
+    piece_size,
+    sub_group_shares,
+)
 
 
 def forecast_deepspeed(
     config: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan
 ) -> Forecast:
-    """Turn a forecast into that of a rank under DeepSpeed.
+    """Return the forecast of a rank under DeepSpeed.
 
     Args:
-        config: what DeepSpeed is given; its buffer sizes are in numbers, not in bytes.
-        forecast: of what comes before.
+        config: of DeepSpeed; its buffer sizes are in elements, not in bytes.
+        forecast: with the techniques that are applied before.
         profile: of one process.
         plan: ranks, precision, accumulation, offload.
     """
     zero = config["zero_optimization"]
-    bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
+    bucket = BufferSizes.of(zero).reduce_bucket * precision_of(plan)
     offloads = json_section(zero, "offload_optimizer").get("device", "none") != "none"
     if zero["stage"] == 3:
-        found = _cut(zero, forecast, profile, plan, bucket)
+        sharded = _cut(zero, forecast, profile, plan, bucket)
     else:
-        found = _flat(zero, forecast, profile, plan, bucket, offloads=offloads)
-    return _offloaded(zero, found, profile, plan) if offloads else found
+        sharded = _flat(zero, forecast, profile, plan, bucket, offloads=offloads)
+    return _offloaded(zero, sharded, profile, plan) if offloads else sharded
 
 
 def _flat(
@@ -52,9 +61,9 @@ def _flat(
     *,
     offloads: bool,
 ) -> Forecast:
-    """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its part."""
+    """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its share."""
     stage, size = zero["stage"], precision_of(plan)
-    share = -(-profile.trained_elements // (2 * plan.dp)) * 2
+    share = flat_share(profile.trained_elements, plan.dp)
     buckets = bucket * (2 if zero.get("overlap_comm", False) else 1)
     states = replace(
         forecast.states,
@@ -66,7 +75,7 @@ def _flat(
     backward = _Backward.of(profile)
     waits = stage == 1 and plan.batch.accumulation_steps > 1
     if offloads and (size == 4 or stage == 1):
-        # What is reduced goes into the gradient of the optimizer's own copy, there from the start.
+        # Gradients are reduced into that of the optimizer's fp32 copy, which always exists.
         first = _throughout(backward.timeline, "gradients", shard)
     else:
         first = backward.with_shard(shard, bucket, plan, waits=waits)
@@ -74,16 +83,16 @@ def _flat(
     if offloads:
         first = backward.with_host_copies(first, bucket, plan)
         later = later if waits else backward.with_host_copies(later, bucket, plan)
-    held = shard
+    between_passes = shard
     if waits:
-        # Whole gradients wait for the last micro-batch, which reduces them into the shard.
-        held = size * profile.trained_elements
+        # Whole gradients are added up until the last micro-batch, which reduces them.
+        between_passes = size * profile.trained_elements
         first = backward.emptying(first, bucket)
     return replace(
         forecast.with_passes(first=first, later=later),
         states=states,
-        step=_on_flat(profile, plan, _group_shares(profile, plan)),
-        gradients=held,
+        step=_flat_step(profile, plan, flat_group_shares(profile.updated, plan.dp)),
+        gradients=between_passes,
         step_gradients=shard,
         building=Breakdown() if offloads else _flat_building(profile, plan, share),
         beside_whole=size * profile.trained_elements,
@@ -93,12 +102,12 @@ def _flat(
 def _cut(
     zero: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan, bucket: int
 ) -> Forecast:
-    """Stage 3: a module's parameters are whole while it computes, and its gradients in passing."""
-    size, ranks = precision_of(plan), plan.dp
-    share = -(-profile.trained_elements // ranks)
+    """Stage 3: a module's parameters and gradients are whole only while it computes."""
+    size, ranks, sizes = precision_of(plan), plan.dp, BufferSizes.of(zero)
+    share = piece_size(profile.trained_elements, ranks)
     backward = _Backward.of(profile)
     whole = [span.nbytes for span in backward.gradients]
-    persistence_bytes = size * int(zero.get("stage3_param_persistence_threshold", 100_000))
+    persistence_bytes = size * sizes.persistent_parameter
     persistent_bytes = sum(nbytes for nbytes in whole if nbytes <= persistence_bytes)
     frozen = profile.parameter_bytes - size * profile.trained_elements
     accumulator = 4 if accumulates_in_fp32(plan, 3) else size
@@ -109,12 +118,12 @@ def _cut(
         gradients=accumulator * share,
         buffers=forecast.states.buffers + bucket,
     )
-    prefetch_bytes = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
+    prefetch_bytes = size * sizes.prefetch
     first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)), size)
     first = backward.with_copies(first, bucket, plan)
-    step = _on_flat(profile, plan, _sub_groups(zero, profile, plan))
+    step = _flat_step(profile, plan, sub_group_shares(profile.updated, ranks, sizes.sub_group))
     if accumulator < 4:  # a sub-group's gradients are converted for its update
-        group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
+        group = min(share, sizes.sub_group)
         largest = max(whole, default=0) // size // ranks
         step = _throughout(step, "temporary", 4 * max(group, largest))
     building = Breakdown(
@@ -122,70 +131,80 @@ def _cut(
         gradients=states.gradients,
         optimizer=round(states.optimizer * profile.early_share),
         buffers=states.buffers,
-        # DeepSpeed's own fp32 copy, and what is left of the last module that was cut.
+        # DeepSpeed's fp32 copy, and the whole parameter of the last module that was cut.
         temporary=4 * share + max(whole, default=0),
     )
     return replace(forecast.with_passes(first=first), states=states, step=step, building=building)
 
 
 def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
-    """While DeepSpeed makes its optimizer: a copy of a rank's part in fp32, and zeros for it."""
-    kept = 4 * share if plan.bf16_parameters else 0  # the values before they were rounded
+    """While DeepSpeed makes its optimizer: a rank's share in fp32, and zeros of the same size."""
+    unrounded = 4 * share if plan.bf16_parameters else 0  # fp32 values of the bf16 parameters
     return Breakdown(
         parameters=profile.parameter_bytes,
         optimizer=round(_optimizer_bytes(profile, plan, share) * profile.early_share),
         buffers=profile.buffer_bytes,
-        temporary=8 * share + kept,
+        temporary=8 * share + unrounded,
     )
 
 
-def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
-    """With the state on the host: off a GPU, or, where the host is the device, beside copies."""
+def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: Plan) -> Forecast:
+    """With the optimizer's state on the host.
+
+    A GPU is freed of it. If the device is a CPU, nothing is freed, and the copies that DeepSpeed
+    makes for the transfers are added.
+    """
     if is_accelerator(plan.device_type):
-        return replace(found, states=replace(found.states, optimizer=0))
-    size, share = precision_of(plan), -(-profile.trained_elements // plan.dp)
+        return replace(sharded, states=replace(sharded.states, optimizer=0))
+    size, share = precision_of(plan), piece_size(profile.trained_elements, plan.dp)
     backward = _Backward.of(profile)
     largest = max((span.nbytes for span in backward.gradients), default=0)
-    # fp32 values apart from the parameters, and the gradient where the optimizer wants it.
+    # fp32 values in addition to the parameters, and the gradient that the optimizer reads.
     copies = 0 if plan.bf16_parameters else 4 * share
     if zero["stage"] == 3:
         copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
     else:
-        copies += size * share + 2 * largest  # and a gradient's way there and back
+        copies += size * share + 2 * largest  # a gradient copied to the host and back
         if zero["stage"] == 2 and plan.bf16_parameters:
-            copies += 4 * share  # what is reduced into
+            copies += 4 * share  # the buffer into which gradients are reduced
         elif zero["stage"] == 2 and plan.batch.accumulation_steps > 1:
             copies += backward.accumulated_bytes(plan)
-    return replace(found, states=replace(found.states, buffers=found.states.buffers + copies))
+    buffers = sharded.states.buffers + copies
+    return replace(sharded, states=replace(sharded.states, buffers=buffers))
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """One micro-batch whose gradients go as soon as they are there, in the order they come."""
+    """One micro-batch whose gradients are freed as soon as they are reduced."""
 
     timeline: Timeline
     gradients: tuple[Span, ...]
-    """By birth; each lives until it is added to what there is."""
+    """By birth; each lives until it is added to those of earlier micro-batches."""
     offsets: tuple[int, ...]
-    """Of each of them, where it begins among the gradients of all parameters in a row, in bytes."""
+    """The offset of each in the flat buffer of all gradients, in bytes."""
     viewed: Mapping[int, int] = field(default_factory=dict)
-    """Births of the gradients of parameters of which a view is saved, with the tick from which on
-    it is there no more; see `Profile`."""
-    together: tuple[frozenset[int], ...] = ()
-    """Births of the gradients of parameters that one module has."""
-    begins: tuple[int | None, ...] = ()
-    """Of each such module the tick from which on it is gone back through."""
-    passes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """And from which to which tick a forward pass goes through it."""
+    """For parameters of which a view is saved for backward: the birth of the gradient, and the tick
+    at which the view is freed; see `Profile`."""
+    module_births: tuple[frozenset[int], ...] = ()
+    """Births of the gradients of each module's parameters."""
+    backward_starts: tuple[int | None, ...] = ()
+    """The tick at which the backward pass of each such module starts."""
+    forward_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """(first, last tick) of each forward pass through each such module."""
     largest: tuple[tuple[int, int, int], ...] = ()
-    """Where modules are not known, as of sections put together: of each block, and of what comes
-    after them, the numbers of its largest parameter, and from when to when it goes forward."""
-    again: tuple[tuple[int, int], ...] = ()
-    """From when to when blocks are computed again and gone back through."""
+    """If modules are not known, as in a profile put together of sections: for each block, and for
+    the layers after them, the elements of its largest parameter and (first, last tick) of its
+    forward pass."""
+    recomputed: tuple[tuple[int, int], ...] = ()
+    """(first, last tick) of the backward pass of each recomputed block, recomputation included."""
 
     @classmethod
     def of(cls, profile: Profile) -> _Backward:
-        """The second micro-batch of a profile, the first one telling which spans are gradients."""
+        """Return the second micro-batch of a profile.
+
+        Only in the first one are spans marked as gradients: both have the same spans in the same
+        order, so the first tells which those of the second are.
+        """
         timeline = profile.with_passing_gradients()
         first, later = (
             sorted(one.spans, key=lambda span: span.birth)
@@ -199,7 +218,7 @@ class _Backward:
         pass_number = int(not profile.copies_gradients())
         views = dict(profile.viewed_births)
         phases = profile.passes["first"].phases
-        turn = next((t for t, phase in phases if phase == "backward"), phases[-1][0])
+        backward_start = next((t for t, phase in phases if phase == "backward"), phases[-1][0])
         births, ticks = [span.birth for span in first], [span.birth for span in later]
 
         def moved(tick: int | None) -> int | None:
@@ -207,11 +226,13 @@ class _Backward:
             return ticks[place - 1] + 1 if place else None
 
         def following(tick: int | None) -> int | None:
-            """What is reduced then goes before anything is gathered."""
+            """The next tick at which a span is born: gradients are freed before a gathering."""
             place = None if tick is None else bisect_right(births, tick)
             return ticks[place] if place is not None and place < len(ticks) else None
 
-        offsets = _offsets({birth: now.nbytes for birth, now in pairs}, profile.gradient_births)
+        offsets = gradient_offsets(
+            {birth: now.nbytes for birth, now in pairs}, profile.gradient_births
+        )
         return cls(
             timeline,
             tuple(now for _, now in pairs),
@@ -225,25 +246,25 @@ class _Backward:
             tuple(
                 tuple(
                     (moved(begin) or ticks[0], moved(end) or ticks[0])
-                    for begin, end in ways
-                    if begin < turn  # those that are computed again are in `again`
+                    for begin, end in passes
+                    if begin < backward_start  # recomputed ones are in `recomputed`
                 )
-                for ways in profile.module_passes
+                for passes in profile.module_passes
             ),
             () if profile.module_passes else tuple(_largest(profile, timeline, pass_number)),
-            _again(profile, pass_number),
+            _recomputed(profile, pass_number),
         )
 
     def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, waits: bool) -> Timeline:
-        """With a rank's shard of the gradients, made when the first of them is reduced.
+        """Add a rank's shard of the gradients, allocated when the first of them is reduced.
 
-        What is in bf16 is converted, a gradient at a time, to be added to it.
+        bf16 gradients are converted to fp32 one at a time, to be added to the shard.
 
         Args:
             nbytes: of the shard.
             bucket: bytes of gradients that are reduced together.
-            plan: says which rank, and the precision.
-            waits: whether whole gradients wait for the last micro-batch.
+            plan: has the rank and the precision.
+            waits: whether whole gradients are added up until the last micro-batch.
         """
         if not self.gradients:
             return _throughout(self.timeline, "gradients", nbytes)
@@ -261,10 +282,10 @@ class _Backward:
         return Timeline((*timeline.spans, *converted), timeline.phases)
 
     def with_host_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
-        """With what is there while gradients go to the host.
+        """Add the temporaries of copying gradients to the host.
 
-        A gradient that is larger than the bucket is copied, and waits for the next one. Of what
-        lies in a rank's part the norm is taken in fp64.
+        A gradient larger than the bucket is copied, and the copy stays until the next reduction.
+        The norm of the rank's share is computed in fp64.
         """
         own_bytes = self._own_bytes(plan)
         wider = 8 // precision_of(plan)
@@ -287,42 +308,40 @@ class _Backward:
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def _reductions(self, bucket: int, *, waits: bool = False) -> Iterator[tuple[int, list[Span]]]:
-        """When gradients are reduced, and which: a gradient that does not fit is there meanwhile.
+        """Yield the tick of each reduction and the gradients that are reduced then.
 
-        A small one is copied into the bucket and goes. One that is larger than the bucket is
-        reduced where it lies, and what had been in the bucket before it. With `waits` it has been
-        added to what waits for it.
+        A small gradient is copied into the bucket and freed. One that no longer fits stays until
+        the bucket is reduced. One larger than the bucket is reduced in place, after the bucket.
+        With `waits` a gradient has been added to the sum of earlier micro-batches and is freed.
         """
         waiting: list[Span] = []
         filled = tick = 0
-        beside = 0 if waits else 1
+        stays = 0 if waits else 1  # ticks by which the gradient outlives the reduction
         for span in self.gradients:
             tick = span.death
             if waiting and filled + span.nbytes > bucket:
-                yield tick - beside, waiting
+                yield tick - stays, waiting
                 waiting, filled = [], 0
             waiting.append(span)
             filled += span.nbytes
             if filled >= bucket:
-                yield tick - (beside if span.nbytes > bucket else 0), waiting
+                yield tick - (stays if span.nbytes > bucket else 0), waiting
                 waiting, filled = [], 0
         if waiting:
             yield tick, waiting
 
     def _own_bytes(self, plan: Plan) -> dict[Span, int]:
-        """How much of each gradient lies in a rank's part; without a rank, in that of any."""
+        """Return the bytes of each gradient in a rank's share; without a rank, the most of any."""
         total = sum(span.nbytes for span in self.gradients)
         ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
-        parts = [(total * rank // plan.dp, total * (rank + 1) // plan.dp) for rank in ranks]
+        shares = [range(total * rank // plan.dp, total * (rank + 1) // plan.dp) for rank in ranks]
         return {
-            span: max(
-                max(0, min(end, offset + span.nbytes) - max(begin, offset)) for begin, end in parts
-            )
+            span: max(len(overlap(offset, offset + span.nbytes, share)) for share in shares)
             for span, offset in zip(self.gradients, self.offsets, strict=True)
         }
 
     def accumulated_bytes(self, plan: Plan) -> int:
-        """Of the gradients that reach into a rank's part: each accumulates whole on the host."""
+        """Return the bytes of the whole gradients that overlap a rank's share."""
         return max(
             sum(
                 span.nbytes
@@ -333,7 +352,7 @@ class _Backward:
         )
 
     def emptying(self, timeline: Timeline, bucket: int) -> Timeline:
-        """With whole gradients there from before, each until it is reduced or in the bucket."""
+        """Add the whole gradients of earlier micro-batches, each until it is reduced or copied."""
         begin = timeline.phases[0][0]
         spans = [
             Span(g.nbytes, "gradients", begin, g.death + (g.nbytes > bucket))
@@ -342,10 +361,10 @@ class _Backward:
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def with_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
-        """With the copies of what is reduced and scattered.
+        """Add the copies that a reduce-scatter makes.
 
-        DeepSpeed makes one of several gradients, or of one that the ranks cannot share evenly;
-        gloo one of whatever it is given.
+        DeepSpeed makes one for several gradients, or for one that needs padding; gloo makes another
+        one of its input.
         """
         spans = []
         unit = precision_of(plan) * plan.dp
@@ -357,41 +376,46 @@ class _Backward:
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def with_gathered(self, persists: int, ahead: int, width: int) -> Timeline:
-        """With the parameter in use whole: that whose gradient is made next.
+        """Add the whole parameters of the module that computes.
 
         Args:
-            persists: parameters up to so many bytes are whole all the time.
-            ahead: bytes that are gathered before their turn.
-            width: bytes of a number of a parameter.
+            persists: parameters of at most so many bytes are always whole.
+            ahead: bytes that are prefetched.
+            width: bytes of one element.
         """
         spans = []
         births = sorted(span.birth for span in self.timeline.spans)
         gathered = [gradient for gradient in self.gradients if gradient.nbytes > persists]
         for gradient in gathered:
-            # All of a module are, when the first is wanted, and go with the last.
-            places = (n for n, group in enumerate(self.together) if gradient.birth in group)
+            # All parameters of a module are gathered with its first and freed with its last.
+            places = (n for n, group in enumerate(self.module_births) if gradient.birth in group)
             place = next(places, None)
-            own = () if place is None else self.together[place]
-            alike = [g for g in gathered if g.birth in own] or [gradient]
-            first, end = min(g.birth for g in alike), max(g.death for g in alike)
-            # Gathered for the gradient of the module's input, which is made just before.
+            of_module = () if place is None else self.module_births[place]
+            together = [g for g in gathered if g.birth in of_module] or [gradient]
+            first, end = min(g.birth for g in together), max(g.death for g in together)
+            # They are gathered for the gradient of the module's input, which is made just before.
             begin = births[max(0, bisect_left(births, first) - 1)]
-            # A block that is computed again has its parameters whole from then on.
-            again = [a for a, b in self.again if a <= gradient.birth <= b]
-            # Or as soon as its module is gone back through, if that takes longer.
-            turn = self.begins[place] if place is not None and self.begins else None
-            begin = min([begin, *(again or ([] if turn is None else [turn]))])
+            # A recomputed block gathers them when its recomputation starts.
+            recomputed = [a for a, b in self.recomputed if a <= gradient.birth <= b]
+            # Otherwise the backward pass of the module may have started earlier.
+            starts = self.backward_starts
+            start = starts[place] if place is not None and starts else None
+            begin = min([begin, *(recomputed or ([] if start is None else [start]))])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, end))
-            if gradient.birth in self.viewed and not again:  # the whole, by its view
-                start = self.timeline.phases[0][0]
+            if gradient.birth in self.viewed and not recomputed:  # a saved view keeps the whole
+                pass_begin = self.timeline.phases[0][0]
                 until = self.viewed[gradient.birth]
-                spans.append(Span(gradient.nbytes, "parameters", start, until))
-        for own, ways in zip(self.together, self.passes, strict=False):
-            # What a view keeps is whole from then on anyhow.
-            sizes = [g.nbytes for g in gathered if g.birth in own and g.birth not in self.viewed]
+                spans.append(Span(gradient.nbytes, "parameters", pass_begin, until))
+        for births_of_module, passes in zip(self.module_births, self.forward_passes, strict=False):
+            # Parameters with a saved view are counted above.
+            sizes = [
+                g.nbytes
+                for g in gathered
+                if g.birth in births_of_module and g.birth not in self.viewed
+            ]
             spans += [
                 Span(sum(sizes) + ahead, "parameters", begin, end)
-                for begin, end in ways
+                for begin, end in passes
                 if sizes and end > begin
             ]
         spans += [
@@ -400,22 +424,6 @@ class _Backward:
             if numbers * width > persists
         ]
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
-
-
-def _offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[int, int]:
-    """Where each gradient begins among those of all parameters in a row.
-
-    Args:
-        sizes: of the gradients, by birth.
-        births: in the order of the parameters; where others are given, they are taken to come in
-            the reverse of it.
-    """
-    is_known = sorted(births) == sorted(sizes)
-    offsets, filled = {}, 0
-    for birth in births if is_known else sorted(sizes, reverse=True):
-        offsets[birth] = filled
-        filled += sizes[birth]
-    return offsets
 
 
 def _largest(
@@ -429,68 +437,48 @@ def _largest(
         last = max(last, ticks.forward[1])
     rest = profile.outside_blocks
     if rest is not None and rest.shapes:
-        first_turn, turn = (
+        first_start, start = (
             next((tick for tick, phase in one.phases if phase == "backward"), one.phases[-1][0])
             for one in (profile.passes["first"], timeline)
         )
-        end = turn - max(0, first_turn - rest.forward[1])
+        end = start - max(0, first_start - rest.forward[1])
         if end > last:
             yield max(map(math.prod, rest.shapes)), last, end
 
 
-def _again(profile: Profile, pass_number: int) -> tuple[tuple[int, int], ...]:
+def _recomputed(profile: Profile, pass_number: int) -> tuple[tuple[int, int], ...]:
     passes = [(name, visits[pass_number]) for name, *visits in profile.windows]
     return tuple(visit.backward for name, visit in passes if name in profile.recomputed)
 
 
 def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
-    """Moments in fp32, and in bf16 the fp32 values that are updated."""
+    """Return the bytes of a rank's optimizer state: fp32 moments and, in bf16, fp32 parameters."""
     copies = 1 if plan.bf16_parameters else 0
     scalars = 4 if profile.state_scalars else 0
     return round(4 * share * (profile.state_slots + copies)) + scalars
 
 
-def _on_flat(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) -> Timeline:
-    """The optimizer's own temporaries, on flat fp32 pieces that are updated one after the other.
+def _flat_step(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) -> Timeline:
+    """Return the optimizer's temporaries on flat fp32 pieces, updated one after the other.
 
     Args:
         profile: of one process.
         plan: ranks and precision.
         pieces: of each its elements, and the number of its parameter group.
     """
-    found = profile.step_memory.highest(pieces) if profile.step_memory is not None else None
-    if found is None:  # no more is known than how it goes with whole parameters
+    timeline = profile.step_memory.highest(pieces) if profile.step_memory is not None else None
+    if timeline is None:  # only the temporaries with whole parameters are known
         return scale_timeline(profile.step, 4 / precision_of(plan) / plan.dp)
-    return found
-
-
-def _group_shares(profile: Profile, plan: Plan) -> list[tuple[int, int]]:
-    """Stages 1 and 2: a rank has one piece of each parameter group."""
-    totals: dict[int, int] = {}
-    for shape, group in profile.updated:
-        totals[group] = totals.get(group, 0) + math.prod(shape)
-    return [(-(-total // (2 * plan.dp)) * 2, group) for group, total in totals.items()]
-
-
-def _sub_groups(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[tuple[int, int]]:
-    """Stage 3: a piece is full with the parameter by which it is as large as a sub-group."""
-    most = int(zero.get("sub_group_size", 1_000_000_000))
-    filled: dict[int, int] = {}
-    pieces = []
-    for shape, group in profile.updated:
-        filled[group] = filled.get(group, 0) + -(-math.prod(shape) // plan.dp)
-        if filled[group] >= most:
-            pieces.append((filled.pop(group), group))
-    return [*pieces, *((elements, group) for group, elements in filled.items())]
+    return timeline
 
 
 def _throughout(timeline: Timeline, kind: MemoryKind, nbytes: int) -> Timeline:
-    """A timeline with something more alive all the time."""
+    """Return the timeline with one span added that is alive all the time."""
     return _from(timeline.phases[0][0], timeline, kind, nbytes)
 
 
 def _from(begin: int, timeline: Timeline, kind: MemoryKind, nbytes: int) -> Timeline:
-    """A timeline with something more alive from a tick on."""
+    """Return the timeline with one span added that is alive from a tick to the end."""
     end = max((span.death for span in timeline.spans), default=begin)
     more = Span(nbytes, kind, begin, max(end, begin + 1))
     return Timeline((*timeline.spans, more), timeline.phases)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own offload: what is refused, and where it is of no use."""
+"""DeepSpeed's own offload: refusals and advice."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bigtrain.job.deepspeed_json import json_section
 
 
 def check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) -> None:
-    """Refuse a place that DeepSpeed cannot use for this stage, and the disk for any.
+    """Refuse offload of parameters below stage 3, and offload to disk in any stage.
 
     Raises:
-        ConfigError: with the key and the fix.
+        ConfigError: the plan or the file asks for one of them.
     """
     away = plan.offload_tiers
     if away.parameters != "device" and stage < 3:
@@ -24,8 +24,8 @@ def check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) 
     zero = json_section(config, "zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
         if json_section(zero, name).get("device") == "nvme":
-            # Its pieces are then not in memory between the steps, where norms, clipping and
-            # checkpoints look for them; and its operator takes libaio and minutes of compiling.
+            # The pieces would not be in memory between steps, where norms, clipping and
+            # checkpoints read them; and its operator needs libaio and minutes of compilation.
             raise ConfigError(
                 f"zero_optimization.{name}.device=nvme (strategy.offload on disk) is not supported "
                 f"with engine=deepspeed. Use --strategy {instead} with "
@@ -34,7 +34,7 @@ def check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) 
 
 
 def offload_advice(plan: Plan) -> str | None:
-    """Say where nothing is moved: on a machine without an accelerator the host is the device."""
+    """Return one line if offload moves nothing, because the device is the host; else None."""
     away = plan.offload_tiers
     if plan.device_type == "cpu" and "cpu" in (away.optimizer, away.parameters):
         key = "optimizer" if away.optimizer == "cpu" else "parameters"

@@ -1,8 +1,8 @@
-"""The live runner on DeepSpeed's engine: the plain loop, whose backward and step DeepSpeed does.
+"""The runner on DeepSpeed's engine: the plain loop, with DeepSpeed's backward pass and step.
 
 Loss: the loop scales each micro-batch so that DeepSpeed's average over the ranks is the mean over
-the valid targets of the global batch, and tells it which micro-batch is the last of a step, so
-that DeepSpeed divides by no count of its own.
+the valid targets of the global batch. It also sets which micro-batch is the last of a step, so that
+DeepSpeed does not divide by its own count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DeepSpeedRunner(LoopRunner):
     """See `bigtrain.core.strategy.Runner`.
 
     Args:
-        assembly: its update is DeepSpeed's.
-        update: the same.
+        assembly: with `update`.
+        update: DeepSpeed's engine.
     """
 
     def __init__(self, assembly: Assembly, update: DeepSpeedUpdate) -> None:
@@ -40,13 +40,13 @@ class DeepSpeedRunner(LoopRunner):
         assembly.module = update.engine
         assembly.sync = self._at_boundary
         super().__init__(assembly)
-        self._own_states()
+        self._label_states()
         self._hooks = ExitStack()
         if self._precision == "bf16":
             self._autocast_inside()
-        self._own_gathered()
+        self._label_gathered()
         self._seen = GradientUse()
-        named = () if _stands_still(self.optimizer) else self.module.named_parameters()
+        named = () if _ignores_zeros(self.optimizer) else self.module.named_parameters()
         self._watched = [(name, p) for name, p in named if p.requires_grad]
         self._seen.watch(p for _, p in self._watched)
 
@@ -56,14 +56,17 @@ class DeepSpeedRunner(LoopRunner):
         self._seen.clear()
 
     def _average_over_replicas(self) -> None:
-        """DeepSpeed has done so; what had no gradient here would be updated by zeros."""
+        """Refuse a step that would update parameters without a gradient, as if it were zero.
+
+        DeepSpeed itself has averaged the gradients.
+        """
         unused = [name for name, p in self._watched if not self._seen.has(p)]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             self.participation.refuse(
-                f"{unused[0]}{more} got no gradient in this step, and DeepSpeed would go on with "
-                "its momentum and weight decay, which one process leaves alone; nothing was "
-                "updated. Use --strategy fsdp_zero2 or fsdp, or torch.optim.SGD without both."
+                f"{unused[0]}{more} got no gradient in this step. DeepSpeed would still apply "
+                "momentum and weight decay to it, and one process would not; nothing was updated. "
+                "Use --strategy fsdp_zero2 or fsdp, or torch.optim.SGD without both."
             )
 
     def _at_boundary(self, last: bool) -> AbstractContextManager[object]:
@@ -72,7 +75,7 @@ class DeepSpeedRunner(LoopRunner):
 
     def autocast(self) -> AbstractContextManager[object]:
         """See `LoopRunner.autocast`."""
-        return nullcontext()  # entered by the model itself: DeepSpeed leaves any that it finds
+        return nullcontext()  # DeepSpeed leaves any outer autocast: hooks of the model enter it
 
     def _autocast_inside(self) -> None:
         autocast = super().autocast
@@ -91,16 +94,16 @@ class DeepSpeedRunner(LoopRunner):
         self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
 
-    def _own_gathered(self) -> None:
-        """Gathered parameters are parameters, too: stage 3 makes them for a module at a time."""
+    def _label_gathered(self) -> None:
+        """Label parameters that stage 3 gathers for a module as parameters."""
 
-        def own(module: nn.Module) -> None:
+        def label(module: nn.Module) -> None:
             if self.meter.tracking:
                 self.meter.label(module.parameters(recurse=False), "parameters")
 
-        after_gathering(self._sharded.zero, own)
+        after_gathering(self._sharded.zero, label)
 
-    def _own_states(self) -> None:
+    def _label_states(self) -> None:
         if self.meter.tracking:
             zero = self._sharded.zero
             self.meter.label(self._sharded.resident_tensors(), "optimizer")
@@ -113,7 +116,7 @@ class DeepSpeedRunner(LoopRunner):
 
     def forward_loss(self, placed: MicroBatch) -> Tensor:
         """See `LoopRunner.forward_loss`."""
-        # BatchNorm's statistics follow the first rank's, as under DDP.
+        # Buffers such as BatchNorm's statistics are those of the first rank, as under DDP.
         broadcast_buffers(self.context, list(self.module.buffers()))
         return super().forward_loss(placed)
 
@@ -125,12 +128,12 @@ class DeepSpeedRunner(LoopRunner):
         """See `StepRunner.label_gradients`."""
         if self.meter.tracking:
             shards = self._sharded.shards
-            found = (shards.gradient(number) for number in range(len(shards.pieces)))
-            self.meter.label(found, "gradients")
+            gradients = (shards.gradient(number) for number in range(len(shards.pieces)))
+            self.meter.label(gradients, "gradients")
         super().label_gradients()
 
     def run_gradient_hooks(self) -> None:
-        """See `StepRunner.run_gradient_hooks`: on whole gradients, put together of stretches."""
+        """See `StepRunner.run_gradient_hooks`: on whole gradients, gathered from flat slices."""
         for name in self._gradient_hooks.names:
             self._sharded.change_gradient(name, partial(self._gradient_hooks.changed, name))
 
@@ -142,7 +145,7 @@ class DeepSpeedRunner(LoopRunner):
         return torch.tensor(norm, dtype=torch.float64)
 
     def forget_gradients(self) -> None:
-        """See `StepRunner.forget_gradients`: DeepSpeed has them in buffers of its own."""
+        """See `StepRunner.forget_gradients`: DeepSpeed has them in its own buffers."""
         super().forget_gradients()
         self._sharded.shards.clear()
 
@@ -177,7 +180,7 @@ class DeepSpeedRunner(LoopRunner):
         super().close()
 
 
-def _stands_still(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether zeros in place of gradients move nothing."""
+def _ignores_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step with zero gradients changes no parameter."""
     plain = type(optimizer) is torch.optim.SGD
     return plain and not any(g["momentum"] or g["weight_decay"] for g in optimizer.param_groups)

@@ -1,7 +1,7 @@
-"""The flat fp32 pieces of DeepSpeed's two optimizers, and how they are made leaner.
+"""The flat fp32 pieces that DeepSpeed's two optimizers update, and less memory for them.
 
-Whatever the stage, a rank updates a few flat pieces, and each parameter has at most one stretch
-of its elements in one of them.
+In every stage a rank updates a few flat pieces. Of each parameter it has at most one flat slice, in
+one of these pieces.
 """
 
 from __future__ import annotations
@@ -20,41 +20,51 @@ from bigtrain.strategies.deepspeed_adapter import (
     add_up_in_one_buffer,
     bucket_sender,
     link_parameters,
-    look_at_the_norm_alone,
     replace_bucketing,
     replace_end_of_backward,
     replace_gradient_of_piece,
     replace_reduction,
     set_cut_norm,
     set_flat_norm,
+    skip_finite_checks,
     take_cut_from_host,
     take_flat_from_host,
     update_cut_parameters,
 )
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine
+from bigtrain.strategies.zero.on_deepspeed.layout import overlap, rank_share
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """What this rank updates of a parameter: elements of it, and where they lie."""
+    """The elements of one parameter that this rank updates."""
 
     piece: int
+    """The number of the flat piece."""
     offset: int
-    """In the flat piece."""
+    """Their position in the flat piece."""
     start: int
-    """In the parameter, its elements one after the other."""
+    """Their position in the flattened parameter."""
     length: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return these elements of a tensor with the layout of the piece, as a view."""
+        return flat.view(-1)[self.offset : self.offset + self.length]
+
+    def of_parameter(self, whole: Tensor) -> Tensor:
+        """Return these elements of a tensor with the shape of the parameter, flat."""
+        return whole.reshape(-1)[self.start : self.start + self.length]
 
 
 class OptimizerShards:
-    """The flat pieces of one of DeepSpeed's two optimizers; what differs between the stages."""
+    """The flat pieces of one of DeepSpeed's two optimizers; subclasses are the stages."""
 
     def __init__(self, zero: Any, built: BuiltEngine) -> None:
         self.zero = zero
         self.slices: dict[int, ShardSlice] = {}
-        """By the id of a parameter: those that this rank has elements of."""
+        """By the id of a parameter, for those of which this rank has elements."""
         self.piece_of: dict[int, int] = {}
-        """By the id of a parameter: the piece in which it lies, whoever has its elements."""
+        """By the id of a parameter: the number of its piece, on every rank."""
         self._built = built
 
     @property
@@ -67,39 +77,42 @@ class OptimizerShards:
         raise NotImplementedError
 
     def update_parameters(self) -> None:
-        """Let the parameters follow the pieces. Collective."""
+        """Copy the values of the pieces to the parameters. Collective."""
         raise NotImplementedError
 
     def set_norm(self, norm: Tensor) -> None:
-        """Let DeepSpeed clip by this norm and work out none itself.
+        """Let DeepSpeed clip by this norm.
 
-        It would do so in fp64, through copies of whole gradients.
+        Its own norm is in fp64, and copies whole gradients.
         """
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Forget the gradients after a step: a parameter may get none in the next one.
+        """Clear the gradients after a step.
 
-        DeepSpeed overwrites those that come, and would take the others to be there still.
+        DeepSpeed only overwrites gradients. A parameter without one in the next step would be
+        updated by its old one.
         """
         raise NotImplementedError
 
     def restore_fp32(self) -> None:
-        """Give the pieces the values that were put aside before they were rounded to bf16."""
+        """Copy the fp32 values from before they were rounded to bf16 into the pieces."""
         exact = self._built.fp32_values
         with torch.no_grad():
-            for key, stretch in self.slices.items():
+            for key, flat_slice in self.slices.items():
                 if key in exact:
                     start, values = exact[key]
-                    mine = values[stretch.start - start :][: stretch.length]
-                    self.slice_of(self.pieces, stretch).copy_(mine)
+                    own = values[flat_slice.start - start :][: flat_slice.length]
+                    self.slice_of(self.pieces, flat_slice).copy_(own)
         exact.clear()
 
     def _begin_state(self, groups: Sequence[int]) -> None:
-        """Begin an Adagrad's state on the pieces: DeepSpeed makes one of its own, of one group.
+        """Create the state of an optimizer that has one before its first step, such as Adagrad.
+
+        DeepSpeed makes a new optimizer with a single parameter group; the user's replaces it.
 
         Args:
-            groups: in which group each piece is.
+            groups: the parameter group of each piece.
         """
         if self._built.begin_state is None or self._built.optimizer is None:
             return
@@ -111,7 +124,7 @@ class OptimizerShards:
         self._built.begin_state()
 
     def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
-        """The gradients that are about to be sent, to see them go while memory is tracked."""
+        """Return references to gradients that are about to be sent, while memory is tracked."""
         if not self._built.tracking():
             return []
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -122,16 +135,15 @@ class OptimizerShards:
         ]
 
     @staticmethod
-    def slice_of(flats: list[Tensor], stretch: ShardSlice) -> Tensor:
-        """A stretch of flat tensors, as a view."""
-        flat = flats[stretch.piece].detach().view(-1)
-        return flat[stretch.offset : stretch.offset + stretch.length]
+    def slice_of(flats: list[Tensor], flat_slice: ShardSlice) -> Tensor:
+        """Return a flat slice of one of some flat tensors, as a view."""
+        return flat_slice.of(flats[flat_slice.piece].detach())
 
 
 def _until_gone(sent: list[StorageWeakRef]) -> None:
-    """Wait for gloo's thread, which lets go of a tensor a moment after it has been sent.
+    """Wait until gloo's thread has released tensors, a moment after they have been sent.
 
-    Tracked meanwhile, it would be there in one run and not in the next.
+    Otherwise tracking would find them in one run and not in the next.
     """
     if not sent:
         return
@@ -144,28 +156,30 @@ def _until_gone(sent: list[StorageWeakRef]) -> None:
 
 
 class FlatShards(OptimizerShards):
-    """Stages 1 and 2: one flat buffer for each parameter group, an equal part for each rank."""
+    """Stages 1 and 2: one flat buffer for each parameter group, an equal share for each rank."""
 
     def __init__(self, zero: Any, built: BuiltEngine) -> None:
         super().__init__(zero, built)
         for number, group in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[number])
-            begin = size * dist.get_rank(group=zero.real_dp_process_group[number])
+            share = rank_share(size, dist.get_rank(group=zero.real_dp_process_group[number]))
             offsets = zero.round_robin_bit16_offsets[number]
             for parameter, offset in zip(group, offsets, strict=True):
                 self.piece_of[id(parameter)] = number
-                first = max(offset, begin)
-                last = min(offset + parameter.numel(), begin + size)
-                if first < last:
+                own = overlap(offset, offset + parameter.numel(), share)
+                if own:
                     self.slices[id(parameter)] = ShardSlice(
-                        number, first - begin, first - offset, last - first
+                        piece=number,
+                        offset=own.start - share.start,
+                        start=own.start - offset,
+                        length=len(own),
                     )
         if not zero.cpu_offload:
             if zero.dtype == torch.float32:
                 self._update_in_place()
             self._reduce_into_one_buffer()
         else:
-            look_at_the_norm_alone(zero)
+            skip_finite_checks(zero)
         self._reduce_the_rest()
         self.restore_fp32()
         self._begin_state(list(range(len(self.pieces))))
@@ -184,10 +198,10 @@ class FlatShards(OptimizerShards):
         link_parameters(zero)
 
     def _reduce_into_one_buffer(self) -> None:
-        """Add reduced gradients to this rank's flat fp32 shard at once, and let go of the rest.
+        """Add reduced gradients to this rank's flat fp32 shard at once, and free the others.
 
-        DeepSpeed does so for bf16 gradients that are accumulated in fp32. Otherwise it copies the
-        gradients of its shard into one buffer, and flattens that into another for the step.
+        DeepSpeed does this only for bf16 gradients that are accumulated in fp32. Otherwise it
+        copies the gradients of its shard into one buffer, and flattens that into another one.
         """
         zero = self.zero
         add_up_in_one_buffer(zero)
@@ -215,9 +229,9 @@ class FlatShards(OptimizerShards):
         add = replace_bucketing(zero, add_and_send)
 
     def _reduce_the_rest(self) -> None:
-        """Reduce, too, what earlier micro-batches of a step had gradients of and the last has not.
+        """Also reduce gradients of earlier micro-batches that the last one of a step lacks.
 
-        DeepSpeed looks at those parameters only whose gradients the last one brings.
+        DeepSpeed reduces only parameters of which the last micro-batch has a gradient.
         """
         zero = self.zero
 
@@ -232,15 +246,16 @@ class FlatShards(OptimizerShards):
                         if waiting and zero.get_param_id(parameter) not in begun:
                             zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
                 if zero.cpu_offload:
-                    take_flat_from_host(zero, but=begun)
+                    take_flat_from_host(zero, skipped=begun)
             finish()
 
         finish = replace_end_of_backward(zero, finish_all)
 
     def clear(self) -> None:
-        """See `OptimizerShards.clear`; without offload they are in a buffer, made with the first.
+        """See `OptimizerShards.clear`.
 
-        DeepSpeed lets it go in its step; passes without one would be added up in it.
+        Without offload DeepSpeed frees the buffer of the gradients in its step, and makes it anew
+        with the first gradient. Passes without a step would be added up in it.
         """
         for number in self.zero.averaged_gradients:
             self.zero.averaged_gradients[number] = None
@@ -273,7 +288,7 @@ class FlatShards(OptimizerShards):
 
 
 class PartitionedShards(OptimizerShards):
-    """Stage 3: each parameter cut into as many equal parts as there are ranks."""
+    """Stage 3: each parameter is cut into as many equal pieces as there are ranks."""
 
     def __init__(self, zero: Any, built: BuiltEngine) -> None:
         super().__init__(zero, built)
@@ -298,10 +313,10 @@ class PartitionedShards(OptimizerShards):
         self.restore_fp32()
         self._begin_state([zero.sub_group_to_group_id[n] for n in range(len(self.pieces))])
         for group in zero.optimizer.param_groups if built.begin_state is not None else ():
-            group["params"] = []  # its step puts one piece after the other there
+            group["params"] = []  # DeepSpeed's step puts one piece after the other there
 
     def _send_when_full(self) -> None:
-        """Reduce a full bucket at once, and not when the next gradient is there as well."""
+        """Reduce a full bucket at once; DeepSpeed does it when the next gradient comes."""
         zero = self.zero
         send = bucket_sender(zero)
 
@@ -316,7 +331,7 @@ class PartitionedShards(OptimizerShards):
         add = replace_bucketing(zero, add_and_send)
 
     def _take_all_from_host(self) -> None:
-        """Take the gradients of all micro-batches, and not of those parameters in the last only."""
+        """Take gradients of all micro-batches; DeepSpeed takes those of the last one alone."""
         zero = self.zero
 
         def finish_all() -> None:
@@ -346,7 +361,7 @@ class PartitionedShards(OptimizerShards):
             zero.fp32_partitioned_groups_flat[number] = mine
 
     def _lend_gradient(self, piece: int) -> None:
-        """The gradient of a sub-group as the view that it is, and not a flattened copy of it."""
+        """Give the optimizer a view as the gradient of a sub-group, not a flattened copy."""
         flat = self.zero.fp32_partitioned_groups_flat[piece]
         gradient = self.gradient(piece)
         flat.grad = None if gradient is None else gradient.to(flat.dtype)

@@ -1,6 +1,6 @@
-"""DeepSpeed's engine seen as one update, and its state read and written by plain names.
+"""DeepSpeed's engine as an `Update`, and its state by plain names.
 
-Of each tensor a rank has the stretch that it updates.
+Of each tensor a rank saves and loads the flat slice that it updates.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DeepSpeedUpdate:
         return math.sqrt(math.fsum(self._context.all_gather_numbers(self._own_square())))
 
     def _own_square(self) -> float:
-        """The squares of this rank's gradients, added up."""
+        """Return the sum of the squares of this rank's gradients."""
         gradients = (self.shards.gradient(number) for number in range(len(self.shards.pieces)))
         return float(local_norm([g for g in gradients if g is not None])) ** 2
 
@@ -75,7 +75,7 @@ class DeepSpeedUpdate:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
-                if gradient is None:  # nothing of this piece takes part in the loss
+                if gradient is None:  # the loss depends on no parameter of this piece
                     gradient = torch.zeros_like(self._piece_of(parameter))
                 tensors[name] = self._sharded(parameter, gradient)
         return tensors
@@ -84,20 +84,20 @@ class DeepSpeedUpdate:
     def change_gradient(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """Let a function change the whole gradient of a parameter. Collective.
 
-        Each rank puts the gradient together, and keeps what is its own of the result.
+        Each rank gathers the gradient, and stores its own elements of the result.
         """
         parameter = self.parameters[name]
         gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
-        stretch, own = self.shards.slices.get(id(parameter)), torch.empty(0)
+        flat_slice, own = self.shards.slices.get(id(parameter)), torch.empty(0)
         whole = torch.zeros(shape_of(parameter), device=self.shards.pieces[0].device)
-        if stretch is not None and gradient is not None:
-            own = gradient.view(-1)[stretch.offset : stretch.offset + stretch.length]
-            whole.view(-1)[stretch.start : stretch.start + stretch.length].copy_(own)
+        if flat_slice is not None and gradient is not None:
+            own = flat_slice.of(gradient)
+            flat_slice.of_parameter(whole).copy_(own)
         if self._context.dp_size > 1:
             dist.all_reduce(whole, group=self._context.dp_group)
-        changed = change(whole).reshape(-1)
-        if stretch is not None and own.numel():
-            own.copy_(changed[stretch.start : stretch.start + stretch.length])
+        changed = change(whole)
+        if flat_slice is not None and own.numel():
+            own.copy_(flat_slice.of_parameter(changed))
 
     def _piece_of(self, parameter: nn.Parameter) -> Tensor:
         return self.shards.pieces[self.shards.piece_of[id(parameter)]].detach()
@@ -120,7 +120,7 @@ class DeepSpeedUpdate:
         return tensors
 
     def masters(self) -> dict[str, StateTensor]:
-        """See `Update.masters`: all parameters, as stage 3 leaves nothing in the module."""
+        """See `Update.masters`: all parameters, as stage 3 leaves none in the module."""
         tensors = {}
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
@@ -134,16 +134,15 @@ class DeepSpeedUpdate:
         return tensors
 
     def _sharded(self, parameter: nn.Parameter, flat: Tensor) -> StateTensor:
-        """What this rank has of a parameter in a flat tensor that is laid out as its piece is."""
-        stretch, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
-        if stretch is None:
+        """Return a parameter's elements on this rank, of a tensor laid out as its piece."""
+        flat_slice, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
+        if flat_slice is None:
             return StateTensor(torch.float32, shape, (), lambda: torch.empty(0))
-        begin, end = stretch.offset, stretch.offset + stretch.length
 
         def values() -> Tensor:
-            return flat.detach().view(-1)[begin:end].float()
+            return flat_slice.of(flat.detach()).float()
 
-        return StateTensor(torch.float32, shape, (_extent_of(stretch),), values)
+        return StateTensor(torch.float32, shape, (_extent_of(flat_slice),), values)
 
     def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
@@ -153,11 +152,9 @@ class DeepSpeedUpdate:
         if is_elementwise(key, saved, shape_of(parameter)):
             if key not in slots:
                 slots[key] = torch.zeros_like(piece.detach())
-            stretch = self.shards.slices.get(id(parameter))
-            if stretch is not None:
-                flat = slots[key].view(-1)
-                mine = saved.read([_extent_of(stretch)])
-                flat[stretch.offset : stretch.offset + stretch.length].copy_(mine)
+            flat_slice = self.shards.slices.get(id(parameter))
+            if flat_slice is not None:
+                flat_slice.of(slots[key]).copy_(saved.read([_extent_of(flat_slice)]))
             return
         device = piece.device if steps_on_device(self.optimizer) else "cpu"
         slots[key] = read_whole(saved).to(device)
@@ -165,10 +162,10 @@ class DeepSpeedUpdate:
     def load_master(self, name: str, saved: SavedTensor) -> None:
         """See `Update.load_master`."""
         parameter = self.parameters[name]
-        stretch = self.shards.slices.get(id(parameter))
-        if stretch is not None:
-            mine = saved.read([_extent_of(stretch)])
-            self.shards.slice_of(self.shards.pieces, stretch).copy_(mine)
+        flat_slice = self.shards.slices.get(id(parameter))
+        if flat_slice is not None:
+            own = saved.read([_extent_of(flat_slice)])
+            self.shards.slice_of(self.shards.pieces, flat_slice).copy_(own)
         elif not parameter.requires_grad and self._stage < 3:
             parameter.data.copy_(read_whole(saved))
         elif not parameter.requires_grad:
@@ -176,7 +173,7 @@ class DeepSpeedUpdate:
             part.copy_(saved.read(extents))
 
     def update_parameters(self) -> None:
-        """Let the parameters follow what was loaded. Collective."""
+        """Copy the loaded values to the parameters. Collective."""
         with torch.no_grad():
             self.shards.update_parameters()
 
@@ -191,8 +188,8 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _extent_of(stretch: ShardSlice) -> Extent:
-    return Extent(stretch.start, stretch.length)
+def _extent_of(flat_slice: ShardSlice) -> Extent:
+    return Extent(flat_slice.start, flat_slice.length)
 
 
 def _frozen(parameter: Any, dtype: torch.dtype) -> StateTensor:
@@ -201,7 +198,7 @@ def _frozen(parameter: Any, dtype: torch.dtype) -> StateTensor:
 
 
 def _part_of(parameter: Any) -> tuple[Tensor, tuple[Extent, ...]]:
-    """What this rank has of a frozen parameter under stage 3, and which elements these are."""
+    """Return this rank's elements of a frozen parameter under stage 3, and their positions."""
     part = parameter.ds_tensor.detach()
     start = part.numel() * dist.get_rank(group=parameter.ds_process_group)
     part = part[: max(0, min(part.numel(), parameter.ds_numel - start))]

@@ -1,13 +1,12 @@
 """Stages 1 and 2 on fairscale: OSS inside DDP, and ShardedDataParallel with OSS.
 
-Whole parameters are dealt to ranks, each to the one with least so far, and a rank has the
-optimizer state of its own only. They are dealt the largest first, which balances best.
+Whole parameters are assigned to ranks, the largest first, each to the rank with the fewest elements
+so far, which balances best. A rank has the optimizer state of its parameters only.
 Memory: the parameters of a rank become views of one buffer, which is broadcast in place after
-the step, so that there is no second copy. Stage 1 keeps DDP's gradients, whole, on every rank;
-stage 2 sends a gradient to its rank as soon as it is there and drops it elsewhere. bf16 is
-autocast on fp32 parameters: 8P + 8P/N bytes for stage 1, 4P + 12P/N for stage 2.
-Communication: stage 2 reduces after every micro-batch, so that accumulating does not bring the
-whole gradients back.
+the step, so there is no second copy. Stage 1 has DDP's whole gradients on every rank. Stage 2
+sends a gradient to its rank as soon as it is made, and frees it on the others. bf16 is autocast
+on fp32 parameters: 8P + 8P/N bytes for stage 1, 4P + 12P/N for stage 2.
+Communication: stage 2 reduces after every micro-batch, so no rank accumulates whole gradients.
 Constraints: trained parameters of one type; a model that is not cut; non-reentrant recomputation.
 
 Source: fairscale 0.4.13, optim/oss.py and nn/data_parallel/sharded_ddp.py.
@@ -42,7 +41,11 @@ from bigtrain.strategies.fairscale_adapter import (
     take_over_waiting,
 )
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
+from bigtrain.strategies.zero.on_fairscale.memory import (
+    RankShare,
+    assign_parameters,
+    in_flight_bytes,
+)
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
 from bigtrain.tensors.norms import local_norm
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_whole
@@ -50,29 +53,29 @@ from bigtrain.tracing.routes import Routes
 from bigtrain.units import format_bytes
 
 FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
-"""The preset on torch's own parts that does the same stage."""
+"""The preset for the torch engine with the same stage."""
 
 
 def refuse_common(options: Zero, plan: Plan) -> None:
-    """Refuse what no stage of fairscale's can do.
+    """Refuse plans that no stage of fairscale supports.
 
     Raises:
-        ConfigError: fairscale is not installed, does not load or is without a name that is used,
-            the model is cut, states are to live elsewhere, or an option is another engine's.
+        ConfigError: fairscale is not installed, cannot be imported or lacks a name that we use, the
+            model is cut, states are offloaded, or an option is for another engine.
     """
     instead = FAIRSCALE_ALTERNATIVES[options.stage]
     require_fairscale("strategy.replicate.engine=fairscale", f"use --strategy {instead}")
     if "cut" in plan.techniques or plan.pp * plan.tp > 1:
         raise ConfigError(
             "strategy.replicate.engine=fairscale takes a whole model, and strategy.cut "
-            f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
+            f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank only a part. "
             "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
         )
     away = plan.offload_tiers
     if (away.optimizer, away.parameters) != ("device", "device"):
         raise ConfigError(
             f"strategy.replicate.engine=fairscale keeps all its states on the device, and "
-            f"strategy.offload wants optimizer={away.optimizer} parameters={away.parameters}. "
+            f"strategy.offload has optimizer={away.optimizer} parameters={away.parameters}. "
             f"Use --strategy {'zero1_torch' if options.stage == 1 else 'fsdp'}."
         )
     for key in ("shard_ranks", "config"):
@@ -86,7 +89,7 @@ def refuse_common(options: Zero, plan: Plan) -> None:
 
 
 class FairscaleEngine(Zero):
-    """What the stages have in common."""
+    """The common part of the stages."""
 
     @property
     def traits(self) -> Traits:
@@ -101,13 +104,13 @@ class FairscaleEngine(Zero):
         )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
-        """See `Strategy.meet_routes`: DDP alone, under stage 1, looks for what has no gradient."""
+        """See `Strategy.meet_routes`: only DDP, in stage 1, finds parameters without a gradient."""
         if self.stage == 1:
             return self, None
         if not routes.differ and plan.batch.accumulation_steps > 1:
-            return self, None  # each step is looked at in the run
+            return self, None  # the runner checks each step
         raise ConfigError(
-            f"not every pass uses {routes.names} ({routes.cause or 'the model changes its way'}): "
+            f"not every pass uses {routes.names} ({routes.cause or 'it changes between steps'}): "
             "fairscale's ranks would reduce gradients of different parameters together. "
             f"Use --strategy {FAIRSCALE_ALTERNATIVES[self.stage]}."
         )
@@ -125,26 +128,26 @@ class FairscaleEngine(Zero):
         return fairscale_traffic(self, profile, plan)
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """Say where nothing is shared, or where sharing saves nothing."""
+        """Return one line if nothing is sharded, or sharding saves nothing."""
         if plan.dp == 1:
             return (
-                "one rank shares its states with nobody: strategy.replicate=zero runs as single. "
-                "Start more ranks, or use --strategy single."
+                "one rank has nobody to shard its states with: strategy.replicate=zero runs as "
+                "single. Start more ranks, or use --strategy single."
             )
-        # What DDP would need: the gradients whole and always there.
+        # DDP would need whole gradients that are never freed.
         before = with_averaged_gradients(forecast, profile).peak().bytes
         after = self.estimate(forecast, profile, plan).peak().bytes
         if after < before:
             return None
         return (
             f"stage {self.stage} on {plan.dp} ranks is predicted to need {format_bytes(after)} "
-            f"on a rank, and DDP {format_bytes(before)}: there is too little state to share. "
+            f"on a rank, and DDP {format_bytes(before)}: there is too little state to shard. "
             "Use --strategy ddp."
         )
 
 
 class FairscaleOSS(FairscaleEngine):
-    """Stage 1: DDP averages the gradients, OSS updates a rank's own parameters."""
+    """Stage 1: DDP averages the gradients, OSS updates the parameters of a rank."""
 
     def estimate(
         self,
@@ -152,50 +155,50 @@ class FairscaleOSS(FairscaleEngine):
         profile: Profile,
         plan: Plan,
     ) -> Forecast:
-        """DDP's gradients, and the optimizer state of the fullest rank."""
+        """Add DDP's gradients, and the optimizer state of the fullest rank."""
         if plan.dp == 1:
             return forecast
-        share = deal_parameters(profile, plan.dp)[0].share
+        share = assign_parameters(profile, plan.dp)[0].share
         states = replace(forecast.states, optimizer=round(profile.optimizer_bytes * share))
         step = scale_timeline(forecast.step, share)
         return with_averaged_gradients(replace(forecast, states=states, step=step), profile)
 
     def apply(self, assembly: Assembly) -> None:
-        """OSS first, as it moves the parameters into its buffers; then DDP around the model."""
+        """Make OSS first, as it moves the parameters into its buffers; then wrap with DDP."""
         if assembly.plan.dp == 1:
-            return  # nothing to share: it runs as `single`
+            return  # nothing to shard: it runs as `single`
         assembly.update = OSSUpdate(assembly)
         average_gradients(assembly, self.bucket_size)
 
 
 class FairscaleShardedDDP(FairscaleEngine):
-    """Stage 2: each gradient goes to the rank that updates its parameter, and is dropped."""
+    """Stage 2: each gradient is sent to the rank that updates its parameter, then freed."""
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """The states of the fullest rank; the gradients of others while they are sent."""
+        """Add the states of the fullest rank, and others' gradients while they are sent."""
         if plan.dp == 1:
             return forecast
         most_bytes = in_flight_bytes(self, profile.gradient_bytes)
 
-        def of_share(deal: RankShare) -> Forecast:
-            optimizer = round(profile.optimizer_bytes * deal.share)
-            first = deal.passing(profile.passes["first"], most_bytes)
+        def of_share(rank: RankShare) -> Forecast:
+            optimizer = round(profile.optimizer_bytes * rank.share)
+            first = rank.first_pass(profile.passes["first"], most_bytes)
             return replace(
                 forecast.with_passes(first=first),
                 states=replace(forecast.states, optimizer=optimizer),
-                step=scale_timeline(forecast.step, deal.share),
-                gradients=round(profile.gradient_bytes * deal.share),
+                step=scale_timeline(forecast.step, rank.share),
+                gradients=round(profile.gradient_bytes * rank.share),
             )
 
-        def peak(one: Forecast) -> int:
-            return replace(one, micro_batches=plan.batch.accumulation_steps).peak().bytes
+        def peak(forecast: Forecast) -> int:
+            return replace(forecast, micro_batches=plan.batch.accumulation_steps).peak().bytes
 
-        return max((of_share(deal) for deal in deal_parameters(profile, plan.dp)), key=peak)
+        return max((of_share(rank) for rank in assign_parameters(profile, plan.dp)), key=peak)
 
     def apply(self, assembly: Assembly) -> None:
-        """Wrap the model around OSS's way of dealing out the parameters."""
+        """Make OSS, then wrap the model with ShardedDataParallel by its assignment."""
         if assembly.plan.dp == 1:
-            return  # nothing to share: it runs as `single`
+            return  # nothing to shard: it runs as `single`
         from fairscale.nn.data_parallel import ShardedDataParallel
 
         update = OSSUpdate(assembly)
@@ -206,13 +209,13 @@ class FairscaleShardedDDP(FairscaleEngine):
             update.oss,
             process_group=assembly.context.group(),
             sync_models_at_startup=False,  # the weights are the same on all ranks already
-            # Its buckets hold the gradients of all ranks for good, and lose what is accumulated
-            # after gradients have been set to None.
+            # Its buckets keep the gradients of all ranks, and lose accumulated ones after gradients
+            # have been set to None.
             reduce_buffer_size=0,
-            # It would lay out its buffers anew at each change between training and evaluation.
+            # It would rebuild its buffers at each change between training and evaluation.
             auto_refresh_trainable=False,
         )
-        wrapped.refresh_trainable()  # now and not in the first forward pass
+        wrapped.refresh_trainable()  # otherwise it does so in the first forward pass
         sizes = sum(p.nbytes for p in update.parameters.values())
         _limit_in_flight(wrapped, update, in_flight_bytes(self, sizes))
         assembly.update = update
@@ -222,12 +225,12 @@ class FairscaleShardedDDP(FairscaleEngine):
 
 
 class OwnedUpdate:
-    """An `Update` where each rank has gradients and state of a share of the parameters."""
+    """An `Update` in which each rank has gradients and state of a share of the parameters."""
 
     optimizer: torch.optim.Optimizer
 
     def gradients(self) -> dict[str, StateTensor]:
-        """What this rank has of the gradients, by plain names."""
+        """Return this rank's gradients, by plain names."""
         raise NotImplementedError
 
     def resident_tensors(self) -> Iterable[Tensor]:
@@ -249,11 +252,10 @@ class OSSUpdate(OwnedUpdate):
     """fairscale's sharded optimizer around the job's; see `bigtrain.optim.update.Update`.
 
     Args:
-        assembly: the model in it has its values; its trained parameters become views of OSS's
-            buffers.
+        assembly: its model has values; the trained parameters become views of OSS's buffers.
 
     Raises:
-        ConfigError: there is nothing to train, or parameters of several types.
+        ConfigError: no parameter is trained, or they have several dtypes.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -263,53 +265,55 @@ class OSSUpdate(OwnedUpdate):
         self.parameters: Mapping[str, nn.Parameter] = {n: p for n, p in named if p.requires_grad}
         kinds = {p.dtype for p in self.parameters.values()}
         if len(kinds) != 1:
-            found = ", ".join(sorted(map(str, kinds))) or "nothing to train"
+            names = ", ".join(sorted(map(str, kinds))) or "nothing to train"
             raise ConfigError(
                 "strategy.replicate.engine=fairscale needs trained parameters of one type, and "
-                f"the model has {found}. Use --strategy zero1_torch."
+                f"the model has {names}. Use --strategy zero1_torch."
             )
         context = assembly.context
         self._replicas = ReplicaGroup(context.rank, context.world_size, context.group())
-        # Dealing out the largest first leaves the ranks with the most equal shares.
+        # Assigning the largest first gives the most equal shares.
         ordered = sorted(self.parameters.values(), key=lambda p: p.numel(), reverse=True)
         make = _in_groups(assembly.make_optimizer, self.parameters)
         self.oss = OSS(ordered, optim=make, group=context.group())
         self.optimizer: torch.optim.Optimizer = self.oss.optim
         self.hooks: list[Any] = []
-        """On the gradients of parameters, and what keeps them: they live as long as this."""
+        """(autograd node, hook) of parameters. A hook lives only while its node is referenced."""
         shares = enumerate(self.oss.partition_parameters())
         rank_of = {id(p): rank for rank, groups in shares for g in groups for p in g["params"]}
         self.owners = {name: rank_of[id(p)] for name, p in self.parameters.items()}
 
     @property
-    def mine(self) -> dict[str, nn.Parameter]:
+    def own_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank updates, by name."""
         rank = self._replicas.rank
         return {n: p for n, p in self.parameters.items() if self.owners[n] == rank}
 
     def step(self) -> None:
         """See `Update.step`."""
-        # OSS overwrites the rates of the optimizer that does the work by its own; these are set.
+        # OSS copies its own options to the optimizer that does the work: set them first.
         for source, target in zip(self.optimizer.param_groups, self.oss.param_groups, strict=False):
             target.update({key: value for key, value in source.items() if key != "params"})
         self.oss.step()
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `OwnedUpdate.gradients`."""
-        return {n: StateTensor.of(p.grad) for n, p in self.mine.items() if p.grad is not None}
+        return {
+            n: StateTensor.of(p.grad) for n, p in self.own_parameters.items() if p.grad is not None
+        }
 
     def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
         return {
             f"{name}.{key}": StateTensor.of(value)
-            for name, parameter in self.mine.items()
+            for name, parameter in self.own_parameters.items()
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor)
         }
 
     def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
-        parameter = self.mine.get(name)
+        parameter = self.own_parameters.get(name)
         if parameter is not None:
             on_device = is_elementwise(key, saved, parameter.shape)
             on_device = on_device or steps_on_device(self.optimizer)
@@ -320,7 +324,7 @@ class OSSUpdate(OwnedUpdate):
 def _in_groups(
     make_optimizer: MakeOptimizer, parameters: Mapping[str, nn.Parameter]
 ) -> Callable[..., torch.optim.Optimizer]:
-    """The job's optimizer as OSS makes one: from the groups of its own share."""
+    """Return a factory of the job's optimizer, which OSS calls with the groups of its share."""
     name_of = {id(p): n for n, p in parameters.items()}
     whole = WholeOptimizer.of(make_optimizer, parameters)
 
@@ -332,10 +336,10 @@ def _in_groups(
 
 
 class ShardedGradients(LoopRunner):
-    """The plain loop where each rank has the gradients of its own parameters only."""
+    """The plain loop in which each rank has only the gradients of its share."""
 
     def norm(self) -> Tensor:
-        """See `LoopRunner.norm`: over all ranks' gradients."""
+        """See `LoopRunner.norm`: of the gradients of all ranks."""
         own_norm = local_norm([p.grad for p in self._trained if p.grad is not None])
         return self.context.all_reduce_sum(own_norm.to(self.context.device).square()).sqrt()
 
@@ -346,12 +350,12 @@ class ShardedGradients(LoopRunner):
 
 
 def _reaverage(update: OSSUpdate) -> None:
-    """Reduce after every micro-batch: what was averaged before is counted once only.
+    """Reduce after every micro-batch, and count the gradients of earlier ones once.
 
-    ShardedDataParallel divides a rank's whole gradient by the number of ranks when it sends a
-    micro-batch's; what the rank already has of earlier ones is multiplied by it when the new one
-    comes, and not before: a micro-batch may do without a parameter. With its `no_sync`, all
-    gradients would be whole on all ranks between the micro-batches.
+    ShardedDataParallel divides a rank's accumulated gradient by the number of ranks with every
+    micro-batch. So the gradient of earlier ones is multiplied by that number first, when a new
+    gradient comes: a micro-batch may not use the parameter. Its `no_sync` would need whole
+    gradients on all ranks between the micro-batches.
     """
     ranks = update.oss.world_size
 
@@ -359,21 +363,21 @@ def _reaverage(update: OSSUpdate) -> None:
         if parameter.grad is not None:
             parameter.grad.mul_(ranks)
 
-    for parameter in update.mine.values():
+    for parameter in update.own_parameters.values():
         node = _adder(parameter)
         hook = node.register_prehook(lambda *_, mine=parameter: multiply(mine))
         update.hooks.append((node, hook))
 
 
 def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
-    """Let others' gradients go as soon as they are sent; hold at most `max_bytes` bytes of them.
+    """Free others' gradients as soon as they are sent; keep at most `max_bytes` of them.
 
-    ShardedDataParallel lets them go when it happens to find their reduction finished; where the
-    computing is faster than the network, that is after the whole backward pass.
+    ShardedDataParallel frees them when it happens to find their reduction finished. If computing is
+    faster than the network, that is after the whole backward pass.
     """
     handles = take_over_waiting(wrapped)
     under_way: deque[nn.Parameter] = deque()
-    own_ids = {id(p) for p in update.mine.values()}
+    own_ids = {id(p) for p in update.own_parameters.values()}
 
     def wait_oldest(sent: nn.Parameter) -> None:
         while under_way and len(under_way) >= len(handles):  # done at the end of a backward pass
@@ -387,19 +391,19 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
                 _free(gradient)
 
     for parameter in update.parameters.values():
-        node = _adder(parameter)  # after its hook that sends, this one
+        node = _adder(parameter)  # this hook runs after the one that sends
         hook = node.register_hook(lambda *_, sent=parameter: wait_oldest(sent))
         update.hooks.append((node, hook))
 
 
 def _adder(parameter: nn.Parameter) -> Any:
-    """The node that adds up a parameter's gradient; who keeps it alive keeps its hooks."""
+    """Return the node that accumulates a parameter's gradient; its hooks live as long as it."""
     expanded: Any = parameter.expand_as(parameter).grad_fn
     return expanded.next_functions[0][0]
 
 
 def _free(gradient: Tensor) -> None:
-    """Give the memory back now: a backend's thread may hold on to the tensor for a moment."""
+    """Free the memory now: a backend's thread may reference the tensor for a moment."""
     storage = gradient.untyped_storage()
-    if storage.nbytes() == gradient.nbytes:  # and not a slice of what others' gradients are in
+    if storage.nbytes() == gradient.nbytes:  # not a slice of a buffer with other gradients
         storage.resize_(0)

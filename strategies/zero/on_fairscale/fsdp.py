@@ -1,12 +1,12 @@
 """Stage 3 on fairscale: FullyShardedDataParallel around each block and around the whole model.
 
-fairscale makes the CUDA streams that it gathers and reduces in only where there is a GPU, so
-it is refused on a CPU. Every parameter is sharded by itself and not as one long vector for each
-block: so a rank's part of a parameter is a stretch of it, padded at the end, and the whole state
-is gathered tensor by tensor under plain names.
-Memory: 16P/N bytes and the parameters of the block in use; gradients are reduced to stretches after
-every micro-batch. bf16 is autocast on fp32 parameters, gathered in fp32.
-Constraints: CUDA; fp32 parameters; an optimizer that treats each element by itself.
+fairscale creates the CUDA streams in which it gathers and reduces only on a GPU, so it is refused
+on a CPU. Every parameter is sharded by itself, not in one long vector for each block. So a rank has
+a flat slice of each parameter, padded at the end, and the whole state is gathered tensor by tensor
+under plain names.
+Memory: 16P/N bytes and the parameters of the block that computes; gradients are reduced to slices
+after every micro-batch. bf16 is autocast on fp32 parameters, gathered in fp32.
+Constraints: CUDA; fp32 parameters; an elementwise optimizer.
 
 Source: fairscale 0.4.13, nn/data_parallel/fully_sharded_data_parallel.py.
 """
@@ -67,15 +67,14 @@ class FairscaleFSDP(FairscaleEngine):
             )
         if plan.precision == "fp64":
             raise ConfigError(
-                "fairscale's FullyShardedDataParallel takes fp32 parameters, and "
-                "train.precision=fp64 makes others. Use --strategy fsdp."
+                "fairscale's FullyShardedDataParallel takes fp32 parameters, and the job has "
+                "train.precision=fp64. Use --strategy fsdp."
             )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Every state in shards, and the parameters whole while they are used.
+        """Shard all states, and add gathered parameters.
 
-        The whole parameters are an upper bound of those of the root and of one block, as a
-        profile does not know the blocks.
+        All parameters are added, as an upper bound of those of the root and of one block.
         """
         if plan.dp == 1:
             return forecast
@@ -94,7 +93,7 @@ class FairscaleFSDP(FairscaleEngine):
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Fill in and shard one block after the other, then what is in none."""
+        """Give values to and shard one block after the other, then the layers outside of blocks."""
         model, context = assembly.model, assembly.context
         if assembly.plan.dp == 1:
             assembly.materialize(names_of(model))
@@ -103,13 +102,13 @@ class FairscaleFSDP(FairscaleEngine):
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
         def shard(unit: nn.Module) -> nn.Module:
-            # The pre-hook of what is inside is called when its parameters are whole.
-            unit.register_forward_pre_hook(_tell_owner(assembly))
+            # The inner module's pre-hook is called after its parameters are gathered.
+            unit.register_forward_pre_hook(_label_gathered(assembly))
             wrapped: nn.Module = FullyShardedDataParallel(
                 unit,
                 process_group=context.group(),
                 process_group_reduce_scatter=context.group(),  # and no second communicator
-                # A root that stays whole after an evaluation would miss what is loaded then.
+                # A root that stays gathered after an evaluation would ignore values loaded then.
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
                 bucket_cap_mb=(self.bucket_size or 25 * MIB) // MIB,
@@ -126,7 +125,7 @@ class FairscaleFSDP(FairscaleEngine):
             assembly.materialize([f"{path}.{name}" for name in names_of(unit)])
             wrapped[path] = shard(unit)
         assembly.materialize(names_of(model))
-        # Put in place when all is filled in: from here on the names are fairscale's.
+        # Replaced last, because fairscale's wrappers change the names of parameters.
         for path, module in wrapped.items():
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, module)
@@ -136,7 +135,7 @@ class FairscaleFSDP(FairscaleEngine):
 
 
 class FlatShardUpdate(OwnedUpdate):
-    """The job's optimizer on a stretch of every parameter, in one dimension."""
+    """The job's optimizer on a flat slice of every parameter."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._group = assembly.context.group()
@@ -152,7 +151,7 @@ class FlatShardUpdate(OwnedUpdate):
     def gradients(self) -> dict[str, StateTensor]:
         """See `OwnedUpdate.gradients`."""
         return {
-            name: self.stretch(parameter.grad, parameter)
+            name: self.flat_slice(parameter.grad, parameter)
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
@@ -160,14 +159,14 @@ class FlatShardUpdate(OwnedUpdate):
     def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
         return {
-            f"{name}.{key}": self.stretch(value, parameter)
+            f"{name}.{key}": self.flat_slice(value, parameter)
             for name, parameter in self.parameters.items()
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor)
         }
 
-    def stretch(self, value: Tensor, parameter: nn.Parameter) -> StateTensor:
-        """What this rank has of a tensor: its stretch, or all of one that is a number."""
+    def flat_slice(self, value: Tensor, parameter: nn.Parameter) -> StateTensor:
+        """Return this rank's slice of a tensor, or all of a 0-dim tensor."""
         if value.shape != parameter.shape or not value.dim():
             return StateTensor.of(value)
         extents = self.extents(parameter)
@@ -176,46 +175,46 @@ class FlatShardUpdate(OwnedUpdate):
         return StateTensor(value.dtype, size, extents, lambda: value.detach()[:length])
 
     def extents(self, parameter: Tensor) -> tuple[Extent, ...]:
-        """The elements of a parameter that this rank has; the last ranks' stretches are padded."""
+        """Return the elements of a parameter on this rank; the slices of the last are padded."""
         start = self._rank * parameter.numel()
         length = min(parameter.numel(), math.prod(whole_size(parameter)) - start)
         return (Extent(start, length),) if length > 0 else ()
 
     def load(self, target: Tensor, saved: SavedTensor, parameter: Tensor) -> Tensor:
-        """Fill a stretch, zeros after its end."""
-        mine = saved.read(self.extents(parameter))
-        target[: len(mine)].copy_(mine)
-        target[len(mine) :].zero_()
+        """Load a flat slice, with zeros as its padding."""
+        values = saved.read(self.extents(parameter))
+        target[: len(values)].copy_(values)
+        target[len(values) :].zero_()
         return target
 
     def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
         parameter = self.parameters[name]
         if is_elementwise(key, saved, whole_size(parameter)):
-            stretch = torch.empty(parameter.numel(), dtype=saved.dtype, device=parameter.device)
-            self.optimizer.state[parameter][key] = self.load(stretch, saved, parameter)
+            target = torch.empty(parameter.numel(), dtype=saved.dtype, device=parameter.device)
+            self.optimizer.state[parameter][key] = self.load(target, saved, parameter)
             return
         device = parameter.device if steps_on_device(self.optimizer) else "cpu"
         self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
 
 class FullyShardedRunner(ShardedGradients):
-    """The plain loop, whose weights are read and written as stretches of parameters."""
+    """The plain loop, which saves and loads flat slices of parameters."""
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
-        update = self._stretches()
+        update = self._flat_update()
         tensors = {}
         for name, tensor in self._tensors().items():
             if isinstance(tensor, nn.Parameter):
-                tensors[f"model.{name}"] = update.stretch(tensor.data, tensor)
+                tensors[f"model.{name}"] = update.flat_slice(tensor.data, tensor)
             else:
                 tensors[f"model.{name}"] = replace(StateTensor.of(tensor), replicas_differ=True)
         return tensors | {f"optimizer.{key}": tensor for key, tensor in update.state().items()}
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        update, tensors = self._stretches(), self._tensors()
+        update, tensors = self._flat_update(), self._tensors()
         check_shapes({n: whole_size(t) for n, t in tensors.items()}, set(tensors), saved)
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -226,13 +225,13 @@ class FullyShardedRunner(ShardedGradients):
                     tensor.copy_(read_whole(value))
         load_optimizer(update, update.parameters, update.parameters, saved)
 
-    def _stretches(self) -> FlatShardUpdate:
+    def _flat_update(self) -> FlatShardUpdate:
         if not isinstance(self._update, FlatShardUpdate):
-            raise TypeError("FullyShardedRunner runs on a StretchUpdate only")
+            raise TypeError("FullyShardedRunner needs a FlatShardUpdate")
         return self._update
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        """Parameters, under each of their names, and the buffers that are saved."""
+        """Return parameters, under each of their names, and persistent buffers."""
         tensors: dict[str, Tensor] = dict(plain_names(self.module, remove_duplicate=False))
         for path, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -244,22 +243,22 @@ class FullyShardedRunner(ShardedGradients):
 def plain_names(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under the names that they had before fairscale wrapped the blocks."""
+    """Yield the parameters under the names that they had before fairscale wrapped the blocks."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield plain_name(name), parameter
 
 
-def _tell_owner(assembly: Assembly) -> Callable[..., None]:
-    def own(module: nn.Module, _inputs: Any) -> None:
+def _label_gathered(assembly: Assembly) -> Callable[..., None]:
+    def label(module: nn.Module, _inputs: Any) -> None:
         assembly.meter.label(module.parameters(), "parameters")
 
-    return own
+    return label
 
 
 def _refuse_whole_optimizers(assembly: Assembly) -> None:
     whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
     if not whole.kind.elementwise:
         raise ConfigError(
-            f"fairscale's FullyShardedDataParallel gives the optimizer stretches of parameters, "
+            f"fairscale's FullyShardedDataParallel gives the optimizer slices of parameters, "
             f"and {whole.kind_name} needs whole ones. Use --strategy zero1_torch."
         )

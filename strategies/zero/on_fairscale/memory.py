@@ -1,4 +1,4 @@
-"""What a rank holds under fairscale's stages: who gets which parameter, what is on its way."""
+"""The memory of a rank under fairscale's stages: its share of parameters, gradients in flight."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from bigtrain.strategies.zero import Zero
 
 
 def in_flight_bytes(options: Zero, gradient_bytes: int) -> int:
-    """Bytes of other ranks' gradients that may be on their way while backward goes on."""
+    """Return the bytes of other ranks' gradients that may be in flight during the backward pass."""
     return options.bucket_size or gradient_bytes // 32
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What falls to one rank of the gradients of a profile."""
+    """The gradients of a profile that are assigned to one rank."""
 
     share: float
-    """Of all trained elements."""
-    mine: frozenset[int]
-    """Births, in the profile's first micro-batch, of the gradients that this rank keeps."""
+    """Fraction of all trained elements."""
+    births: frozenset[int]
+    """Births of these gradients in the profile's first micro-batch."""
 
-    def passing(self, timeline: Timeline, max_bytes: int) -> Timeline:
-        """The first micro-batch, in which others' gradients live only until they are sent."""
-        others = [s for s in timeline.spans if s.kind == "gradients" and s.birth not in self.mine]
+    def first_pass(self, timeline: Timeline, max_bytes: int) -> Timeline:
+        """Return the first micro-batch, with others' gradients only until they are sent."""
+        others = [s for s in timeline.spans if s.kind == "gradients" and s.birth not in self.births]
         others.sort(key=lambda span: span.birth)
         ends: dict[int, int] = {}
         pending: deque[Span] = deque()
         born = sorted(s.birth for s in timeline.spans)
         for span in others:
             pending.append(span)
-            # It is on its way when the next storage is made.
+            # It is in flight when the next storage is allocated.
             gone_at = next((birth for birth in born if birth > span.birth), span.death)
             while sum(s.nbytes for s in pending) > max_bytes:
                 ends[pending.popleft().birth] = gone_at
         spans = tuple(
             s._replace(kind="temporary", death=ends.get(s.birth, s.death))
-            if s.kind == "gradients" and s.birth not in self.mine
+            if s.kind == "gradients" and s.birth not in self.births
             else s
             for s in timeline.spans
         )
         return Timeline(spans, timeline.phases)
 
 
-def deal_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list[RankShare]:
-    """Deal as OSS does: the largest first, each to the rank with least so far.
+def assign_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list[RankShare]:
+    """Assign parameters as OSS does: the largest first, each to the rank with the fewest elements.
 
     Returns:
-        Those of the fullest ranks, the very fullest first.
+        The shares of the fullest ranks, the fullest first, at most `max_shares`.
     """
     spans = [span for span in profile.passes["first"].spans if span.kind == "gradients"]
-    # The backward pass makes them in about the reverse of the parameters' order.
+    # The backward pass makes them in about the reverse order of the parameters.
     spans.sort(key=lambda span: (-span.nbytes, -span.birth))
     loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]
     for span in spans:
@@ -68,9 +68,9 @@ def deal_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list[R
 
 
 def reduce_gradients(timeline: Timeline, ranks: int, most: int) -> Timeline:
-    """The first micro-batch where every gradient is reduced to a part of it on each rank."""
-    kept = tuple(
+    """Return the first micro-batch with every gradient reduced to a piece of it on each rank."""
+    pieces = tuple(
         s._replace(nbytes=s.nbytes // ranks) for s in timeline.spans if s.kind == "gradients"
     )
-    sent = RankShare(1 / ranks, frozenset()).passing(timeline, most)
-    return Timeline(sent.spans + kept, timeline.phases)
+    sent = RankShare(1 / ranks, frozenset()).first_pass(timeline, most)
+    return Timeline(sent.spans + pieces, timeline.phases)

@@ -1,4 +1,4 @@
-"""What fairscale's stages send: counted in runs, and of stage 3 read off its code."""
+"""The traffic of fairscale's stages, counted in runs; that of stage 3 is from its code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigtrain.strategies.zero import Zero
 
 
 def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """What a rank exchanges.
+    """Return the messages of a rank.
 
     Args:
         options: the stage and the size of a bucket.
@@ -31,11 +31,11 @@ def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traf
 
 
 def _averaged(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """DDP's average; then each rank's buffer of updated parameters to all others."""
+    """Stage 1: DDP's average, then each rank broadcasts its updated parameters."""
     bucket, stride = options.bucket_size or BUCKET_SIZE, plan.pp * plan.tp
     return (
         *gradient_average_traffic(profile, plan.dp, stride, bucket=bucket, overlaps=True),
-        _spread(profile, plan),
+        _broadcast(profile, plan),
     )
 
 
@@ -44,17 +44,17 @@ def _reduced(
     profile: Profile,
     plan: Plan,
 ) -> tuple[Traffic, ...]:
-    """Each micro-batch sends each gradient to its owner; buffers follow at each forward pass."""
+    """Stage 2: each micro-batch reduces each gradient to its rank, and broadcasts buffers."""
     group, calls = (plan.dp, plan.pp * plan.tp), len(parameter_shapes(profile))
     sent = Traffic("reduce", profile.gradient_bytes, calls, "micro_batch", "backward", *group)
     follow = (
         [buffer_broadcast_traffic(profile, *group, "micro_batch")] if profile.buffer_bytes else []
     )
-    return (sent, *follow, _spread(profile, plan))
+    return (sent, *follow, _broadcast(profile, plan))
 
 
 def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """Each parameter by itself, forward and backward; gradients in buckets. All in fp32."""
+    """Stage 3: parameters are gathered one by one, gradients reduced in buckets, all in fp32."""
     group = (plan.dp, plan.pp * plan.tp)
     every, trained = parameter_shapes(profile, trained=False), parameter_shapes(profile)
     whole = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
@@ -67,7 +67,7 @@ def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...
     )
 
 
-def _spread(profile: Profile, plan: Plan) -> Traffic:
-    """The updated parameters, one buffer for each rank."""
+def _broadcast(profile: Profile, plan: Plan) -> Traffic:
+    """Return the broadcast of updated parameters, one buffer for each rank."""
     group = (plan.dp, plan.pp * plan.tp)
     return Traffic("broadcast", profile.gradient_bytes, plan.dp, "step", "nothing", *group)

@@ -1,8 +1,8 @@
-"""Sliced tensors at the borders of a unit of fully_shard, whose hooks know plain tensors alone.
+"""Sliced tensors that enter or leave a unit of fully_shard, whose hooks handle only plain tensors.
 
-Those hooks put an autograd function of their own around a unit's inputs and a hook on its outputs.
-They look for tensors in tuples and do not go through other objects: so while they are at work, a
-sliced tensor is a pair of what this rank holds and of an object that says how it lies.
+These hooks apply an autograd function to a unit's inputs and register a hook on its outputs. They
+look for tensors in tuples and in no other objects. So during the hooks a sliced tensor is a tuple
+of this rank's local tensor and its layout.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, local_of
 
 
 class _Layout:
-    """How a tensor lies on the ranks."""
+    """Which slices of a tensor this rank has, of which shape, in which group."""
 
     def __init__(self, sliced: SlicedTensor) -> None:
         self.slices, self.group, self.shape = sliced.slices, sliced.group, tuple(sliced.shape)
 
 
-class _Apart(NamedTuple):
-    """A sliced tensor taken apart."""
+class _Unwrapped(NamedTuple):
+    """A sliced tensor as its local tensor and its layout."""
 
     local: Tensor
     layout: _Layout
 
 
-def take_apart_at_boundaries(unit: nn.Module) -> None:
-    """Let the hooks that a module has by now see plain tensors where sliced ones go in or out."""
+def unwrap_at_boundaries(unit: nn.Module) -> None:
+    """Let the hooks that a module has already see plain tensors in place of sliced ones."""
     unit.register_forward_pre_hook(
-        lambda _, args, kwargs: (_apart(args), _apart(kwargs)), prepend=True, with_kwargs=True
+        lambda _, args, kwargs: (_unwrap(args), _unwrap(kwargs)), prepend=True, with_kwargs=True
     )
     unit.register_forward_pre_hook(
-        lambda _, args, kwargs: (_together(args), _together(kwargs)), with_kwargs=True
+        lambda _, args, kwargs: (_wrap(args), _wrap(kwargs)), with_kwargs=True
     )
-    unit.register_forward_hook(lambda _, _args, output: _apart(output), prepend=True)
-    unit.register_forward_hook(lambda _, _args, output: _together(output))
+    unit.register_forward_hook(lambda _, _args, output: _unwrap(output), prepend=True)
+    unit.register_forward_hook(lambda _, _args, output: _wrap(output))
 
 
-def _apart(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     return tree_map(
-        lambda leaf: _Apart(local_of(leaf), _Layout(leaf)) if is_sliced(leaf) else leaf,
+        lambda leaf: _Unwrapped(local_of(leaf), _Layout(leaf)) if is_sliced(leaf) else leaf,
         value,
         is_leaf=is_sliced,
     )
 
 
-def _together(value: Any) -> Any:
+def _wrap(value: Any) -> Any:
     return tree_map(
-        lambda leaf: _sliced(leaf) if isinstance(leaf, _Apart) else leaf,
+        lambda leaf: _wrapped(leaf) if isinstance(leaf, _Unwrapped) else leaf,
         value,
-        is_leaf=lambda leaf: isinstance(leaf, _Apart),
+        is_leaf=lambda leaf: isinstance(leaf, _Unwrapped),
     )
 
 
-def _sliced(apart: _Apart) -> SlicedTensor:
-    layout = apart.layout
-    return SlicedTensor(apart.local, layout.slices, layout.group, layout.shape)
+def _wrapped(pair: _Unwrapped) -> SlicedTensor:
+    layout = pair.layout
+    return SlicedTensor(pair.local, layout.slices, layout.group, layout.shape)

@@ -1,9 +1,9 @@
 """Stages 2 and 3 on PyTorch's own fully_shard: parameters, gradients and state in shards.
 
-Stage 3 gathers each unit (a block of the model, or what is in no block) for its forward pass and
-again for its backward pass; stage 2 keeps what it has gathered from the forward to the backward
-pass. Gradients are reduced to shards after every micro-batch, so that accumulating costs a shard
-only. In bf16 the shards are fp32, the one copy there is, and are gathered in bf16; gradients are
+Stage 3 gathers each unit (a block of the model, or all layers outside of blocks) for its forward
+pass and again for its backward pass. Stage 2 keeps a gathered unit from the forward to the backward
+pass. Gradients are reduced to shards after every micro-batch, so accumulation needs only a shard.
+In bf16 the only copy of the parameters are fp32 shards, which are gathered in bf16; gradients are
 summed over the ranks in fp32.
 
 The model is built sharded: a unit gets its values and is sharded before the next one does.
@@ -42,7 +42,7 @@ from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.strategies.zero.on_torch.fsdp_boundaries import take_apart_at_boundaries
+from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
 from bigtrain.tracing.routes import Routes
@@ -54,7 +54,7 @@ class FullySharded(Zero):
 
     @property
     def traits(self) -> Traits:
-        """See `Strategy.traits`: it frees and fills parameters around whole passes only."""
+        """See `Strategy.traits`: hooks gather and free parameters around whole passes only."""
         return Traits(
             materializes=True,
             needs_group=True,
@@ -66,15 +66,15 @@ class FullySharded(Zero):
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
-            # Stage 2 lets gathered parameters go before the last gradients are there: with bf16
-            # parameters a deep model is then less at its highest than all of them and a shard.
+            # Stage 2 frees gathered parameters before the last gradients are made. So the peak of a
+            # deep model with bf16 parameters is below all of them and a shard of the rest.
             sharded_states=3,
             gathers_whole=self.stage == 2,
             moves_parameters=True,
         )
 
     def check(self, plan: Plan) -> None:
-        """Refuse a hybrid mesh that does not divide."""
+        """Refuse a number of shards that does not divide the replicas."""
         self.refuse_config()
         ranks = self.shard_ranks
         if ranks is not None and plan.dp % ranks:
@@ -85,32 +85,31 @@ class FullySharded(Zero):
             )
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse shared parameters: one can be in the shards of one stage of a rank only."""
+        """Refuse a parameter that two stages of a rank share: only one of them can shard it."""
         for name in facts.shared[:1]:
             raise ConfigError(
-                f"strategy.replicate: {name} is used by two stages of one rank, and stage 2 and 3 "
+                f"strategy.replicate: {name} is used by two stages of one rank, and stages 2 and 3 "
                 "of zero can shard it for one of them only. Set strategy.replicate.stage=1, or "
-                "another strategy.cut.schedule: with one stage on each rank (1f1b) no two are on "
-                "one."
+                "strategy.cut.schedule=1f1b, which has one stage on each rank."
             )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
-        """See `Strategy.meet_routes`: a unit is what every pass calls."""
+        """See `Strategy.meet_routes`: every pass has to call every unit."""
         del plan
         if not routes.differ or not routes.modules:
             return self, None
         return self, (
             f"not every pass calls {routes.names} ({routes.cause}): such modules are gathered "
-            "with the nearest one around them that every pass calls"
+            "with the nearest enclosing module that every pass calls"
         )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """States in shards, and the units that are whole at each moment."""
+        """Return the forecast with sharded states and the units that are gathered at each tick."""
         ranks = self.shard_ranks or plan.dp
         return forecast_fully_shard(forecast, profile, plan, stage=self.stage, ranks=ranks)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Each micro-batch gathers every unit and reduces its gradients; see `_UnitTraffic`."""
+        """Return the gathering of units and the reduction of gradients; see `_UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
         flow = _UnitTraffic(comm_units(profile), plan, ranks)
         regathered = [unit for unit in flow.units if unit is not profile.outside_blocks]
@@ -125,7 +124,7 @@ class FullySharded(Zero):
         return advise(self, forecast, after, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
-        """Build and shard one unit after the other, the root last."""
+        """Give values to and shard one unit after the other, the root last."""
         plan, mesh = assembly.plan, shard_mesh(assembly.context, self.shard_ranks)
         _check_on_shards(assembly, mesh)
         settings: dict[str, Any] = {
@@ -148,8 +147,8 @@ class FullySharded(Zero):
         whole_params = _left_whole(assembly)
         settings["ignored_params"] = whole_params
         for root in assembly.roots:
-            # The code of a module that a cut goes through runs in several stages, and its forward
-            # pass as such, to which hooks belong, in none.
+            # A module that a cut goes through runs in several stages. None of them calls its
+            # forward method, so hooks on it would never run.
             through: Collection[str] = getattr(root, "cut_through", ())
             for name, unit in units_of(root, assembly.routes):
                 if name in through:
@@ -157,54 +156,57 @@ class FullySharded(Zero):
                 assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
                 if whole_params.issuperset(unit.parameters()):
                     continue
-                _lay_in_rows(unit)
+                _make_contiguous(unit)
                 shard_norms(unit)
                 policy = whole if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
                 _finish(unit, name, assembly)
             assembly.materialize(names_of(root))
-            _lay_in_rows(root)
+            _make_contiguous(root)
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
             _finish(root, "the model", assembly)
 
 
 class _UnitTraffic:
-    """What the units of a rank send and move for one micro-batch.
+    """The messages and transfers of a rank's units for one micro-batch.
 
-    Gathered is in the precision of the computation (BatchNorm, which is gathered in fp32, is not
-    told apart), reduced in that of the shards. What is in no block is gathered once in stage 3,
-    too. Blocks that are computed again are whole already.
+    Parameters are gathered in the precision of the computation; BatchNorm, which is gathered in
+    fp32, is counted the same. Gradients are reduced in the precision of the shards. Layers outside
+    of blocks are gathered once, in stage 3 too. Recomputation of a block gathers nothing more.
 
     Args:
         units: with their parameters.
         plan: mesh, precision, offload.
-        ranks: over how many the states are sharded.
+        ranks: that share one copy of the states.
     """
 
     def __init__(self, units: Sequence[BlockTicks], plan: Plan, ranks: int) -> None:
         self.units = units
         self._plan, self._ranks = plan, ranks
-        self._kept = 8 if plan.precision == "fp64" else 4
-        self._used = 2 if plan.bf16_parameters else self._kept
+        self._shard_width = 8 if plan.precision == "fp64" else 4
+        self._used_width = 2 if plan.bf16_parameters else self._shard_width
         self._away = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
 
     def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
-        """Parameters come together; from the host first, where the shards live there."""
+        """Return the all-gathers of units, and the copies from the host if shards are there."""
         elements, messages = sum(self._padded(unit) for unit in units), []
         if self._away and units:
-            nbytes, calls = self._kept * elements // self._ranks, sum(len(u.shapes) for u in units)
+            nbytes, calls = (
+                self._shard_width * elements // self._ranks,
+                sum(len(u.shapes) for u in units),
+            )
             messages.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
         if self._ranks > 1 and units:
-            nbytes = self._used * elements
+            nbytes = self._used_width * elements
             messages.append(self._exchange("all_gather", nbytes, len(units), behind))
             messages.append(self._copied(nbytes // self._ranks + nbytes, behind))
         return messages
 
     def reduced(self) -> list[Traffic]:
-        """Gradients go to shards, over the groups that replicate them, and to the host."""
+        """Return the reduce-scatters, the all-reduces over replicas, and the copies to the host."""
         units = [unit for unit in self.units if any(unit.trained)]
-        nbytes = self._kept * sum(self._padded(unit, trained=True) for unit in units)
+        nbytes = self._shard_width * sum(self._padded(unit, trained=True) for unit in units)
         shard, messages = nbytes // self._ranks, []
         if self._ranks > 1 and units:
             messages.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
@@ -233,11 +235,11 @@ class _UnitTraffic:
         return Traffic(kind, nbytes, calls, "micro_batch", behind, *group, in_hooks=True)
 
     def _copied(self, nbytes: int, behind: OverlapPhase) -> Traffic:
-        """Shards into one buffer, what was gathered out of one, and gradients into one."""
+        """Return the copies into and out of the buffers of an exchange."""
         return Traffic("copy", nbytes, 0, "micro_batch", behind)
 
     def _padded(self, unit: BlockTicks, *, trained: bool = False) -> int:
-        """Numbers of a unit: rows are dealt out evenly, the last ranks' padded to the same."""
+        """Return the elements of a unit: each rank has equally many rows, the last ranks padded."""
         return self._ranks * sum(
             math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1
             for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
@@ -246,13 +248,13 @@ class _UnitTraffic:
 
 
 def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
-    """The dp axis, or, for hybrid sharding, its ranks as (groups that replicate, shards)."""
+    """Return the dp axis as a mesh; for hybrid sharding its ranks as (replicate, shard)."""
     mesh = context.mesh
     if mesh is None:
         raise ConfigError("fully_shard needs a process group. Use bigtrain.connect.")
     if shard_ranks is None or shard_ranks == context.dp_size:
         return mesh["dp"]
-    # Of the whole mesh: all ranks make the same groups in the same order.
+    # Made from the whole mesh, because all ranks must create the same groups in the same order.
     _dp, pp, tp = mesh.mesh.shape
     ranks = mesh.mesh.view(-1, shard_ranks, pp, tp)
     names = ("replicate", "shard", "pp", "tp")
@@ -260,12 +262,12 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
 
 
 def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
-    """Parameters that stay whole on every rank: one number without dims cannot be dealt out.
+    """Return the parameters that stay whole on every rank: 0-dim ones, which cannot be sharded.
 
-    Their gradients are averaged when all micro-batches are through, as replicas do.
+    Their gradients are averaged over the replicas after the last micro-batch.
     """
     context = assembly.context
-    found = {p for root in assembly.roots for p in root.parameters() if p.dim() == 0}
+    scalars = {p for root in assembly.roots for p in root.parameters() if p.dim() == 0}
 
     def average(gradients: Sequence[Tensor]) -> None:
         for gradient in gradients:
@@ -273,34 +275,35 @@ def _left_whole(assembly: Assembly) -> set[nn.Parameter]:
                 dist.all_reduce(gradient, group=context.dp_group)
                 gradient /= context.dp_size
 
-    if assembly.plan.dp > 1 and any(parameter.requires_grad for parameter in found):
+    if assembly.plan.dp > 1 and any(parameter.requires_grad for parameter in scalars):
         assembly.average = average
-    return found
+    return scalars
 
 
-def _lay_in_rows(unit: nn.Module) -> None:
-    """fully_shard takes no parameter whose dims lie in another order, or with gaps between."""
+def _make_contiguous(unit: nn.Module) -> None:
+    """Make parameters contiguous: fully_shard takes no others."""
     for parameter in unit.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
 
 
 def _check_on_shards(assembly: Assembly, mesh: DeviceMesh) -> None:
-    """Refuse an optimizer that does other things to DTensors than to whole tensors. Collective.
+    """Refuse an optimizer that updates DTensors otherwise than whole tensors. Collective.
 
-    What multiplies matrices or looks at norms may be right on DTensors, and is tried.
+    An optimizer that multiplies matrices or uses norms may be right on DTensors: it is tried.
     """
     whole = WholeOptimizer.of(assembly.make_optimizer, assembly.trained())
     cut_anywhere = whole.kind.elementwise and whole.kind.separable
     if not cut_anywhere and mesh.size() > 1 and not whole.same_on_shards(mesh):
         raise ConfigError(
-            f"optimizer: {whole.kind_name} does not do to shards of a parameter (DTensors) what it "
-            "does to a whole one, as a trial on a few numbers shows. Use --strategy zero1_torch."
+            f"optimizer: {whole.kind_name} does not update the shards of a parameter (DTensors) "
+            "as it updates a whole one; a trial on a small parameter shows it. "
+            "Use --strategy zero1_torch."
         )
 
 
 def _norms(unit: nn.Module) -> list[nn.Module]:
-    """The BatchNorms inside a unit that are in no unit of their own yet."""
+    """Return the BatchNorms inside a unit that are not sharded yet."""
     return [
         m
         for m in unit.modules()
@@ -309,7 +312,7 @@ def _norms(unit: nn.Module) -> list[nn.Module]:
 
 
 class _ReduceScatter:
-    """fully_shard's reduce-scatter on a CPU: the copy that gloo makes is gone when it is over."""
+    """fully_shard's reduce-scatter on a CPU; gloo's copy is freed when it returns."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
@@ -317,7 +320,7 @@ class _ReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A buffer, as fully_shard makes it."""
+        """Return a buffer, as fully_shard makes it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -334,24 +337,24 @@ class _ReduceScatter:
 
 
 def _finish(unit: nn.Module, name: str, assembly: Assembly) -> None:
-    """What a unit needs once it is sharded."""
+    """Add our hooks to a unit that is sharded."""
     if assembly.units is not None and assembly.use is not None and assembly.plan.dp > 1:
         units, number = assembly.units, assembly.units.add(name)
         unit.register_forward_pre_hook(lambda _module, _inputs: units.note(number))
         stand_in_for_missing(unit, assembly.use)
     if assembly.slices is not None:
-        take_apart_at_boundaries(unit)
-    _tell_owner(unit, assembly)
+        unwrap_at_boundaries(unit)
+    _label_gathered(unit, assembly)
 
 
-def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
-    """Unsharded parameters are parameters, too; they are there from the pre-forward hook on."""
+def _label_gathered(unit: nn.Module, assembly: Assembly) -> None:
+    """Label gathered parameters as parameters, before each forward pass of the unit."""
 
-    def own(module: nn.Module, _inputs: Iterable[Any]) -> None:
+    def label(module: nn.Module, _inputs: Iterable[Any]) -> None:
         assembly.meter.label(module.parameters(), "parameters")
 
     if isinstance(unit, FSDPModule):
-        unit.register_forward_pre_hook(own)
+        unit.register_forward_pre_hook(label)
         if assembly.plan.device_type == "cpu":
             reduce: Any = _ReduceScatter(assembly.meter)
             unit.set_custom_reduce_scatter(reduce)

@@ -1,15 +1,16 @@
-"""What one rank holds under fully_shard: shards, and the units that are whole at each moment.
+"""The memory of one rank under fully_shard: shards, and the units that are whole at each moment.
 
-How fully_shard goes about it (read off the storages of real runs): a unit's parameters arrive in
-one flat buffer and are copied out of it; the buffer stays until the next unit is gathered, the
+fully_shard does the following (observed in the storages of real runs). A unit's parameters arrive
+in one flat buffer and are copied out of it. The buffer stays until the next unit is gathered, the
 last one's until the model's forward pass ends. In the backward pass the next unit is gathered while
-one is at work. A unit's gradients are copied into one buffer, which is reduced to this rank's shard
-and stays until the next unit's takes its place.
-Between two units the first one's parameters go, then the buffer of the unit before it, and only
-then comes its own; the next unit's parameters come when all that is done.
+one computes. A unit's gradients are copied into one buffer, which is reduced to this rank's shard
+and stays until the next unit's gradients are reduced.
+Between two units the order is: the first one's parameters are freed, then the gradient buffer of
+the unit before it, then its own gradient buffer is allocated, and last the parameters of the next
+unit.
 
-On one rank there is nothing to exchange: parameters are copied one by one out of the shards, by
-way of a copy in bf16 where that is what is computed in, and gradients out of the one buffer.
+On one rank nothing is exchanged: parameters are copied one by one out of the shards, in bf16 after
+a cast, and gradients out of the one buffer.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline, sca
 def forecast_fully_shard(
     forecast: Forecast, profile: Profile, plan: Plan, *, stage: int, ranks: int
 ) -> Forecast:
-    """Turn a forecast into that of a rank under fully_shard.
+    """Return the forecast of a rank under fully_shard.
 
     Args:
-        forecast: of what comes before.
+        forecast: with the techniques that are applied before.
         profile: of one process.
         plan: precision, accumulation, offload.
         stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
-        ranks: over how many ranks the states are sharded.
+        ranks: that share one copy of the states.
     """
     if profile.outside_blocks is None:
         return forecast
@@ -44,32 +45,32 @@ def forecast_fully_shard(
     units = [*(first for first, _ in profile.blocks), profile.outside_blocks]
     shards = sum(sizes.shard(unit) for unit in units)
     trained = sum(sizes.shard(unit, trained=True) for unit in units)
-    full_bytes = profile.trained_elements * sizes.kept
+    full_bytes = profile.trained_elements * sizes.shard_width
     share = trained / full_bytes if full_bytes else 0.0
     full_optimizer_bytes = max(1, profile.optimizer_bytes)
     state = trained * profile.state_slots + profile.state_scalars
     states = replace(
         forecast.states,
         parameters=shards,
-        # What of the state an offload has left here is left of the shard's, too.
+        # An offload leaves the same fraction of the shard's state here as of the whole state.
         optimizer=round(state * min(1.0, forecast.states.optimizer / full_optimizer_bytes)),
     )
-    # Whole gradients are new ones in every micro-batch, and only their shards are added up: each
-    # goes as the first of one process.
+    # Every micro-batch makes new whole gradients, and only their shards are added up. So each has
+    # the timeline of the first micro-batch of one process.
     unit_passes = _Pass(sizes, units[:-1], stage)
     unsharded = (profile.passes["first"], profile.outside_blocks)
     fresh = not (sizes.on_host or plan.release_gradients)
     first = later = unit_passes.timeline(*unsharded, fresh=fresh)
     if fresh and plan.batch.accumulation_steps > 1:
         later = unit_passes.timeline(*unsharded, fresh=False)
-    if sizes.on_host:  # with the gradients and the state; what is gathered stays on the GPU
+    if sizes.on_host:  # with gradients and state; gathered units stay on the GPU
         return replace(
             forecast.with_passes(first=first, later=later),
             states=replace(states, parameters=0, optimizer=0),
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
-    # The last micro-batch goes as the others: no less than it needs.
+    # The last micro-batch has the timeline of the others, which is no less than it needs.
     passes = {"first": first, "later": later}
     if plan.pp > 1:
         passes |= {
@@ -82,7 +83,7 @@ def forecast_fully_shard(
         forecast,
         states=states,
         passes=passes,
-        step=scale_timeline(forecast.step, share * sizes.kept / sizes.used),
+        step=scale_timeline(forecast.step, share * sizes.shard_width / sizes.used_width),
         gradients=0 if plan.release_gradients else trained,
         beside_whole=sizes.first_shards(units),
     )
@@ -90,48 +91,51 @@ def forecast_fully_shard(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of a unit: whole as it is computed with, whole as it is reduced, and a rank's shard."""
+    """Bytes of a unit: gathered, as it is reduced, and of a rank's shard."""
 
-    kept: int
-    """Bytes of a number in a shard: of parameters and gradients alike."""
+    shard_width: int
+    """Bytes of an element of a shard, of parameters as of gradients."""
     plan: Plan
     ranks: int
     _known: dict[tuple[int, bool], tuple[BlockTicks, int]] = field(default_factory=dict)
 
     @property
-    def used(self) -> int:
-        """Bytes of a number in a gathered unit."""
-        return 2 if self.plan.bf16_parameters else self.kept
+    def used_width(self) -> int:
+        """Bytes of an element of a gathered unit."""
+        return 2 if self.plan.bf16_parameters else self.shard_width
 
     def shard(self, unit: BlockTicks, *, trained: bool = False) -> int:
-        """Rows are dealt out evenly, and the last ranks' are padded to the same number."""
+        """Bytes of a rank's shard: each rank has equally many rows, the last ranks padded."""
         key = (id(unit), trained)
-        if key not in self._known:  # the unit is kept, so that its id stays its own
+        if key not in self._known:  # the unit is stored too, so that no other gets its id
             numbers = sum(
                 math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
                 for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
                 if wanted or not trained
             )
-            self._known[key] = unit, self.kept * numbers
+            self._known[key] = unit, self.shard_width * numbers
         return self._known[key][1]
 
     def first_shards(self, units: Sequence[BlockTicks]) -> int:
-        """The most of the shards beside what is left whole, of which units go one by one."""
-        there = most = 0
+        """Bytes by which sharding the units one by one exceeds the whole model at the most.
+
+        A unit's shard is made before its whole parameters are freed.
+        """
+        excess = most = 0
         for unit in units:
-            own = self.shard(unit)
-            most = max(most, there + own)
-            there += own - self.kept * sum(math.prod(shape) for shape in unit.shapes)
+            shard = self.shard(unit)
+            most = max(most, excess + shard)
+            excess += shard - self.shard_width * sum(math.prod(shape) for shape in unit.shapes)
         return most
 
     @property
     def on_host(self) -> bool:
-        """Whether the shards live on the host, and what is gathered on the GPU."""
+        """Whether the shards are on the host, and gathered units on the GPU."""
         return self.plan.offload_tiers.parameters == "cpu" and is_accelerator(self.plan.device_type)
 
     @property
     def alone(self) -> bool:
-        """Whether the shard of one rank is all there is, so that nothing is exchanged."""
+        """Whether one rank has everything, so that nothing is exchanged."""
         return self.ranks == 1
 
     def padded(self, unit: BlockTicks) -> int:
@@ -140,36 +144,36 @@ class _Sizes:
 
     def whole(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit after it is copied out of the flat buffer."""
-        return self.shard(unit) * self.ranks * self.used // self.kept
+        return self.shard(unit) * self.ranks * self.used_width // self.shard_width
 
     def copied(self, unit: BlockTicks) -> int:
-        """Bytes beside a whole unit at the most, while one rank copies its parameters.
+        """Bytes in addition to a whole unit at the most, while one rank copies its parameters.
 
-        They go one after the other: each comes from the host where it lives there, is cast, and is
-        copied from what was cast, which goes when the next one's is there.
+        They are copied one after the other: each from the host, if shards are there, then cast,
+        then into the unit. The result of a cast is freed after that of the next one is made.
         """
         if not self.alone:
             return 0
         done = last = most = 0
         for shape in unit.shapes:
             numbers = math.prod(shape)
-            made = [self.kept * numbers] if self.on_host else []
-            made += [self.used * numbers] if self.used != self.kept else []
+            made = [self.shard_width * numbers] if self.on_host else []
+            made += [self.used_width * numbers] if self.used_width != self.shard_width else []
             most = max(most, done + last + sum(made))
-            done, last = done + self.used * numbers, made[-1] if made else 0
+            done, last = done + self.used_width * numbers, made[-1] if made else 0
             most = max(most, done + last)
         return max(0, most - done)
 
     def reduced(self, unit: BlockTicks) -> int:
-        """Bytes of a unit's gradients in the buffer that is reduced."""
+        """Bytes of the buffer in which a unit's gradients are reduced."""
         return self.shard(unit, trained=True) * self.ranks
 
 
 _FINE = 16
-"""Moments to a tick of the profile's clock: what hooks do one after the other falls on one tick."""
+"""Moments in a tick of the profile's clock: all actions of a unit's hooks fall on one tick."""
 # In the order of the hooks: a unit's post-hook runs before the pre-hook of the next one.
 _AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
-_NEXT_GATHERS, _UNIT_THERE, _NEXT_HAS, _BUFFER_FREE, _PREFETCH = range(9, 14)
+_NEXT_GATHERS, _UNIT_WHOLE, _NEXT_WHOLE, _BUFFER_FREE, _PREFETCH = range(9, 14)
 
 
 @dataclass(frozen=True)
@@ -178,20 +182,21 @@ class _Pass:
 
     sizes: _Sizes
     units: Sequence[BlockTicks]
-    """The blocks in the order of the forward pass; the ticks are those of the timeline."""
+    """The blocks in the order of the forward pass, with the ticks of the timeline."""
     stage: int
 
     def timeline(
         self, unsharded: Timeline, rest: BlockTicks, *, fresh: bool, resumed: bool = False
     ) -> Timeline:
-        """The pass of one process with what gathering and reducing add.
+        """Return the pass of one process with the memory of gathering and reducing.
 
         Args:
             unsharded: without any sharding.
-            rest: what is in no block; whole from the first moment until its gradients are reduced.
-            fresh: whether the shards of the gradients come to be in this pass.
-            resumed: whether the forward pass finds what one before it has gathered and kept, and
-                the backward pass finds none of it, as one before it has freed all.
+            rest: the layers outside of blocks; whole until their gradients are reduced.
+            fresh: whether the shards of the gradients are allocated in this pass.
+            resumed: whether passes of other micro-batches come in between. The forward pass then
+                finds units gathered by an earlier one, and the backward pass finds none, because
+                an earlier one has freed them.
         """
         begin = unsharded.phases[0][0]
         end = max((span.death for span in unsharded.spans), default=begin)
@@ -202,7 +207,7 @@ class _Pass:
         closed = replace(self, units=_closed_after_rest(self.units, end))
         spans = closed._plain(unsharded, end)
         if resumed:
-            spans += self._kept_before(rest, backward_start, end)
+            spans += self._regathered_rest(rest, backward_start, end)
         else:
             whole = self.sizes.whole(rest)
             spans.append(_span(whole, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
@@ -211,7 +216,7 @@ class _Pass:
             spans += [
                 _span(
                     self.sizes.whole(unit), "parameters",
-                    unit.forward[0], _UNIT_THERE, unit.backward[1], _AFTER_RESHARD,
+                    unit.forward[0], _UNIT_WHOLE, unit.backward[1], _AFTER_RESHARD,
                 )
                 for unit in closed.units
             ]  # fmt: skip
@@ -226,11 +231,11 @@ class _Pass:
         return Timeline(tuple(span for span in spans if span.nbytes), phases)
 
     def strayed(self, usual: Timeline, rest: BlockTicks) -> Timeline:
-        """The same where several forward passes came before.
+        """Return the backward pass after several forward passes.
 
-        Units are gathered ahead in the reverse of all their forward passes. So the last unit of the
-        backward pass has the one gathered that came before it in those: the last of the pass
-        before. A unit that is still whole, as what is in no block, is not gathered once more.
+        Units are prefetched in the reverse order of all forward passes. So the last unit of the
+        backward pass prefetches the last unit of the forward pass before. Layers outside of blocks
+        are still whole and are not gathered again.
         """
         if rest.shapes or len(self.units) < 2:
             return usual
@@ -240,7 +245,7 @@ class _Pass:
         return Timeline((*usual.spans, stray), usual.phases)
 
     def _plain(self, plain: Timeline, end: int) -> list[Span]:
-        """All that one process has; gradients each until its unit's are in one buffer."""
+        """Return the spans of one process; a gradient lives until its unit's buffer has it."""
         spans = []
         units = sorted(self.units, key=lambda unit: unit.backward)
         begins = [unit.backward[0] for unit in units]
@@ -257,32 +262,32 @@ class _Pass:
         return spans
 
     def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, end: int) -> list[Span]:
-        """The flat buffers that units arrive in, each until the next one's is there."""
+        """Return the flat buffers in which units are gathered, each until the next one's."""
         if not units:  # a stage of less than a block
             return []
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
-        ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (end, _AFTER_LAST)]
+        ends = [*((tick, _NEXT_WHOLE) for tick in starts[1:]), (end, _AFTER_LAST)]
         spans = [
             _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
             for unit, at, until in zip(units, starts, ends, strict=True)
         ]
         return spans + [
-            _span(self.sizes.copied(unit), "temporary", at, _UNIT_THERE, at, _BUFFER_FREE)
+            _span(self.sizes.copied(unit), "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE)
             for unit, at in zip(units, starts, strict=True)
         ]
 
     def _in_forward(self) -> list[Span]:
-        """Units that are freed after their forward pass."""
+        """Return the gathered units of stage 3, which are freed after their forward pass."""
         return [
             _span(
                 self.sizes.whole(unit), "parameters",
-                unit.forward[0], _UNIT_THERE, unit.forward[1], _AFTER_RESHARD,
+                unit.forward[0], _UNIT_WHOLE, unit.forward[1], _AFTER_RESHARD,
             )
             for unit in self.units
         ]  # fmt: skip
 
-    def _kept_before(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
-        """What is in no block comes whole at the beginning of the backward pass."""
+    def _regathered_rest(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
+        """Return the spans of layers outside of blocks, gathered when the backward pass starts."""
         whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest) + self.sizes.copied(rest)
         return [
             _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
@@ -290,44 +295,45 @@ class _Pass:
         ]
 
     def _in_backward(self, back: int) -> list[Span]:
-        """Units that are gathered for their backward pass, while the one before is at work.
+        """Return the units that are gathered for their backward pass, while another computes.
 
         Args:
-            back: when the gradient of the model's output is there, and so the first one gathered.
+            back: the tick at which the gradient of the model's output is made: the first unit is
+                gathered then.
         """
-        spans, alone = self._gathered_in_vain(back)
+        spans, alone = self._unused_prefetches(back)
         ahead = (back, _AFTER_LAST)
-        back_through = filter(_goes_back, self.units)
+        back_through = filter(_has_backward, self.units)
         for unit in sorted(back_through, key=lambda unit: unit.backward[0]):
             at, done = unit.backward
             ahead = (at, _NEXT_GATHERS) if unit in alone else min(ahead, (at, _NEXT_GATHERS))
             buffer, whole = self.sizes.padded(unit), self.sizes.whole(unit)
             spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
             copied = self.sizes.copied(unit)
-            spans.append(_span(copied, "temporary", at, _UNIT_THERE, at, _BUFFER_FREE))
-            spans.append(_span(whole, "parameters", at, _UNIT_THERE, done, _AFTER_RESHARD))
+            spans.append(_span(copied, "temporary", at, _UNIT_WHOLE, at, _BUFFER_FREE))
+            spans.append(_span(whole, "parameters", at, _UNIT_WHOLE, done, _AFTER_RESHARD))
             ahead = (at, _PREFETCH)
         return spans
 
-    def _gathered_in_vain(self, back: int) -> tuple[list[Span], list[BlockTicks]]:
-        """Units that are gathered ahead, by the forward pass's order, and not gone back through.
+    def _unused_prefetches(self, back: int) -> tuple[list[Span], list[BlockTicks]]:
+        """Return the buffers of units that are prefetched and have no backward pass.
 
-        Their buffers stay until all is reduced. The second list has those before them, which nobody
-        gathers ahead.
+        Units are prefetched by the order of the forward pass. Such a buffer stays until all
+        gradients are reduced. The second list has the units before them, which are not prefetched.
         """
         spans, alone = [], []
         end = max((unit.backward[1] for unit in self.units), default=back) + 1
         following = [*self.units[1:], *([None] if self.units else [])]
         for unit, after in zip(self.units, following, strict=True):
-            if after is not None and not _goes_back(after):
+            if after is not None and not _has_backward(after):
                 alone.append(unit)
-            elif not _goes_back(unit):
+            elif not _has_backward(unit):
                 ahead = (back, _AFTER_LAST) if after is None else (after.backward[0], _PREFETCH)
                 spans.append(_span(self.sizes.padded(unit), "temporary", *ahead, end, 0))
         return spans, alone
 
     def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
-        """Each unit's gradients in one buffer until the next unit's, and the shard made of it."""
+        """Return each unit's gradient buffer, until the next unit's, and the shard it becomes."""
         spans = []
         order = [(unit.backward[1], unit) for unit in self.units] + [(end - 1, rest)]
         order.sort(key=lambda pair: pair[0])
@@ -347,23 +353,26 @@ class _Pass:
 
 
 def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks]:
-    """Blocks whose inputs need no gradient are closed last, one by one, after what is in no block.
+    """Return the blocks with the tick at which their gradients are reduced.
+
+    Blocks whose inputs need no gradient are reduced last, one by one, after the layers outside of
+    blocks.
 
     Args:
         units: in the order of the forward pass.
-        end: the tick at which all is gone in one process.
+        end: the tick at which one process has freed everything.
     """
     ticks = count(end)
     return [
         replace(unit, backward=(unit.backward[0], next(ticks)))
-        if unit.backward[1] >= end - 1 and _goes_back(unit)
+        if unit.backward[1] >= end - 1 and _has_backward(unit)
         else unit
         for unit in units
     ]
 
 
-def _goes_back(unit: BlockTicks) -> bool:
-    """Not what is frozen, and hands on nothing that is trained: a teacher."""
+def _has_backward(unit: BlockTicks) -> bool:
+    """Whether a unit has a backward pass; a frozen teacher, for example, has none."""
     return any(unit.trained) or unit.backward[0] < unit.backward[1]
 
 

@@ -1,9 +1,9 @@
-"""Units of fully_shard where not every rank calls the same modules, or uses the same parameters.
+"""Units of fully_shard when ranks do not call the same modules or use the same parameters.
 
-A unit is gathered by all ranks together, so it has to be what all of them call: where only some
-call a module, the nearest one around it that all of them call is the unit; and so where nobody
-calls a block, whose methods or inner modules are used instead. A unit's gradients are reduced by
-all ranks together, too: one that a rank does not have is zeros there.
+All ranks gather a unit together, so all of them have to call it. If only some ranks call a module,
+the unit is the nearest enclosing module that all of them call. The same holds for a block that no
+rank calls, because only its methods or inner modules are used. All ranks also reduce a unit's
+gradients together: a rank without a gradient gives zeros.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from bigtrain.tracing.routes import Routes
 
 
 def units_of(root: nn.Module, routes: Routes) -> list[tuple[str, nn.Module]]:
-    """The modules that are sharded by themselves, what lies inside others first; not the root."""
+    """Return the modules that are units, by name, inner ones first, without the root."""
     blocks = independent_blocks(root)
-    kept = {name: block for name, block in blocks if routes.calls(name)}
-    around: dict[str, nn.Module] = {}
+    called = {name: block for name, block in blocks if routes.calls(name)}
+    enclosing: dict[str, nn.Module] = {}
     for name, _ in blocks:
-        if name not in kept:
-            around.update(_nearest_called(root, name, routes))
-    inner_first = sorted(around.items(), key=lambda pair: -pair[0].count("."))
-    return [*kept.items(), *((n, m) for n, m in inner_first if n not in kept)]
+        if name not in called:
+            enclosing.update(_nearest_called(root, name, routes))
+    inner_first = sorted(enclosing.items(), key=lambda pair: -pair[0].count("."))
+    return [*called.items(), *((n, m) for n, m in inner_first if n not in called)]
 
 
 def _nearest_called(root: nn.Module, name: str, routes: Routes) -> Iterator[tuple[str, nn.Module]]:
@@ -41,19 +41,21 @@ def _nearest_called(root: nn.Module, name: str, routes: Routes) -> Iterator[tupl
 
 
 def _is_independent(root: nn.Module, module: nn.Module) -> bool:
-    """Whether nothing else has any of its parameters."""
-    inside = {id(one) for one in module.modules()}
-    own = {id(p) for p in module.parameters()}
-    others = (one for one in root.modules() if id(one) not in inside)
-    return all(id(p) not in own for one in others for p in one.parameters(recurse=False))
+    """Whether no module outside of it has any of its parameters."""
+    inside = {id(inner) for inner in module.modules()}
+    parameters = {id(p) for p in module.parameters()}
+    outside = (other for other in root.modules() if id(other) not in inside)
+    return all(
+        id(p) not in parameters for other in outside for p in other.parameters(recurse=False)
+    )
 
 
 def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
-    """Let a rank reduce zeros for what it has no gradient of, once for each pass through the unit.
+    """Reduce zeros for each gradient that this rank lacks, once for each pass through the unit.
 
     Args:
-        unit: sharded by itself.
-        use: told which parameters had a gradient.
+        unit: a unit of fully_shard.
+        use: notes which parameters had a gradient.
     """
     planned = {id(p) for p in unit.parameters() if p.requires_grad}
     passes = 0
@@ -65,17 +67,17 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
     def complete(group: Any) -> None:
         nonlocal passes
         fills, passes = passes > 0, max(0, passes - 1)
-        for one in group.fsdp_params:
-            whole = getattr(one, "_unsharded_param", None)
+        for fsdp_param in group.fsdp_params:
+            whole = getattr(fsdp_param, "_unsharded_param", None)
             if whole is None:
                 continue
-            if id(one.sharded_param) not in planned:
+            if id(fsdp_param.sharded_param) not in planned:
                 if whole.grad is not None:  # not reduced: no other rank may have one
-                    use.surprise, whole.grad = one.sharded_param, None
+                    use.surprise, whole.grad = fsdp_param.sharded_param, None
                 continue
-            if whole.grad is not None or one.unsharded_accumulated_grad is not None:
-                use.note(one.sharded_param)
-            elif fills:  # none of the ranks does where nobody came by the unit
+            if whole.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
+                use.note(fsdp_param.sharded_param)
+            elif fills:  # no rank does if no pass went through the unit
                 whole.grad = torch.zeros_like(whole)
                 use.stand_ins = True
 
@@ -91,9 +93,9 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
 
 
 def _groups(unit: Any) -> list[Any]:
-    """What fully_shard reduces at once."""
+    """Return the parameter groups of a unit; fully_shard reduces one at a time."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before there were several
+    if groups is None:  # older versions of torch have a single group
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]

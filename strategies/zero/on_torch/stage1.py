@@ -1,10 +1,10 @@
-"""Stage 1 on PyTorch's own parts: DDP averages the gradients, each rank updates its share.
+"""Stage 1 on torch: DDP averages the gradients, and each rank updates its share of the parameters.
 
-The shares are equal stretches of the parameters laid end to end, updated in place and broadcast
-in place (see `optim.partitioned`), so there is no second copy of anything: 8P + 8P/N bytes in fp32,
-4P + 12P/N in bf16, where the one fp32 copy of a parameter lies with the rank that updates it.
-torch's ZeroRedundancyOptimizer gives whole parameters to ranks and is never better balanced.
-Between the ranks go DDP's average of the gradients and every parameter once after the step: half as
+The shares are equal flat slices of all parameters one after the other. They are updated in place
+and broadcast in place (see `optim.partitioned`), so nothing is copied: 8P + 8P/N bytes in fp32, and
+4P + 12P/N in bf16, where only the rank that updates a parameter has its fp32 copy. torch's
+ZeroRedundancyOptimizer gives whole parameters to ranks and is never better balanced.
+The ranks exchange DDP's average of the gradients, and each parameter once after the step: half as
 much again as DDP alone.
 """
 
@@ -31,7 +31,7 @@ from bigtrain.strategies.zero.advice import advise
 
 
 class ShardedOptimizer(Zero):
-    """Optimizer state and fp32 copies sharded; parameters and gradients on every rank."""
+    """Optimizer state and fp32 copies are sharded; parameters and gradients are on every rank."""
 
     @property
     def traits(self) -> Traits:
@@ -51,7 +51,7 @@ class ShardedOptimizer(Zero):
         return self.bucket_size or BUCKET_SIZE
 
     def check(self, plan: Plan) -> None:  # noqa: ARG002
-        """Refuse what is for other engines or stages."""
+        """Refuse options of other engines or stages."""
         self.refuse_config()
         if self.shard_ranks is not None:
             raise ConfigError(
@@ -65,10 +65,10 @@ class ShardedOptimizer(Zero):
         profile: Profile,
         plan: Plan,
     ) -> Forecast:
-        """A rank's share of the optimizer state, and DDP's buckets for the gradients."""
+        """Add a share of the optimizer state, and gradients in DDP's buckets."""
         size = 8 if plan.precision == "fp64" else 4
         share = math.ceil(profile.trained_elements / plan.dp)
-        # Numbers in fp32 for each of this rank's: the state, and in bf16 the values themselves.
+        # fp32 elements for each element of the share: the state, and in bf16 the parameter itself.
         state_slots = profile.state_slots + (1 if plan.bf16_parameters else 0)
         kept_fraction = forecast.states.optimizer / max(1, profile.optimizer_bytes)
         optimizer = size * share * state_slots + profile.state_scalars / plan.dp
@@ -86,11 +86,11 @@ class ShardedOptimizer(Zero):
         return with_averaged_gradients(forecast, profile)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """DDP's average, and each rank's stretches to all others when they are updated."""
+        """Return DDP's average, and the broadcast of each rank's updated slices."""
         if plan.dp == 1:
             return ()
         stride = plan.pp * plan.tp
-        # A stretch ends with its parameter, and where the next rank's share begins.
+        # A flat slice ends with its parameter, or where the next rank's share begins.
         calls = len(parameter_shapes(profile)) + plan.dp - 1
         spread = profile.gradient_bytes  # the trained parameters, in the precision of their use
         return (
@@ -106,12 +106,12 @@ class ShardedOptimizer(Zero):
         return advise(self, forecast, after, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
-        """Cut the update into pieces, then let DDP average the gradients."""
+        """Partition the update, then let DDP average the gradients."""
         context = assembly.context
         trained = assembly.trained()
         roots = assembly.roots if assembly.plan.bf16_parameters else []
         low = {name for root in roots for name in bf16_parameter_names(root)}
-        # Before the wrapper exists: the pieces take the fp32 values, and DDP sees bf16 ones.
+        # Before DDP wraps the model: the partition takes the fp32 values, and DDP sees bf16 ones.
         assembly.update = PartitionedUpdate(
             trained,
             assembly.make_optimizer,
@@ -123,10 +123,7 @@ class ShardedOptimizer(Zero):
 
 
 def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
-    """The optimizer's step on what a rank updates: of the rank whose step needs most.
-
-    Whole gradients are normed before, of which `forecast.step` has the storages of one process.
-    """
+    """Return the step of the rank whose share needs the most memory; None if it is not known."""
     if profile.step_memory is None or not profile.updated:
         return None
     may_split = profile.step_memory.kind in ELEMENTWISE_OPTIMIZERS
@@ -141,6 +138,6 @@ def _on_pieces(profile: Profile, plan: Plan) -> Timeline | None:
             pieces[rank][group].append((stop - start,) if may_split else shape)
     ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
-    found = [profile.step_memory.timeline(pieces[rank], dtype) for rank in ranks]
-    known = [one for one in found if one is not None]
-    return max(known, key=lambda one: one.peak().bytes, default=None)
+    timelines = [profile.step_memory.timeline(pieces[rank], dtype) for rank in ranks]
+    known = [timeline for timeline in timelines if timeline is not None]
+    return max(known, key=lambda timeline: timeline.peak().bytes, default=None)

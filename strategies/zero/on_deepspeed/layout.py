@@ -1,0 +1,193 @@
+"""The layout of DeepSpeed's flat buffers: how many elements, in which order, and whose they are.
+
+Stages 1 and 2 put the parameters of a group one after the other into one flat buffer and give each
+rank an equal share of it, whose length is even. Stage 3 cuts every parameter by itself into as many
+equal pieces as there are ranks. All sizes here are numbers of elements, not bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """The sizes in a `zero_optimization` section, with DeepSpeed's own defaults."""
+
+    reduce_bucket: int
+    """Gradients that are reduced in one message."""
+    prefetch: int
+    """Parameters that stage 3 gathers before a module needs them."""
+    persistent_parameter: int
+    """Stage 3 keeps a parameter of at most this size whole on every rank."""
+    persistent_model: int
+    """It stops doing so when such parameters together would exceed this size."""
+    sub_group: int
+    """Stage 3 updates its shards in pieces; a piece ends with the parameter that fills it."""
+
+    @classmethod
+    def of(cls, zero: Mapping[str, Any]) -> BufferSizes:
+        """Read the section; a key that is absent has DeepSpeed's default."""
+        return cls(
+            reduce_bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
+            prefetch=int(zero.get("stage3_prefetch_bucket_size", 50_000_000)),
+            persistent_parameter=int(zero.get("stage3_param_persistence_threshold", 100_000)),
+            persistent_model=int(zero.get("stage3_model_persistence_threshold", 2**62)),
+            sub_group=int(zero.get("sub_group_size", 1_000_000_000)),
+        )
+
+    def split_persistent(self, shapes: Iterable[_Shape]) -> tuple[list[_Shape], list[_Shape]]:
+        """Return (shapes that are gathered for each use, shapes of persistent parameters)."""
+        gathered, persistent, filled = [], [], 0
+        for shape in shapes:
+            size = math.prod(shape)
+            if size <= self.persistent_parameter and filled + size <= self.persistent_model:
+                persistent.append(shape)
+                filled += size
+            else:
+                gathered.append(shape)
+        return gathered, persistent
+
+
+def flat_size(elements: int, ranks: int) -> int:
+    """Return the size of a flat buffer with its padding: a multiple of twice the ranks."""
+    unit = 2 * ranks
+    return -(-elements // unit) * unit
+
+
+def flat_share(elements: int, ranks: int) -> int:
+    """Return the size of one rank's share of a flat buffer."""
+    return flat_size(elements, ranks) // ranks
+
+
+def piece_size(elements: int, ranks: int) -> int:
+    """Return the size of one rank's piece of a parameter under stage 3."""
+    return -(-elements // ranks)
+
+
+def padded_size(shapes: Iterable[_Shape], ranks: int) -> int:
+    """Return the size of parameters that are each padded to equal pieces."""
+    return sum(piece_size(math.prod(shape), ranks) * ranks for shape in shapes)
+
+
+def overlap(start: int, stop: int, share: range) -> range:
+    """Return the part of [start, stop) that is in a rank's share; empty where none is."""
+    first = max(start, share.start)
+    return range(first, max(first, min(stop, share.stop)))
+
+
+def rank_share(size: int, rank: int) -> range:
+    """Return the positions of one rank's share in a flat buffer.
+
+    Args:
+        size: of one share.
+        rank: in the dp axis.
+    """
+    return range(rank * size, (rank + 1) * size)
+
+
+def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list[tuple[int, int]]:
+    """Return (elements, parameter group) of what a rank updates under stages 1 and 2.
+
+    Args:
+        updated: shape and parameter group of each parameter, as `Profile.updated`.
+        ranks: in the dp axis.
+    """
+    totals: dict[int, int] = {}
+    for shape, group in updated:
+        totals[group] = totals.get(group, 0) + math.prod(shape)
+    return [(flat_share(total, ranks), group) for group, total in totals.items()]
+
+
+def sub_group_shares(
+    updated: Iterable[tuple[_Shape, int]], ranks: int, sub_group: int
+) -> list[tuple[int, int]]:
+    """Return (elements, parameter group) of what a rank updates at once under stage 3.
+
+    Args:
+        updated: shape and parameter group of each parameter, as `Profile.updated`.
+        ranks: in the dp axis.
+        sub_group: see `BufferSizes.sub_group`.
+    """
+    filled: dict[int, int] = {}
+    shares = []
+    for shape, group in updated:
+        filled[group] = filled.get(group, 0) + piece_size(math.prod(shape), ranks)
+        if filled[group] >= sub_group:
+            shares.append((filled.pop(group), group))
+    return [*shares, *((elements, group) for group, elements in filled.items())]
+
+
+def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[int, int]:
+    """Return where each gradient begins in the flat buffer, by its birth.
+
+    Args:
+        sizes: of the gradients, in elements or bytes, by birth: the tick at which one is made.
+        births: in the order of the parameters. If they are not those of `sizes`, gradients are
+            assumed to be made in the reverse order of the parameters.
+    """
+    is_known = sorted(births) == sorted(sizes)
+    offsets, filled = {}, 0
+    for birth in births if is_known else sorted(sizes, reverse=True):
+        offsets[birth] = filled
+        filled += sizes[birth]
+    return offsets
+
+
+def flatten_in_place(tensors: Sequence[Tensor], default: Callable[..., Tensor]) -> Tensor:
+    """Return tensors as one flat tensor: a view if they are adjacent in memory.
+
+    Args:
+        tensors: one or more.
+        default: DeepSpeed's function, which copies; called if they are not adjacent.
+    """
+    view = adjacent_view(tensors)
+    return default(tensors) if view is None else view
+
+
+def pad_in_place(
+    tensors: Sequence[Tensor], unit: int, default: Callable[..., Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Return tensors and their padding up to a multiple of a unit.
+
+    The padding is a view of the memory behind the last tensor, if the tensors are adjacent and
+    their storage is large enough.
+
+    Args:
+        tensors: one or more.
+        unit: in elements.
+        default: DeepSpeed's function, which allocates the padding; called in all other cases.
+    """
+    view = adjacent_view(tensors)
+    padding = 0 if view is None else -view.numel() % unit
+    if view is None or not padding:
+        return default(tensors, unit)
+    stop = view.storage_offset() + view.numel()
+    free_elements = view.untyped_storage().nbytes() // view.element_size() - stop
+    if free_elements < padding:
+        return default(tensors, unit)
+    return [*tensors, view.as_strided((padding,), (1,), stop)]
+
+
+def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one flat view of tensors that follow each other in memory; None if they do not."""
+    first = tensors[0].detach()
+    offset, storage = first.storage_offset(), first.untyped_storage()._cdata
+    start = offset
+    for tensor in tensors:
+        if (
+            tensor.dtype != first.dtype
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage()._cdata != storage
+            or tensor.storage_offset() != offset
+        ):
+            return None
+        offset += tensor.numel()
+    return first.as_strided((offset - start,), (1,), start)
