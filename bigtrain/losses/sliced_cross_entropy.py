@@ -75,7 +75,9 @@ def _by_targets(
     group = hidden.group
     own_targets = hidden.slices.local(target, group.rank, group.size)
     head = (copied_to_ranks(weight, group), None if bias is None else copied_to_ranks(bias, group))
-    return summed(loss_of_chunks(ChunkedPass, (local_of(hidden), *head), own_targets, *options), group)
+    return summed(
+        loss_of_chunks(ChunkedPass, (local_of(hidden), *head), own_targets, *options), group
+    )
 
 
 class _VocabularyPass(ChunkedPass):
