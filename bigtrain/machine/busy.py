@@ -62,7 +62,7 @@ def is_busy(uses: Sequence[CpuUse]) -> bool:
     return (others_cores(uses) or 0.0) > BUSY_SHARE * usable_cores()
 
 
-def others_in_words(cores: float | None) -> str:
+def describe_others(cores: float | None) -> str:
     """What others took while something was measured; empty where that was next to nothing.
 
     Args:

@@ -24,9 +24,9 @@ from rich.table import Table
 from bigtrain.devices import accelerator, device_count, device_name, free_bytes
 from bigtrain.files.parse import parse_json
 from bigtrain.job.command_parser import CommandParser
-from bigtrain.machine.busy import others_in_words
+from bigtrain.machine.busy import describe_others
 from bigtrain.machine.rate_cache import (
-    cache_file,
+    RATES,
     cached_rates,
     faster_precision,
     measured_rates,
@@ -259,7 +259,7 @@ def _rates(*, again: bool) -> dict[str, Any]:
     return {
         **asdict(rates),
         "from_cache": cached is not None,
-        "cache": str(cache_file()) if is_cached else None,
+        "cache": str(RATES.path) if is_cached else None,
     }
 
 
@@ -380,11 +380,11 @@ def _rate_lines(rates: Mapping[str, Any]) -> Lines:
         ranks = f"{kind.replace('_', '-')}, {rates['link_ranks']} ranks"
         lines.append((ranks, f"{small}; {_speed(figures['bytes'])}, large"))
     lines += [(f"problem: {part}", text) for part, text in rates["problems"].items()]
-    busy = others_in_words(rates["others_cores"])
+    busy = describe_others(rates["others_cores"])
     if busy:
         lines.append(("too low", f"measured {busy}: taken again the next time they are needed"))
     if rates["cache"] is None:
-        return [*lines, ("not kept", f"in {cache_file()}: measured anew the next time")]
+        return [*lines, ("not kept", f"in {RATES.path}: measured anew the next time")]
     since = "measured before" if rates["from_cache"] else "measured now"
     return [*lines, ("kept in", f"{rates['cache']} ({since}; --again measures anew)")]
 

@@ -10,7 +10,7 @@ import torch
 
 from bigtrain.devices import capacity_bytes, device_count, device_names, processors
 from bigtrain.errors import ConfigError
-from bigtrain.machine.busy import others_in_words
+from bigtrain.machine.busy import describe_others
 from bigtrain.machine.cluster import Cluster, DeviceSpec, Flops, Link, NodeSpec
 from bigtrain.machine.rate_cache import cached_rates, measured_rates
 from bigtrain.machine.rates import MeasuredRates, cpu_name, usable_cores
@@ -116,7 +116,7 @@ def cluster_from_rates(
     return Cluster(
         name="here",
         source=f"measured on {platform.node() or 'this machine'} by bigtrain doctor",
-        caveat=others_in_words(rates.others_cores),
+        caveat=describe_others(rates.others_cores),
         device=DeviceSpec(
             name=device_name or cpu_name(),
             kind=kind,

@@ -16,7 +16,7 @@ from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, CommOp
 from bigtrain.machine.local_cluster import measure_local_cluster
 from bigtrain.machine.rates import usable_cores
-from bigtrain.prediction.residuals import is_at_hand
+from bigtrain.machine.residuals import has_device
 from bigtrain.speedup.inequality import SyncStep
 from bigtrain.timing.run_seconds import RunClock
 from bigtrain.timing.step_time import StepTimer
@@ -47,7 +47,7 @@ class StepForecaster:
         self._kind = base.device.kind
         plan = make_plan(job, most, self._kind)
         self.setup: RunSetup = open_setup(job, plan)
-        self.at_hand = self._here or is_at_hand(base.device.kind, base.device.name)
+        self.at_hand = self._here or has_device(base.device.kind, base.device.name)
         """Whether the figures are of this machine."""
         at_once = min(most, self._cores if self._here else base.node.devices)
         self._clock = RunClock(

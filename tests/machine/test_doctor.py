@@ -22,11 +22,11 @@ from bigtrain.machine.busy import CpuClock
 from bigtrain.machine.cluster import CommOp
 from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.machine.rate_cache import (
-    cache_file,
+    RATES,
     cached_rates,
     faster_precision,
-    hardware_fingerprint,
     measured_rates,
+    rates_fingerprint,
 )
 from bigtrain.machine.rates import MeasuredRates
 from bigtrain.memory.allocator import tcmalloc
@@ -133,7 +133,7 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     assert issued, "one of them may drown in the noise of a machine that does other things, too"
     assert all(0 <= figures["issue"] < 0.5 for figures in kinds.values())
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()
-    assert [file.name for file in (cache / "bigtrain").iterdir()] == ["rates.json"]
+    assert {file.name for file in (cache / "bigtrain").iterdir()} == {"rates.json", "rates.lock"}
 
 
 def test_the_second_look_has_the_same_rates(first, cache):
@@ -155,7 +155,7 @@ def test_a_person_is_shown_all_of_it(first, capsys):
 
 def plant(folder: Path, values: object, key: str | None = None) -> None:
     """Write a cache with an entry for this machine."""
-    key = key or json.dumps(hardware_fingerprint(), sort_keys=True)
+    key = key or json.dumps(rates_fingerprint(), sort_keys=True)
     path = folder / "bigtrain" / "rates.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({key: {"rates": values}}))
@@ -245,17 +245,17 @@ def test_an_entry_that_is_no_rates_does_not_count(home, values):
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"half', "\0\0", '{"key": 3}'])
 def test_a_damaged_file_has_nothing_in_it(home, text):
     plant(home, None)
-    cache_file().write_text(text)
+    RATES.path.write_text(text)
     assert cached_rates() is None
 
 
 def test_the_cache_lies_where_the_standard_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache_file() == tmp_path / "x" / "bigtrain" / "rates.json"
+    assert RATES.path == tmp_path / "x" / "bigtrain" / "rates.json"
     monkeypatch.setenv("HOME", str(tmp_path))
     for unusable in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
-        assert cache_file() == tmp_path / ".cache" / "bigtrain" / "rates.json"
+        assert RATES.path == tmp_path / ".cache" / "bigtrain" / "rates.json"
 
 
 def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
@@ -309,7 +309,7 @@ def test_work_of_children_is_not_that_of_others():
 
 def test_products_that_are_far_faster_in_bf16_are_mentioned_with_the_words():
     assert faster_precision({"fp32": 9e10, "bf16": 1.2e12}) == [
-        "bf16 products run at 1.2 TFLOP/s, those of fp32 at 90.0 GFLOP/s (13.3 times): "
+        "bf16 products run at 1.2 TFLOP/s, fp32 products at 90.0 GFLOP/s (13.3 times): "
         "train.precision=bf16 uses them"
     ]
     assert faster_precision({"fp32": 9e10, "bf16": 1e11}) == faster_precision({}) == []
