@@ -22,7 +22,7 @@ from bigtrain.compare.rows import (
     Status,
     largest_loss_difference,
 )
-from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
+from bigtrain.compare.subprocess_runs import QuietRun, RunOutcome
 from bigtrain.compare.table import comparison_table, notes, progress_line
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import ComparisonOptions, compare_arguments
@@ -129,17 +129,17 @@ def _run(
     label: str,
     words: list[str],
 ) -> RunOutcome:
-    """Train a few steps; the run's folder is `label`, its output beside it."""
-    line = ["train", "-n", str(contender.num_ranks), "--strategy", contender.strategy]
-    if options.job is not None:
-        line += ["--config", options.job]
-    if options.cap is not None:
-        line += ["--cap", options.cap]
-    line += [*options.overrides, *words]
-    line += [f"log.dir={json.dumps(str(folder))}", f"log.name={json.dumps(label)}"]
-    line += ["train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"]
-    line += ["checkpoint.resume=null", "memory.on_oom=stop"]  # each row is what it says, from 0
-    return run_bigtrain(line, folder / f"{label}.log", options.time_limit)
+    """Train a few steps in the folder `label`."""
+    run = QuietRun(
+        command="train",
+        strategy=contender.strategy,
+        num_ranks=contender.num_ranks,
+        folder=folder / label,
+        words=[*options.overrides, *words],
+        job=options.job,
+        options=[] if options.cap is None else ["--cap", options.cap],
+    )
+    return run.run(options.time_limit)
 
 
 def _status(ended: RunOutcome) -> Status:

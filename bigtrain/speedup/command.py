@@ -14,11 +14,10 @@ from rich.console import Console
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.contenders import named_strategies
-from bigtrain.compare.subprocess_runs import run_bigtrain
+from bigtrain.compare.subprocess_runs import QUIET, UNTRACKED, QuietRun
 from bigtrain.devices import device_count
 from bigtrain.engine.setup import check_job
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.files.parse import read_json_object
 from bigtrain.job.arguments import SpeedupOptions, speedup_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.strategy_words import read_strategy, strategy_label
@@ -38,12 +37,6 @@ from bigtrain.speedup.inequality import (
 )
 from bigtrain.speedup.measure import MeasuredPace, PaceRequest
 from bigtrain.speedup.show import SpeedupRow, speedup_table, threshold_lines
-
-_QUIET = (
-    *("train.eval_every=0", "checkpoint.at_end=false", "checkpoint.every=0"),
-    *("memory.track_steps=0", "memory.predict=false", "checkpoint.resume=null"),
-    "memory.on_oom=stop",
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -106,9 +99,11 @@ class Trial:
         names = named_strategies(options.strategies)
         self._names = {strategy_label(name): name for name in names}
         self._batch = _batch_words(options, names, self.most)
-        self._words = [*options.overrides, *self._batch, *_QUIET]
+        self._words = [*options.overrides, *self._batch, *UNTRACKED]
         self._forecasters = {
-            label: StepForecaster(load_job(options.job, name, self._words), cluster, self.most)
+            label: StepForecaster(
+                load_job(options.job, name, [*self._words, *QUIET]), cluster, self.most
+            )
             for label, name in self._names.items()
         }
         self._first = next(iter(self._forecasters.values()))
@@ -199,16 +194,20 @@ class Trial:
         """
         folder.mkdir()
         (folder / "request.json").write_text(json.dumps(asdict(request)) + "\n", "utf-8")
-        line = ["pace", "-n", str(ranks), "--record", str(folder), "--strategy", name]
-        if self._options.job is not None:
-            line += ["--config", self._options.job]
+        run = QuietRun(
+            command="pace",
+            strategy=name,
+            num_ranks=ranks,
+            folder=folder,
+            words=self._words,
+            job=self._options.job,
+        )
         environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))}
-        log, limit = folder / "output.log", self._options.time_limit
-        ended = run_bigtrain([*line, *self._words], log, limit, environ)
+        ended = run.run(self._options.time_limit, environ)
         if ended.reason is not None:
             kind = ConfigError if ended.status == 2 else BigtrainError
             raise kind(ended.reason)
-        pace = MeasuredPace(**read_json_object(folder / "pace.json"))
+        pace = MeasuredPace(**run.json("pace.json"))
         self._others = max(self._others, pace.others_cores or 0.0)
         return pace
 
