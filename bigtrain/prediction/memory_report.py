@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.traffic import StepVolume
@@ -257,8 +257,8 @@ def engine_of(plan: Plan) -> EngineName | None:
     if not all(type(t).__module__.startswith("bigtrain.strategies.") for t in techniques):
         return None
     engines = {technique.traits.engine for technique in techniques}
-    names: tuple[EngineName, ...] = get_args(EngineName)
-    return next((name for name in names if name != "torch" and name in engines), "torch")
+    default, *libraries = cast("tuple[EngineName, ...]", get_args(EngineName))
+    return next((name for name in libraries if name in engines), default)
 
 
 def _shown(nbytes: Any) -> str:
