@@ -107,7 +107,7 @@ class CheckpointWriting:
             CheckpointError: it could not be written; the same on all ranks. What was there stays.
         """
         try:
-            with context.patiently():  # to sync the files of another rank takes long, too
+            with context.long_timeout():  # to sync the files of another rank takes long, too
                 return self._finish(context)
         except CheckpointError:
             self._discard(context)
