@@ -30,6 +30,7 @@ setup(
         "bigtrain.checkpoint",
         "bigtrain.checkpoint.foreign",
         "bigtrain.compare",
+        "bigtrain.doctor",
         "bigtrain.configs",
         "bigtrain.configs.clusters",
         "bigtrain.configs.jobs",

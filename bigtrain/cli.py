@@ -89,12 +89,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.checkpoint.command import main as run
     elif command == "init":
         from bigtrain.job.starter import main as run
-    elif command == "doctor" and "--check" in arguments:
-        from bigtrain.compare.checklist import main as run
-
-        arguments = [word for word in arguments if word != "--check"]
     elif command == "doctor":
-        from bigtrain.machine.doctor import main as run
+        from bigtrain.doctor.command import main as run
     else:
         from bigtrain.compare.list_strategies import main as run
     for number in (signal.SIGTERM, signal.SIGHUP):  # runs that were started are ended, too

@@ -1,8 +1,8 @@
-"""The device that a rank computes on: everything that is not the same on a CPU and elsewhere.
+"""The device that a rank computes on: everything that differs between CPUs and accelerators.
 
-torch has a module for each kind of accelerator (`torch.get_device_module`). Those with all that is
-needed here are in `KINDS`: "cuda", to which ROCm answers, too, and "xpu". What one of them lacks is
-refused in one line, by name. Nothing else of bigtrain asks a kind's module itself.
+torch has a module for each kind of accelerator (`torch.get_device_module`). `KINDS` lists the
+supported ones: "cuda", which is also ROCm, and "xpu". A function that one of them lacks is refused
+by name. No other module of bigtrain uses these modules of torch.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ KINDS: tuple[Kind, ...] = ("cuda", "xpu")
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """What a device's allocator has counted since `reset_peaks`, in bytes."""
+    """Peaks that a device's allocator counted since `reset_peaks`, in bytes."""
 
     requested: int
-    """By tensors, as they asked for it."""
+    """Bytes that tensors requested."""
     allocated: int
-    """In blocks: rounded up, and with workspaces of kernels."""
+    """Bytes of the allocated blocks: rounded up, and with the workspaces of kernels."""
     reserved: int
-    """Taken from the device."""
+    """Bytes that the allocator took from the device."""
     retries: int
-    """How often the cache was emptied because nothing fitted."""
+    """How often the allocator emptied its cache to find room."""
 
 
 def accelerator() -> Kind | None:
-    """The kind that torch sees at work here; None where there is but a CPU."""
+    """Return the kind of accelerator that torch can use here; None if there is only a CPU."""
     return next((kind for kind in KINDS if _module(kind).is_available()), None)
 
 
 def in_use() -> bool:
-    """Whether this process has begun to use an accelerator; to ask begins nothing."""
+    """Whether this process has initialised an accelerator. The call initialises nothing."""
     return any(_module(kind).is_initialized() for kind in KINDS)
 
 
 def is_accelerator(device: torch.device | str) -> bool:
-    """Whether it has memory of its own, and computes beside the host."""
+    """Whether the device is an accelerator: separate memory, and work parallel to the host's."""
     return torch.device(device).type in KINDS
 
 
 def device_count() -> int:
-    """Accelerators of this machine that this process may use."""
+    """Return the number of accelerators that this process may use."""
     kind = accelerator()
     return int(_module(kind).device_count()) if kind else 0
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """The version of NCCL that this torch talks to GPUs with; zeros where it sees no GPU."""
+    """Return the version of NCCL in this build of torch; zeros without a GPU."""
     if not torch.cuda.is_available():
         return 0, 0, 0
     version: Any = torch.cuda.nccl.version
@@ -67,30 +67,33 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def driver_versions() -> dict[str, str]:
-    """Of what is between torch and the GPUs, and what the first of them can; empty without any."""
+    """Return the versions of NCCL, CUDA or ROCm and cuDNN, and the first GPU's compute capability.
+
+    The result is empty without a GPU.
+    """
     if not torch.cuda.is_available():
         return {}
-    found = {"nccl": ".".join(map(str, nccl_version()))}
+    versions = {"nccl": ".".join(map(str, nccl_version()))}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     if torch.version.hip is not None:
-        found["hip"] = torch.version.hip
+        versions["hip"] = torch.version.hip
     cudnn: Any = torch.backends.cudnn
     if cudnn.is_available():
-        found["cudnn"] = str(cudnn.version())
-    found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
-    return found
+        versions["cudnn"] = str(cudnn.version())
+    versions["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    return versions
 
 
 def device_name(index: int) -> str:
-    """What one of them is called."""
+    """Return the name of an accelerator."""
     return str(_module(accelerator() or "cpu").get_device_name(index))
 
 
 def device_identity(device: torch.device) -> str | None:
-    """What tells one accelerator from all others, however it is numbered; None where nothing does.
+    """Return the UUID of an accelerator; None on a CPU, or if the device has none.
 
-    Its UUID: two ranks may each call theirs 0 and mean two, or one.
+    An index does not identify a device: two ranks may each see theirs as 0, and mean one or two.
     """
     if not is_accelerator(device):
         return None
@@ -99,10 +102,12 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def processors(index: int) -> int | None:
-    """Multiprocessors of a GPU, among which it shares out a product's tiles; None unless it tells.
+    """Return the number of a GPU's multiprocessors; None if the device does not report it.
+
+    The tiles of a matrix product are distributed over them.
 
     Args:
-        index: of the GPU.
+        index: the GPU's index.
     """
     properties = _module(accelerator() or "cpu").get_device_properties(index)
     count = getattr(properties, "multi_processor_count", None)
@@ -110,23 +115,24 @@ def processors(index: int) -> int | None:
 
 
 def device_names() -> list[str]:
-    """What they are called, in the order of their indices."""
+    """Return the names of all accelerators, by index."""
     return [device_name(index) for index in range(device_count())]
 
 
 def current_device(kind: str) -> torch.device:
-    """The one of a kind that this thread uses, with its index; the CPU where there is none."""
+    """Return this thread's device of a kind, with its index; the CPU if there is none."""
     if kind not in KINDS or accelerator() != kind:
         return torch.device("cpu")
     return torch.device(kind, _module(kind).current_device())
 
 
 def tracing_device(kind: str) -> torch.device:
-    """Where fake tensors of a run on this kind of device are: the one that this thread uses.
+    """Return the device of fake tensors for a run on this kind: the one that this thread uses.
 
-    With an index, so that they go together with those of a later moment; with a context, which a
-    backward pass on fakes needs and does not make. Where there is none of the kind, the CPU: torch
-    has no backward pass on fakes for it there; `tensors.cuda_program` has them keep what CUDA's do.
+    It has an index, so that fakes that are made at different times are on one device. It also has
+    a context, which a backward pass on fakes needs and does not create. The result is the CPU if
+    this machine lacks the kind, as torch has no backward pass on its fakes then;
+    `tensors.cuda_program` makes them save the same tensors as CUDA's kernels.
     """
     device = current_device(kind)
     if device.index is not None:
@@ -135,52 +141,56 @@ def tracing_device(kind: str) -> torch.device:
 
 
 def tracing_note(kind: str) -> str | None:
-    """What is to be said of forecasts that are not made by the kernels of the run."""
+    """Return a caveat for forecasts that use other kernels than the run; None if they do not."""
     if kind not in KINDS or accelerator() == kind:
         return None
     seen = f"torch sees no {kind} device here, so the forecast is of the CPU's kernels"
     if kind == "cuda":
         return f"{seen}, with CUDA's autocast, dropout and attention; workspaces are not in it"
-    return f"{seen}: those of {kind} keep other things for the backward pass"
+    return f"{seen}: those of {kind} save other tensors for the backward pass"
 
 
 def set_current(device: torch.device) -> None:
-    """From now on this thread's tensors without an index go there; nothing on a CPU."""
+    """Make a device this thread's default for tensors without an index; no effect on a CPU."""
     if is_accelerator(device):
         _module(device.type).set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until it has computed all that it was told; nothing on a CPU."""
+    """Wait until the device has finished all work; no effect on a CPU."""
     if is_accelerator(device):
         _module(device.type).synchronize(device)
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """All of an accelerator's memory."""
+    """Return the bytes of an accelerator's memory."""
     return int(_module(device.type).get_device_properties(device).total_memory)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What of an accelerator's memory nobody has taken."""
+    """Return the bytes of an accelerator's memory that no process has taken."""
     return int(_module(device.type).mem_get_info(device)[0])
 
 
 def limit_memory(device: torch.device, share: float) -> None:
-    """Let this process have so much of an accelerator's memory, from now on.
+    """Limit this process to a share of an accelerator's memory.
+
+    Args:
+        device: the accelerator.
+        share: of its memory, from 0 to 1.
 
     Raises:
-        ConfigError: torch cannot limit this kind.
+        ConfigError: torch cannot limit this kind of device.
     """
     _function(device.type, "set_per_process_memory_fraction", "memory.cap")(share, device)
 
 
 def start_kernels(device: torch.device) -> None:
-    """Have the workspaces of products made that the caller's thread and autograd's keep.
+    """Allocate the workspaces of matrix products for the caller's thread and autograd's.
 
-    They are no tensors of a run, and stay for as long as the process does: cuBLAS has one for each
-    thread (32 MiB on Hopper), and cuBLASLt, which adds biases, one of its own (1 MiB). Blocks that
-    are computed again add biases on autograd's thread, too.
+    They are no tensors of a run, and they are never freed: cuBLAS has one for each thread (32 MiB
+    on Hopper), and so has cuBLASLt, which adds biases (1 MiB). Recomputed blocks add biases on
+    autograd's thread, too.
     """
     if not is_accelerator(device):
         return
@@ -191,8 +201,7 @@ def start_kernels(device: torch.device) -> None:
         )
 
         def products(rows: Tensor, matrix: Tensor = matrix, bias: Tensor = bias) -> Tensor:
-            # What exp gives is kept: without it the second pass would end before the last product.
-            # What exp gives is kept: without it the second pass would end before the last product.
+            # exp saves its result, so the recomputation cannot stop before the last product.
             return torch.addmm(bias, rows @ matrix, matrix).exp()
 
         products(rows).sum().backward()  # type: ignore[no-untyped-call]
@@ -202,13 +211,13 @@ def start_kernels(device: torch.device) -> None:
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> None:
-    """Let the allocator grow what it has of a device instead of taking more that fits nothing else.
+    """Let the allocator grow its segments instead of adding new ones, which fragments memory.
 
-    To be called before a tensor is on the device. It leaves the user's own settings as they are,
-    and does nothing without CUDA; ROCm has no such segments everywhere, and says so itself.
+    Call it before the first tensor is on the device. It does not replace a setting of the user's,
+    and has no effect without CUDA. ROCm lacks such segments on some systems, and warns there.
 
     Args:
-        environ: of this process.
+        environ: the environment of this process, which is changed.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if accelerator() == "cuda" and not any(name in environ for name in names):
@@ -216,7 +225,7 @@ def grow_segments(environ: MutableMapping[str, str]) -> None:
 
 
 def reset_peaks(device: torch.device) -> int:
-    """`allocator_peaks` count from now on; the bytes that are requested already, 0 on a CPU."""
+    """Restart `allocator_peaks`; return the bytes that tensors occupy now, 0 on a CPU."""
     if not is_accelerator(device):
         return 0
     _module(device.type).reset_peak_memory_stats(device)
@@ -224,47 +233,47 @@ def reset_peaks(device: torch.device) -> int:
 
 
 def allocator_peaks(device: torch.device) -> AllocatorPeaks:
-    """Of an accelerator."""
+    """Return the peaks of an accelerator's allocator since `reset_peaks`."""
     stats = _module(device.type).memory_stats(device)
     requested, allocated, reserved = (
         int(stats.get(f"{kind}_bytes.all.peak", 0))
         for kind in ("requested", "allocated", "reserved")
     )
-    # A backend may count no requests.
+    # Not every backend counts requested bytes.
     retries = int(stats.get("num_alloc_retries", 0))
     return AllocatorPeaks(requested or allocated, allocated, reserved, retries)
 
 
 def empty_cache() -> None:
-    """Give what the allocator keeps back to the device, so that others may have it."""
+    """Return the allocator's cached memory to the device, for other processes."""
     kind = accelerator()
     if kind:
         _module(kind).empty_cache()
 
 
 def side_stream(device: torch.device) -> Any:
-    """A stream beside the one that computes; None on a CPU, which has no other."""
+    """Return a new stream, parallel to the one that computes; None on a CPU."""
     return _module(device.type).Stream(device) if is_accelerator(device) else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream on which an accelerator computes what it is told now."""
+    """Return the stream that an accelerator's work is queued on now."""
     return _module(device.type).current_stream(device)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """What is told to the stream's device inside goes there."""
+    """Queue the work of a `with` block on the stream."""
     context: AbstractContextManager[Any] = _module(stream.device.type).stream(stream)
     return context
 
 
 def timing_event(device: torch.device) -> Any:
-    """A moment of an accelerator's time: record it, later ask for `elapsed_time` to another."""
+    """Return an event to record; its `elapsed_time` to another one is in milliseconds."""
     return _module(device.type).Event(enable_timing=True)
 
 
 def generator_state(device: torch.device) -> Tensor | None:
-    """Of an accelerator's generator; None on a CPU."""
+    """Return the state of an accelerator's random generator; None on a CPU."""
     if not is_accelerator(device):
         return None
     state: Tensor = _module(device.type).get_rng_state(device)
@@ -272,12 +281,12 @@ def generator_state(device: torch.device) -> Tensor | None:
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """Put back what `generator_state` took."""
+    """Restore a state of `generator_state`."""
     _module(device.type).set_rng_state(state, device)
 
 
 def generator_states(kind: str) -> list[Tensor]:
-    """Of all accelerators that this process sees, by index: stages may lie on several."""
+    """Return the states of all accelerators' generators, by index: stages may be on several."""
     return [_module(kind).get_rng_state(torch.device(kind, i)) for i in range(device_count())]
 
 

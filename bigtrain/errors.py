@@ -1,7 +1,7 @@
 """The errors that bigtrain raises on purpose, and the exit status of each.
 
-Every message says three things: what failed (with the key or argument), what was got and
-needed (with the numbers), and the fix, as words to paste.
+Every message has three parts: the key or argument at fault, the numbers that were got and needed,
+and the fix as words to paste.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Iterable
 
 
 class BigtrainError(Exception):
-    """A failure that bigtrain explains; `exit_status` is what the command line returns."""
+    """A failure that bigtrain explains."""
 
     exit_status = 1
+    """The exit status of the command line."""
 
 
 class ConfigError(BigtrainError, ValueError):
@@ -25,15 +26,15 @@ class ConfigError(BigtrainError, ValueError):
 
 
 class UnreadableError(ConfigError):
-    """A file, folder or variable that others have written cannot be used.
+    """A file, folder or environment variable cannot be used.
 
     Args:
-        place: its path, with a line where that is known, or its name.
-        reason: what is wrong with it, without a full stop.
-        fix: what helps, as a sentence.
-        missing: whether it is not there at all.
-        system: whether the system does not give it, and not what is in it is wrong.
-        said: the whole message, where that is another one.
+        place: its path or name; with the line if it is known.
+        reason: why it cannot be used, without a full stop.
+        fix: the remedy, as a sentence.
+        missing: whether it does not exist.
+        system: whether the operating system refused to read it; otherwise its content is wrong.
+        said: the whole message, if it is not made of the first three.
     """
 
     def __init__(
@@ -55,9 +56,14 @@ class UnreadableError(ConfigError):
 
 
 def plain_text(text: object, most: int = 300) -> str:
-    """A text in one line, as it can be shown anywhere: no control character, no half of one."""
-    found = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
-    return found if len(found) <= most else f"{found[: most - 3]}..."
+    """Return a text as one printable line: control characters and lone surrogates are escaped.
+
+    Args:
+        text: any object.
+        most: the largest number of characters.
+    """
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 class LaunchError(BigtrainError):
@@ -65,11 +71,11 @@ class LaunchError(BigtrainError):
 
 
 class NonFiniteError(BigtrainError):
-    """A loss or gradient norm is not finite; raised before the optimizer step, where it can be.
+    """A loss or gradient norm is not finite; raised before the optimizer's step if possible.
 
     Args:
-        message: what is not finite.
-        stepped: whether the parameters are updated already.
+        message: which of them.
+        stepped: whether the parameters have been updated already.
     """
 
     def __init__(self, message: str, *, stepped: bool = False) -> None:
@@ -77,7 +83,7 @@ class NonFiniteError(BigtrainError):
         self.stepped = stepped
 
     def in_step(self, step: int) -> NonFiniteError:
-        """The same with the step's number, from 1, and what helps."""
+        """Return the same error with the number of the step, from 1, and the fix."""
         if self.stepped:
             fix = (
                 "with optim.release_gradients=true the parameters were updated already. Resume "
@@ -92,12 +98,12 @@ class NonFiniteError(BigtrainError):
 
 
 class OutOfMemoryError(BigtrainError):
-    """A rank got no more memory; the message says what it held, and what would fit.
+    """A rank ran out of memory; the message names its largest parts, and words that would fit.
 
     Args:
         message: for the user.
-        micro_batch_size: half of what ran, where less at a time may help; None otherwise.
-        told: the beginning of the message that was printed already.
+        micro_batch_size: half of the size that ran, if a smaller one may help; None otherwise.
+        told: the beginning of the message, if that was printed already.
     """
 
     def __init__(
@@ -124,14 +130,14 @@ class UnfitCheckpointError(CheckpointError):
 
 
 class UnequalRanksError(BigtrainError):
-    """Ranks that hold the same tensor have other values in it: from some step on they drifted."""
+    """Ranks that should hold the same tensor hold different values: they drifted apart."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is not what was written.
+    """A file of a checkpoint was changed after it was written.
 
     Args:
-        damage: which file, and how it is damaged, as a sentence.
+        damage: the file and its damage, as a sentence.
     """
 
     def __init__(self, damage: str) -> None:
@@ -140,27 +146,27 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class LostRankError(CheckpointError):
-    """A checkpoint was not written because a rank was lost meanwhile that the others do without."""
+    """A checkpoint was not written because a rank was lost during the save. The run continues."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ", did you mean 'x'?" for the closest of `known`, or "." where none is close."""
+    """Return ", did you mean 'x'?" for the closest of `known`, or "." if none is close."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else "."
 
 
 def as_word(key: str, value: object) -> str:
-    """`KEY=VALUE` as it is pasted behind a command: in quotes where a shell would take it apart.
+    """Return `KEY=VALUE` for pasting into a shell, in quotes if the shell would split it.
 
     Args:
-        key: of a job.
-        value: as YAML holds it: null for None, lists without spaces.
+        key: a key of a job.
+        value: its value, which is written as YAML: null for None, lists without spaces.
     """
     return shlex.quote(unquoted_word(key, value))
 
 
 def unquoted_word(key: str, value: object) -> str:
-    """`KEY=VALUE` as it is told, and as YAML holds the value; see `as_word`."""
+    """Return `KEY=VALUE` without quotes; see `as_word`."""
     return f"{key}={_yaml_word(value)}"
 
 

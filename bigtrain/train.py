@@ -35,8 +35,8 @@ from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
-from bigtrain.ranks.one_voice import speak_once
 from bigtrain.ranks.preemption import PreemptionNotice
+from bigtrain.ranks.rank_0_warnings import warn_on_rank_0
 from bigtrain.ranks.restart import Restart
 from bigtrain.report.dry_run import show_dry_run
 from bigtrain.report.lines import closing_lines, make_console, opening_lines
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
     options = train_arguments(arguments)
     placement = detect_rank_info(os.environ)
-    speak_once(placement.rank)
+    warn_on_rank_0(placement.rank)
     job, reasons = read_job(options, placement)
     restart = Restart.taken(os.environ)
     if restart is not None:  # memory ran out in an earlier life of this process

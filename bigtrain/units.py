@@ -1,4 +1,4 @@
-"""Sizes, seconds, counts as people write and read them. Inside the code bytes are integers."""
+"""Sizes, seconds and counts as people write and read them. In the code, bytes are integers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _bounded(size: int | float) -> int:
-    """Bytes that the kernel's limits and torch's integers can hold."""
+    """The size as an integer, if the kernel's limits and torch's integers can represent it."""
     if size > MOST_BYTES:
         raise ConfigError(
             f"a size has at most {MOST_BYTES // TIB} TiB. Write it like 2GiB or 1TiB."
@@ -68,7 +68,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """Write a share for a person: '62.5%', '<0.1%'; never '-0.0%', or a zero that is none."""
+    """Write a share for a person: '62.5%', '<0.1%'; never '-0.0%', nor '0.0%' for more than 0."""
     share = part / whole
     if 0 < share < 0.0005:
         return "<0.1%"
@@ -76,7 +76,7 @@ def format_share(part: float, whole: float) -> str:
 
 
 def signed_share(share: float | None, digits: int = 1) -> str:
-    """Write a difference as a share: '+2.5%', '-0.3%'; '0.0%' without a sign, '-' for none."""
+    """Write a difference as a share: '+2.5%', '-0.3%'; '0.0%' without a sign, '-' for None."""
     if share is None:
         return "-"
     rounded = round(share, digits + 2)
@@ -84,7 +84,7 @@ def signed_share(share: float | None, digits: int = 1) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Write how long something takes for a person: '26 s', '3 min 05 s', '2 h 10 min'."""
+    """Write a duration for a person: '26 s', '3 min 05 s', '2 h 10 min'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

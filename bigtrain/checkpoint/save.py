@@ -108,7 +108,7 @@ class CheckpointWriting:
                 checkpoints are unchanged.
         """
         try:
-            with context.patiently():  # another rank's file sync may exceed the usual timeout
+            with context.long_timeout():  # another rank's file sync may exceed the usual timeout
                 return self._finish(context)
         except CheckpointError:
             self._discard(context)

@@ -94,7 +94,7 @@ class Saver:
         self._join()
         context = self._context
         if self._asynchronous:
-            context = self._beside = self._beside or context.beside()
+            context = self._beside = self._beside or context.for_background()
         writing = CheckpointWriting(
             folder, step, state, meta, context, keep=self._keep, best=best, texts=texts
         )

@@ -32,7 +32,7 @@ from bigtrain.checkpoint.layout import (
 from bigtrain.checkpoint.manifest import hash_piece, record_of
 from bigtrain.errors import LostRankError
 from bigtrain.ranks.context import RunContext
-from bigtrain.recorder.root_exchange import going_on_without
+from bigtrain.recorder.root_exchange import tolerating_loss_of
 from bigtrain.tensors.shards import Extent, StateTensor
 
 BUFFERS = 3
@@ -209,7 +209,7 @@ class FileWriting:
             self._writer.close()
 
     def _exchange(self, context: RunContext, last: int) -> None:
-        with context.patiently():  # a disk may be slower than the usual timeout of an exchange
+        with context.long_timeout():  # a disk may be slower than the usual timeout of an exchange
             for number in range(self._next, last):
                 self._exchange_round(number, context)
         self._next = max(self._next, last)
@@ -237,7 +237,7 @@ class FileWriting:
     def _needing(self, rank: int, context: RunContext) -> Iterator[None]:
         """Record a rank that is lost during an exchange, and continue with the others."""
         done = False
-        with going_on_without(rank, context.recorder):
+        with tolerating_loss_of(rank, context.recorder):
             yield
             done = True
         if not done:

@@ -1,5 +1,5 @@
 """Strategies side by side on one job: `bigtrain compare` and `bigtrain strategies`.
 
-Which strategies can run, and why not; their processes and time limits; the page and its pictures;
-`--largest`.
+Decides: which strategies can run, and why others cannot; how measured runs are started and ended;
+the page and its pictures; `--largest`.
 """

@@ -1,4 +1,4 @@
-"""`bigtrain compare`: the same job under each strategy, each in processes of its own."""
+"""`bigtrain compare`: the same job under each strategy, each in separate processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bigtrain.compare.rows import (
     Status,
     largest_loss_difference,
 )
-from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
+from bigtrain.compare.subprocess_runs import QuietRun, RunOutcome
 from bigtrain.compare.table import comparison_table, notes, progress_line
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import ComparisonOptions, compare_arguments
@@ -33,7 +33,8 @@ from bigtrain.report.folders import results_folder
 def main(arguments: list[str]) -> int:
     """Run every strategy, then show them side by side; returns the exit status.
 
-    0 where at least one strategy ran, 1 where none did, 2 for the user's input, 130 after Ctrl-C.
+    The status is 0 if at least one strategy ran, 1 if none did, 2 if the user's input is at fault,
+    130 after Ctrl-C.
     """
     options = compare_arguments(arguments)
     capped = [f"memory.cap={options.cap}"] if options.cap is not None else []
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: ComparisonOptions, contenders: list[ComparedStrategy]) -> None:
-    """Refuse what no run could do, before the first one."""
+    """Refuse, before the first run, a comparison in which no run can succeed."""
     able = [c for c in contenders if c.plan is not None]
     if not able:
         first = contenders[0]
@@ -76,11 +77,11 @@ def _check(options: ComparisonOptions, contenders: list[ComparedStrategy]) -> No
 
 
 def _row(contender: ComparedStrategy, options: ComparisonOptions, folder: Path) -> ComparisonRow:
-    """One strategy: its run, and where it is asked for, how far it can go."""
+    """The row of one strategy: of its run, or with `--largest` of its largest run."""
     if contender.plan is None or contender.job is None:
         return ComparisonRow(contender.label, contender.num_ranks, "refused", contender.refusal)
     if options.largest is not None:
-        return _stretched(contender, options, folder, options.largest)
+        return _largest_row(contender, options, folder, options.largest)
     words = [
         f"train.steps={options.steps}",
         f"memory.track_steps={min(TRACKED_STEPS, options.steps)}",
@@ -92,21 +93,21 @@ def _row(contender: ComparedStrategy, options: ComparisonOptions, folder: Path) 
 
 
 def _read(contender: ComparedStrategy, folder: Path, label: str) -> ComparisonRow:
-    """What a run has left, or that it has left nothing."""
+    """The row of a run that ended without an error."""
     try:
         return ComparisonRow.of_run(contender.label, contender.num_ranks, folder / label)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        reason = f"it ended well and left no figures: {type(error).__name__}: {error}"
+        reason = f"it ended without an error and left no figures: {type(error).__name__}: {error}"
         return ComparisonRow(contender.label, contender.num_ranks, "failed", reason)
 
 
-def _stretched(
+def _largest_row(
     contender: ComparedStrategy, options: ComparisonOptions, folder: Path, name: str
 ) -> ComparisonRow:
-    """How far a key can be raised; the row's figures are of the run with the highest value."""
+    """Raise a key as far as possible; the figures are those of the run with the highest value."""
     key, plan, job = job_key_of(name), contender.plan, contender.job
     if plan is None or job is None:
-        raise ValueError("a strategy that cannot run has nothing to raise")
+        raise ValueError("a strategy that cannot run has no key to raise")
 
     def fault(value: int) -> str | None:
         label = f"{contender.label}-{value}"
@@ -129,17 +130,17 @@ def _run(
     label: str,
     words: list[str],
 ) -> RunOutcome:
-    """Train a few steps; the run's folder is `label`, its output beside it."""
-    line = ["train", "-n", str(contender.num_ranks), "--strategy", contender.strategy]
-    if options.job is not None:
-        line += ["--config", options.job]
-    if options.cap is not None:
-        line += ["--cap", options.cap]
-    line += [*options.overrides, *words]
-    line += [f"log.dir={json.dumps(str(folder))}", f"log.name={json.dumps(label)}"]
-    line += ["train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"]
-    line += ["checkpoint.resume=null", "memory.on_oom=stop"]  # each row is what it says, from 0
-    return run_bigtrain(line, folder / f"{label}.log", options.time_limit)
+    """Train a few steps in the folder `label`."""
+    run = QuietRun(
+        command="train",
+        strategy=contender.strategy,
+        num_ranks=contender.num_ranks,
+        folder=folder / label,
+        words=[*options.overrides, *words],
+        job=options.job,
+        options=[] if options.cap is None else ["--cap", options.cap],
+    )
+    return run.run(options.time_limit)
 
 
 def _status(ended: RunOutcome) -> Status:
@@ -160,7 +161,7 @@ def _document(
 ) -> dict[str, Any]:
     """The content of compare.json."""
     job = next(c.job for c in contenders if c.job is not None)
-    ranks, apart = max(c.num_ranks for c in contenders), largest_loss_difference(rows)
+    ranks, difference = max(c.num_ranks for c in contenders), largest_loss_difference(rows)
     return {
         "title": f"{job.model.name} on {ranks} rank{'s' if ranks > 1 else ''}",
         "command": command,
@@ -172,7 +173,7 @@ def _document(
         "largest": job_key_of(options.largest) if options.largest else None,
         "stopped": stopped,
         "surroundings": hardware_and_versions(),
-        "loss_difference": None if apart is None else asdict(apart),
+        "loss_difference": None if difference is None else asdict(difference),
         "rows": [row.as_json() for row in rows],
     }
 

@@ -1,4 +1,4 @@
-"""Which strategies are to be set side by side, on how many ranks each, and which cannot run."""
+"""The strategies to compare, the number of ranks of each, and the reason why some cannot run."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class ComparedStrategy:
     """One strategy on one job."""
 
     strategy: str
-    """As it was named: presets and files, with `+` between them."""
+    """The user's words: presets and files, joined by `+`."""
     label: str
-    """Its name in tables, and of its folder."""
+    """Its name in tables, and the name of its folder."""
     num_ranks: int
     job: Job | None
     plan: Plan | None
-    """None where it cannot run."""
+    """None if it cannot run."""
     refusal: str | None = None
-    """Why not, in one line."""
+    """Why it cannot run, in one line."""
 
 
 _FIRST = ("single", "ddp")
 
 
 def count_strategies(number: int) -> str:
-    """What is going to run."""
+    """Return the number of strategies in words."""
     return "1 strategy" if number == 1 else f"{number} strategies, one after the other"
 
 
 def named_strategies(text: str) -> list[str]:
-    """The strategies that a person lists: words with commas between, or `all` that are whole.
+    """Return the strategies that a user lists, separated by commas; `all` for every whole preset.
 
     Raises:
         ConfigError: none is named, or one twice.
     """
-    if text == "all":  # what the others are held against comes first
+    if text == "all":  # the reference of the comparison comes first
         names = whole_strategies()
         return sorted(names, key=lambda name: (name not in _FIRST, name != "single", name))
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -60,10 +60,10 @@ def named_strategies(text: str) -> list[str]:
 
 
 def ranks_to_start(wanted: int | None, device: str) -> int:
-    """How many ranks: what was asked for, or the GPUs, or two.
+    """Return the number of ranks: the user's, else one for each GPU, else two on a CPU.
 
     Raises:
-        ConfigError: less than one.
+        ConfigError: the user's is less than one.
     """
     if wanted is None:
         return 2 if device == "cpu" else device_count()
@@ -75,13 +75,13 @@ def ranks_to_start(wanted: int | None, device: str) -> int:
 def find_strategies(
     options: ComparisonOptions, extra: Sequence[str] = ()
 ) -> list[ComparedStrategy]:
-    """Every strategy with its plan, or with the reason why it has none.
+    """Return every strategy with its plan, or with the reason why it has none.
 
-    A strategy of one process runs in one, however many ranks the others have.
+    A strategy of one process runs in one, whatever the number of ranks of the others.
 
     Args:
         options: of the command line.
-        extra: further keys of the job.
+        extra: more words of the job.
 
     Raises:
         ConfigError: the job itself cannot be read, or a name is unknown.
@@ -92,13 +92,13 @@ def find_strategies(
     num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
     contenders: list[ComparedStrategy] = []
     for strategy in named_strategies(options.strategies):
-        read_strategy(strategy, "--strategy")  # an unknown name ends everything
+        read_strategy(strategy, "--strategy")  # an unknown name is an error, not a row
         label = strategy_label(strategy)
         same_label = sum(other.label.split("~")[0] == label for other in contenders)
         label = f"{label}~{same_label + 1}" if same_label else label
         try:
             job = load_job(options.job, strategy, words)
-        except ConfigError as error:  # this strategy contradicts the job, the others need not
+        except ConfigError as error:  # this strategy contradicts the job; others may not
             contenders.append(ComparedStrategy(strategy, label, num_ranks, None, None, str(error)))
         else:
             contenders.append(_planned(strategy, label, job, num_ranks))
@@ -106,12 +106,12 @@ def find_strategies(
 
 
 def without_strategy(words: Sequence[str]) -> list[str]:
-    """The words without those that change every row's strategy."""
+    """Return the words without those that would change every row's strategy."""
     return [word for word in words if not word.startswith("strategy.")]
 
 
 def _check_alone(job: Job) -> None:
-    """Refuse a model and data that no strategy could run: as one process would."""
+    """Refuse a model or data that no strategy can run, with the error of one process."""
     check_job(job)
     if not job.data.args.get("download"):
         open_setup(job, make_plan(job, 1, device_type_of(job)))

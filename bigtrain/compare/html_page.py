@@ -1,4 +1,4 @@
-"""The comparison as one HTML file: pictures and figures, nothing from elsewhere, no script."""
+"""The comparison as one HTML file with pictures and figures; it loads nothing and has no script."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def write_page(path: Path, document: dict[str, Any], rows: Sequence[ComparisonRo
 
     Args:
         path: the file.
-        document: of compare.json: title, command, surroundings.
-        rows: the same rows as in it.
+        document: the content of compare.json.
+        rows: its rows.
     """
     path.write_text("\n".join(_lines(document, rows)) + "\n", "utf-8")
 
@@ -93,15 +93,15 @@ def _lines(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[
     yield "</body></html>"
 
 
-_PARETO = "The line joins what no other strategy beats in both."
+_PARETO = "The line joins the strategies that no other one beats in both."
 _COURSE = "The rank with the highest peak; every tensor is tracked, which makes the step slower."
-_LOSSES = "The same seed and the same data: strategies that compute the same lie on one line."
+_LOSSES = "The same seed and the same data: strategies that compute the same share one line."
 
 
 def _where(document: dict[str, Any]) -> str:
     around = document["surroundings"]
     versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
-    cap = f"; no more than {document['cap']} a rank" if document["cap"] else ""
+    cap = f"; at most {document['cap']} a rank" if document["cap"] else ""
     when = datetime.fromisoformat(document["date"]).strftime("%d %B %Y, %H:%M %Z").strip(" ,")
     python = f"Python {around['python']}"
     return (
@@ -119,7 +119,7 @@ def _of_rows(
 
 
 def _both(name: str, draw: Callable[[float, str], Figure | None]) -> Iterator[str]:
-    """A picture at two widths, of which the screen shows one."""
+    """A picture at two widths; the page shows the one that fits the screen."""
     for kind, width in (("wide", WIDE), ("narrow", NARROW)):
         with plot_style():
             figure = draw(width, kind)
@@ -149,9 +149,9 @@ def _table(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[
         name = html.escape(row.strategy).replace("_", "_<wbr>").replace("+", "+<wbr>")
         yield f"<tr><td><span>{name}</span></td>{shown}</tr>"
     yield '</tbody></table><p class="note">Sizes in MiB, of the rank with the highest peak. '
-    yield "peak: tracked tensors, to which the parts sum. process: resident memory above what the "
-    yield "process held before the model was built. losses apart: the largest difference of a loss "
-    yield "from the first row's, as a share of it.</p>"
+    yield "peak: tracked tensors, the sum of the parts. process: resident memory above that before "
+    yield "the model was built. losses apart: the largest difference of a loss from the first "
+    yield "row's, as a share of it.</p>"
 
 
 def _apart(row: ComparisonRow, first: ComparisonRow | None) -> str:

@@ -1,4 +1,4 @@
-"""How far a strategy can raise a number before it no longer runs: doubling, then bisection."""
+"""The largest value of a key with which a strategy runs, by doubling and bisection."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MODEL_KEY_ALIASES = {
 }
 """Short names of keys; any other bare name is an argument of the model."""
 MAX_VALUE = 2**20
-"""Where doubling ends."""
+"""The value at which doubling ends."""
 RELATIVE_RESOLUTION = 32
-"""The answer is exact up to this number, and within a 32nd of it above."""
+"""The answer is exact up to this number; above it, it is at most a 32nd too low."""
 
 
 def job_key_of(name: str) -> str:
-    """The key of a job that a name given to `--largest` stands for."""
+    """Return the key of a job that the user's word for `--largest` means."""
     return name if "." in name else MODEL_KEY_ALIASES.get(name, f"model.args.{name}")
 
 
 def words_for(key: str, value: int, plan: Plan) -> list[str]:
-    """The words that set the key; a micro-batch takes the global batch with it."""
+    """Return the words that set the key; a larger micro-batch makes the global batch larger."""
     if key != "train.micro_batch_size":
         return [f"{key}={value}"]
     steps = f"train.accumulation_steps={plan.batch.accumulation_steps}"
@@ -36,10 +36,10 @@ def words_for(key: str, value: int, plan: Plan) -> list[str]:
 
 
 def first_value(key: str, job: Job, plan: Plan) -> int:
-    """Where to begin: at what the job says, or at 1.
+    """Return the value to begin with: the job's, or 1.
 
     Raises:
-        ConfigError: the key is no number that can grow.
+        ConfigError: the key's value in the job is no positive whole number.
     """
     if key == "train.micro_batch_size":
         return plan.batch.micro_size
@@ -50,8 +50,8 @@ def first_value(key: str, job: Job, plan: Plan) -> int:
         return 1
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"--largest {key}: it is {value!r} in this job, and only whole numbers from 1 can be "
-            "raised. Use --largest micro_batch_size or --largest n_layer."
+            f"--largest {key}: it is {value!r} in this job, and only whole numbers from 1 on can "
+            "be raised. Use --largest micro_batch_size or --largest n_layer."
         )
     return value
 
@@ -59,16 +59,16 @@ def first_value(key: str, job: Job, plan: Plan) -> int:
 def find_largest(
     fault: Callable[[int], str | None], first: int, maximum: int = MAX_VALUE
 ) -> tuple[int | None, str | None]:
-    """The largest value without a fault, and the fault just above it.
+    """Find the largest value that runs, and the fault of a higher one.
 
     Args:
-        fault: runs with a value; returns None, or in one line why it does not run. What is said
-            of a value is taken to be so of all higher ones.
-        first: where to begin; at least 1.
-        maximum: where to end.
+        fault: runs with a value; returns None, or in one line why it does not run. If a value does
+            not run, no higher one is taken to run.
+        first: the value to begin with; at least 1.
+        maximum: the value to end with.
 
     Returns:
-        The value, None where not even 1 runs; the reason, None where `maximum` was reached.
+        The value, None if not even 1 runs; the fault, None if `maximum` was reached.
     """
     value, reason = first, fault(first)
     if reason is None:

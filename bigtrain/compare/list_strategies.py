@@ -1,9 +1,9 @@
-"""`bigtrain strategies`: what each preset is, on how many ranks it runs, what it combines with.
+"""`bigtrain strategies`: each preset with its summary, its number of ranks and its combinations.
 
-A name may be several with `+` between them, which are explained as one.
+Several names joined by `+` are explained as one strategy.
 
-What combines is written down nowhere: each addition is put to `make_plan`, which refuses what
-cannot run, and its reason is what is shown.
+There is no list of valid combinations: `make_plan` tries each addition, and its reason for refusing
+one is shown.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from bigtrain.job.strategy_words import KIND, read_strategy, whole_strategies
 from bigtrain.ranks.exit_status import error_summary
 
 RANKS = (1, 2, 4)
-"""How many ranks are tried."""
+"""The numbers of ranks that are tried."""
 HEADINGS = ("Memory", "Communication", "Constraints", "Example", "Source")
 """The sections of a technique's docstring."""
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Something that a user may put on top of a preset."""
+    """A technique or a precision that a user may add to a preset."""
 
     name: str
     shown: str
     keys: Mapping[str, Any]
     has: Callable[[Plan], bool]
-    """Whether a plan has it already."""
+    """Whether a plan has the addition already."""
     least_ranks: int = 1
 
     @property
     def words(self) -> str:
-        """As on the command line."""
+        """The addition as words of the command line."""
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
 
@@ -108,13 +108,13 @@ def _option(plan: Plan, role: Role, key: str) -> Any:
 
 @dataclass(frozen=True)
 class PlanAttempt:
-    """What `make_plan` says of a job on several numbers of ranks."""
+    """The result of `make_plan` for a job on several numbers of ranks."""
 
     plan: Plan | None
     ranks: int | None
-    """The smallest number that it took; None where it took none."""
+    """The smallest number of ranks that it accepted; None if it accepted none."""
     reason: str | None
-    """Of the first number that it refused, where it took none."""
+    """Why it refused the first number, if it accepted none."""
 
 
 def main(arguments: list[str]) -> int:
@@ -125,8 +125,8 @@ def main(arguments: list[str]) -> int:
     """
     parser = CommandParser(
         prog="bigtrain strategies",
-        description="List the strategies and what they combine with, or explain one; several with "
-        "+ between them are one.",
+        description="List the strategies and what they combine with, or explain one; several names "
+        "joined by + are one strategy.",
     )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="the one to explain: NAME, or NAME+NAME"
@@ -146,21 +146,21 @@ def main(arguments: list[str]) -> int:
 
 
 def strategy_list(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """One entry for each preset: what it is, needs and combines with, as JSON values.
+    """Return an entry for each strategy, as JSON values: its roles, ranks and combinations.
 
     Args:
-        names: presets, files, or several with `+` between them; left out, all presets that are
-            more than a word to add.
+        names: presets, files, or several joined by `+`; None for all presets that are whole
+            strategies.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: a name is unknown.
     """
     with _quiet():
         return [_row(name) for name in (whole_strategies() if names is None else names)]
 
 
 def refusals() -> Iterator[tuple[str, int | None, str | None]]:
-    """For each preset its name, the smallest number of ranks, and why it cannot run here."""
+    """Yield the name of each preset, its smallest number of ranks, and why it cannot run here."""
     for name in whole_strategies():
         with _quiet():
             tried = _try_alone(job_from_keys(name, {}))
@@ -169,7 +169,7 @@ def refusals() -> Iterator[tuple[str, int | None, str | None]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what engines say when they are imported out of standard output."""
+    """Send the messages that libraries print on import to standard error."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -195,27 +195,27 @@ def _row(name: str) -> dict[str, Any]:
 
 
 def _summary(name: str, roles: Mapping[Role, RoleConfig]) -> str:
-    """What a preset says of itself; of a file, or of several words, what the techniques say."""
+    """The summary of a preset; of a file or of several words, the summaries of the techniques."""
     if name in preset_names(KIND):
         return preset_line(KIND, name)
     return "; ".join(_line(role, config) for role, config in roles.items())
 
 
 def _need(roles: Mapping[Role, RoleConfig]) -> Need:
-    """For which lack a strategy is taken: the greatest that one of its techniques is for."""
+    """The need that a strategy serves: the greatest of its techniques' needs."""
     needs = [make_technique(role, config).need for role, config in roles.items()]
     return max(needs, key=list(NEEDS).index)
 
 
 def _line(role: Role, config: RoleConfig) -> str:
-    """A technique's line, and what the preset sets."""
+    """A technique's summary, with the options that the preset sets."""
     options = ", ".join(f"{key}={value}" for key, value in config.options.items())
     summary = technique_class(role, config.name).summary
     return f"{summary} ({options})" if options else summary
 
 
 def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
-    """The headed parts of the docstring of a technique's module."""
+    """The sections of the docstring of a technique's module, by heading."""
     document = sys.modules[technique_class(role, config.name).__module__].__doc__ or ""
     sections: dict[str, str] = {}
     heading = None
@@ -232,10 +232,10 @@ def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
 
 
 def _try_alone(job: Job) -> PlanAttempt:
-    # Stages on ranks need two: that there is one would hide the reason that counts.
+    # A pipeline on ranks needs two: its refusal of one rank would hide the reason that matters.
     cut = job.strategy.roles().get("cut")
-    spans = cut is not None and "devices" not in cut.options
-    return _try(job, [count for count in RANKS if count > 1 or not spans])
+    is_distributed = cut is not None and "devices" not in cut.options
+    return _try(job, [count for count in RANKS if count > 1 or not is_distributed])
 
 
 def _try(job: Job, counts: Iterable[int]) -> PlanAttempt:
@@ -245,13 +245,13 @@ def _try(job: Job, counts: Iterable[int]) -> PlanAttempt:
             return PlanAttempt(make_plan(job, count, device_type_of(job)), count, None)
         except ConfigError as error:
             reason = reason or str(error)
-        except Exception as error:  # noqa: BLE001 - a library that is broken here raises anything
+        except Exception as error:  # noqa: BLE001 - a broken library may raise anything
             reason = reason or error_summary(error)
     return PlanAttempt(None, None, reason)
 
 
 def _combined(name: str, addition: Addition, alone: PlanAttempt) -> dict[str, Any]:
-    """Whether an addition works: null where the preset cannot run here without it."""
+    """Whether an addition works; null if the preset cannot run here without it."""
     if alone.plan is None or alone.ranks is None:
         return {"works": None, "own": False, "ranks": None, "reason": alone.reason}
     if addition.has(alone.plan):
@@ -279,14 +279,14 @@ NEEDS: Mapping[Need, str] = {
     "parameters": "The parameters do not fit either",
     "model": "The model does not fit: stages of layers on the ranks",
     "layer": "A single layer does not fit, or takes too long: slices of layers on the ranks",
-    "slow links": "Links are too slow for an exchange in every step (numbers differ, by intent)",
-    "learning": "To learn from: what others do better",
+    "slow links": "Links are too slow for an exchange in every step (numbers differ by design)",
+    "learning": "For study: other strategies do the same better",
 }
 """The headings of the list, from the least need to the greatest."""
 
 
 def _show_list(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The strategies by need, a line each, with the words that add to them."""
+    """Print the strategies by need, one line each, with the words that can be added to them."""
     console = _console()
     lines: dict[Need, list[tuple[str, str, str]]] = {need: [] for need in NEEDS}
     for row in rows:
@@ -313,21 +313,21 @@ def _show_list(rows: Sequence[Mapping[str, Any]]) -> None:
         if row["unavailable"] is not None:
             console.print(f"{row['name']} cannot run here: {row['unavailable']}")
     console.print(
-        "The number is how many ranks it takes (2+: two or more; -: none here). Words with + are "
-        "added to another, as in ddp+full; some take a value, as every_3."
+        "The number is the number of ranks (2+: two or more; -: it cannot run here). Words with + "
+        "are added to another strategy, as in ddp+full; some take a value, as every_3."
     )
-    console.print("What one does, costs, and combines with: bigtrain strategies NAME")
+    console.print("To read what one does, costs and combines with: bigtrain strategies NAME")
     console.print("To use one: bigtrain train -n 2 --strategy NAME")
 
 
 def _added_words() -> Iterator[str]:
-    """The presets that add to another one; of several that say the same, the first."""
-    said: list[Any] = []
+    """The presets that are added to another one; of several with the same meaning, the first."""
+    meanings: list[Any] = []
     for name in sorted(set(preset_names(KIND)) - set(whole_strategies())):
-        means = read_strategy(name, "").values
-        means = {**means, "strategy": {**means["strategy"], "name": ""}}
-        if means not in said:
-            said.append(means)
+        values = read_strategy(name, "").values
+        meaning = {**values, "strategy": {**values["strategy"], "name": ""}}
+        if meaning not in meanings:
+            meanings.append(meaning)
             yield name
 
 
@@ -359,7 +359,7 @@ def _show_one(row: Mapping[str, Any]) -> None:
 
 
 def _all_options(role: Role, name: str, preset_options: Mapping[str, Any]) -> str:
-    """What may be said about a technique: as the preset has it, or as it is left out."""
+    """The options of a technique with the preset's values, or their defaults."""
     fields = technique_class(role, name).model_fields
     words = [
         f"{key}={_word(preset_options.get(key, field.get_default(call_default_factory=True)))}"

@@ -23,21 +23,21 @@ from bigtrain.report.plot_style import COLOURS, STYLE
 from bigtrain.units import MIB
 
 WIDE, NARROW = 12.0, 3.9
-"""Inches (of 96 pixels) of the two widths that a page is read at."""
+"""The two widths of pictures on the page, in inches of 96 pixels."""
 _SHADES = {"forward": "#F4F4F4", "backward": "#E9E9E9", "step": "#DDDDDD"}
 _FEW = 12
-"""As many lines and points as can bear a name each."""
+"""The largest number of lines or points that are labelled with names."""
 
 
 def write_bars(path: Path, title: str, rows: Sequence[ComparisonRow]) -> None:
-    """Write the bars as a picture of their own (.svg or .png)."""
+    """Write the bars as a separate picture (.svg or .png)."""
     with rc_context({**STYLE, "svg.hashsalt": "bars"}):
         figure = memory_bars(rows, 10.0, title)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """A figure as an element for a page, without names that another one on it may bear."""
+    """Return a figure as an SVG element, without ids that another figure of the page may have."""
     text = io.StringIO()
     with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -50,27 +50,27 @@ def as_svg(figure: Figure, name: str) -> str:
 def memory_bars(
     rows: Sequence[ComparisonRow], width: float, title: str, prefix: str = ""
 ) -> Figure:
-    """Peak memory by part, a bar for each strategy with its number; failures say what they are."""
+    """Draw peak memory by part: a bar with its number for each strategy, or the kind of failure."""
     figure = Figure(figsize=(width, 1.5 + 0.3 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.peak_bytes or 0 for row in rows), default=0) / MIB or 1.0
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         left = 0.0
         for kind in MEMORY_KINDS:
             size = (row.breakdown or {}).get(kind, 0) / MIB
-            patch = axes.barh(place, size, left=left, color=COLOURS[kind], height=0.7)[0]
+            patch = axes.barh(position, size, left=left, color=COLOURS[kind], height=0.7)[0]
             patch.set_gid(f"{prefix}bar-{row.strategy}-{kind}")
             left += size
-        said = f"{left:,.1f}" if row.status == "ok" else row.status
+        label = f"{left:,.1f}" if row.status == "ok" else row.status
         if row.largest is not None:
-            said += f"  (up to {row.largest})"
+            label += f"  (up to {row.largest})"
         colour = "black" if row.status == "ok" else "#A02020"
         end = max(left, (row.predicted_peak_bytes or 0) / MIB)
-        number = axes.text(end + most * 0.01, place, said, va="center", color=colour)
+        number = axes.text(end + most * 0.01, position, label, va="center", color=colour)
         number.set_gid(f"{prefix}number-{row.strategy}")
         if row.predicted_peak_bytes:
             at = row.predicted_peak_bytes / MIB
-            axes.plot([at, at], [place - 0.42, place + 0.42], color="black", linewidth=1.2)
+            axes.plot([at, at], [position - 0.42, position + 0.42], color="black", linewidth=1.2)
     axes.set_yticks(range(len(rows)), [row.strategy for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, most * (1.14 if width > 6 else 1.35))
@@ -83,7 +83,7 @@ def memory_bars(
 
 
 def memory_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
-    """Memory over one step, a small picture for each strategy; phases are shaded."""
+    """Draw memory over one step, a small picture for each strategy; phases are shaded."""
     seen = [row for row in rows if row.timeline]
     if not seen:
         return None
@@ -102,9 +102,9 @@ def memory_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
 def _course(axes: Axes, row: ComparisonRow) -> None:
     timeline = row.timeline or {}
     seconds = timeline["seconds"]
-    there = [kind for kind in MEMORY_KINDS if any(timeline["parts"][kind])]
-    parts = [[size / MIB for size in timeline["parts"][kind]] for kind in there]
-    axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in there], step="post")
+    kinds = [kind for kind in MEMORY_KINDS if any(timeline["parts"][kind])]
+    parts = [[size / MIB for size in timeline["parts"][kind]] for kind in kinds]
+    axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in kinds], step="post")
     end = seconds[-1] if seconds else 1.0
     starts = timeline["phases"]
     shown: set[str] = set()
@@ -124,7 +124,7 @@ def _course(axes: Axes, row: ComparisonRow) -> None:
 
 
 def throughput_figure(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
-    """Throughput against memory; the front is what nothing beats in both."""
+    """Draw throughput over memory, with a line through the `pareto_front`."""
     seen = [row for row in rows if row.peak_bytes and row.samples_per_second]
     if not seen:
         return None
@@ -152,7 +152,7 @@ def throughput_figure(rows: Sequence[ComparisonRow], width: float) -> Figure | N
 
 
 def pareto_front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """The rows that no other beats in memory and in throughput, by rising memory."""
+    """Return the rows that no other beats in both memory and throughput, by rising memory."""
     best: list[ComparisonRow] = []
     ordered = sorted(rows, key=lambda r: (r.peak_bytes or 0, -(r.samples_per_second or 0.0)))
     for row in ordered:
@@ -162,7 +162,7 @@ def pareto_front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 def loss_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
-    """The losses of all strategies over each other: they are to be one line."""
+    """Draw the losses of all strategies on top of each other: equal ones make one line."""
     seen = [row for row in rows if row.losses]
     if not seen:
         return None

@@ -1,4 +1,4 @@
-"""One strategy's row in a comparison: what its run left behind, or why it left nothing."""
+"""One strategy's row in a comparison: the figures of its run, or why it has none."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class ComparisonRow:
     process_peak_bytes: int | None = None
     phase: str | None = None
     breakdown: dict[str, int] | None = None
-    """Of `peak_bytes`, to which the parts sum."""
+    """The parts of `peak_bytes`, which sum to it."""
     step_seconds: float | None = None
     """Median of the steps in which memory was not tracked."""
     predicted_step_seconds: float | None = None
-    """None where the machine's rates are not known."""
+    """None if the machine's rates are not known."""
     sent_bytes: int | None = None
-    """Of the rank that sends most, in a step; None where nobody could count."""
+    """Bytes that the rank with the most traffic sends in a step; None if they were not counted."""
     predicted_sent_bytes: int | None = None
     samples_per_second: float | None = None
     losses: tuple[float, ...] = ()
     timeline: dict[str, Any] | None = None
     """One step: `seconds`, `parts`, `phases`; see `memory.timeline.MemoryCurve`."""
     largest: int | None = None
-    """The highest value that the key of `--largest` could take."""
+    """The highest value of the key of `--largest` that ran."""
     largest_reason: str | None = None
-    """What was in the way of a higher one."""
+    """Why a higher one did not run."""
 
     @property
     def error(self) -> float | None:
@@ -59,7 +59,11 @@ class ComparisonRow:
 
     @classmethod
     def of_run(cls, strategy: str, num_ranks: int, folder: Path) -> ComparisonRow:
-        """Read what a run has left in its folder."""
+        """Read the figures of a run from its folder.
+
+        Raises:
+            UnreadableError: a file is missing, or is no JSON.
+        """
         memory = read_json_object(folder / "memory.json")
         lines = read_text(folder / "metrics.jsonl", most=MOST_LINES).splitlines()
         steps = [parse_json(line, folder / "metrics.jsonl") for line in lines]
@@ -86,20 +90,20 @@ class ComparisonRow:
         )
 
     def with_largest(self, value: int | None, reason: str | None) -> ComparisonRow:
-        """The same with how far it could go."""
+        """Return the row with the result of `--largest`."""
         return replace(self, largest=value, largest_reason=reason)
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """Where the losses of a strategy are farthest from those of the first row."""
+    """The largest difference between the losses of a strategy and those of the first row."""
 
     strategy: str
     against: str
     step: int
     """Counted from 1."""
     relative: float
-    """Of the first row's loss in that step."""
+    """The difference as a share of the first row's loss in that step."""
 
     def __str__(self) -> str:
         """One sentence."""
@@ -112,27 +116,26 @@ class LossDifference:
 
 
 def loss_difference(row: ComparisonRow, first: ComparisonRow) -> LossDifference | None:
-    """The largest difference of a row's losses from another's; None where one has no losses."""
+    """Return the largest difference of a row's losses from another's; None if one has no losses."""
     pairs = list(zip(row.losses, first.losses, strict=False))
     if not pairs or row is first:
         return None
-    apart = [abs(own - other) / (abs(other) or 1.0) for own, other in pairs]
-    # What is not a number is apart from everything.
-    apart = [math.inf if math.isnan(share) else share for share in apart]
-    step = apart.index(max(apart))
-    return LossDifference(row.strategy, first.strategy, step + 1, apart[step])
+    shares = [abs(loss - expected) / (abs(expected) or 1.0) for loss, expected in pairs]
+    shares = [math.inf if math.isnan(share) else share for share in shares]  # max ignores nan
+    step = shares.index(max(shares))
+    return LossDifference(row.strategy, first.strategy, step + 1, shares[step])
 
 
 def largest_loss_difference(rows: Sequence[ComparisonRow]) -> LossDifference | None:
-    """Of all rows against the first that has losses; None where no two have any."""
+    """Return the largest difference of any row from the first with losses; None without a pair."""
     with_losses = [row for row in rows if row.losses]
-    found = [loss_difference(row, with_losses[0]) for row in with_losses[1:]]
-    known = [one for one in found if one is not None]
-    return max(known, key=lambda one: one.relative, default=None)
+    differences = [loss_difference(row, with_losses[0]) for row in with_losses[1:]]
+    known = [each for each in differences if each is not None]
+    return max(known, key=lambda difference: difference.relative, default=None)
 
 
 def _most_sent(ranks: list[dict[str, Any]], key: str) -> int | None:
-    """Of the ranks of a memory.json the highest sum over the kinds of exchange."""
+    """The highest sum over the kinds of exchange, of the ranks of a memory.json."""
     sums = []
     for rank in ranks:
         sizes = [kind[key] for kind in rank.get("traffic", {}).values()]
@@ -142,7 +145,7 @@ def _most_sent(ranks: list[dict[str, Any]], key: str) -> int | None:
 
 
 TRACKED_STEPS = 2
-"""Steps of each run in which every tensor is tracked: these are not timed."""
+"""Steps of each run in which every tensor is tracked; they are slower, and are not timed."""
 
 
 def _untracked(steps: list[dict[str, Any]]) -> float | None:

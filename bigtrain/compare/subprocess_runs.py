@@ -1,12 +1,13 @@
-"""Runs of the `bigtrain` command in processes of their own, each with a time limit.
+"""Runs of the `bigtrain` command in separate processes, each with a time limit.
 
-A run that crashes, hangs or is killed costs its caller one line and nothing else; and nothing
-that it started outlives it.
+A run that crashes, hangs or is killed gives its caller one line of explanation. All processes that
+a run started are ended with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -17,11 +18,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from bigtrain.files.parse import read_json_object
 from bigtrain.files.regular import MOST_LINES, read_text
 
 END_TIMEOUT_S = 20.0
-"""Seconds that a run gets to end its ranks by itself, before all of them are killed."""
+"""Seconds that a run has to end its ranks before all of them are killed."""
+QUIET = (
+    *("train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"),
+    *("checkpoint.resume=null", "memory.on_oom=stop"),
+)
+"""Words for a run that is only measured: it begins at step 0, keeps its plan, and neither evaluates
+nor saves."""
+UNTRACKED = ("memory.track_steps=0", "memory.predict=false")
+"""Words for a run whose memory is of no interest."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +40,65 @@ class RunOutcome:
     """How a run ended."""
 
     status: int
+    """Its exit status."""
     reason: str | None
-    """One line on what went wrong; None where nothing did."""
+    """Why it failed, in one line; None if it did not."""
     seconds: float
     timed_out: bool = False
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether memory was what it lacked."""
+        """Whether it failed for want of memory."""
         words = ("out of memory", "host memory ran out", "an't allocate memory", "bad_alloc")
         return self.reason is not None and any(word in self.reason for word in words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuietRun:
+    """One measured run of a job: `bigtrain COMMAND` with the `QUIET` words."""
+
+    command: Literal["train", "record", "pace"]
+    strategy: str
+    num_ranks: int
+    folder: Path
+    """The folder of the run's files; its printed output is in `FOLDER.log`."""
+    words: Sequence[str]
+    """KEY=VALUE words of the job. They cannot override the `QUIET` ones."""
+    job: str | None = None
+    """The job's name or file; None for the default job."""
+    options: Sequence[str] = ()
+    """Further options of the command, such as `--cap`."""
+
+    @property
+    def line(self) -> list[str]:
+        """The command's words, without those that name the folder."""
+        line = [self.command, "-n", str(self.num_ranks), "--strategy", self.strategy]
+        if self.job is not None:
+            line += ["--config", self.job]
+        return [*line, *self.options, *self.words, *QUIET]
+
+    @property
+    def log(self) -> Path:
+        """The file of all that the run prints."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def run(self, limit_s: float, environ: Mapping[str, str] | None = None) -> RunOutcome:
+        """Run it and wait; see `run_bigtrain`."""
+        if self.command == "train":  # makes its folder
+            parent, name = json.dumps(str(self.folder.parent)), json.dumps(self.folder.name)
+            place = [f"log.dir={parent}", f"log.name={name}"]
+        else:
+            self.folder.mkdir(exist_ok=True)
+            place = ["--record", str(self.folder)]
+        return run_bigtrain([*self.line, *place], self.log, limit_s, environ)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object that the run wrote to a file of its folder.
+
+        Raises:
+            UnreadableError: there is no such file, or it holds no object.
+        """
+        return read_json_object(self.folder / name)
 
 
 def run_bigtrain(
@@ -54,8 +114,8 @@ def run_bigtrain(
         words: its command line.
         log: the file for all that it prints.
         limit_s: seconds after which it is ended.
-        environ: added to this process's own environment.
-        module: another one of bigtrain's that is run in its place.
+        environ: variables that are added to this process's environment.
+        module: the module to run; another one than `bigtrain` takes other words.
     """
     command = [sys.executable, "-m", module, *words]
     run_mark = secrets.token_hex(8)
@@ -67,7 +127,7 @@ def run_bigtrain(
             stdout=log_file,
             stderr=log_file,
             env={**os.environ, **(environ or {}), _MARK: run_mark},
-            start_new_session=True,  # Ctrl-C comes to the caller, who ends it in good order
+            start_new_session=True,  # Ctrl-C reaches the caller alone, which then ends the run
         )
         try:
             status = child.wait(limit_s)
@@ -81,17 +141,17 @@ def run_bigtrain(
 
 
 _MARK = "BIGTRAIN_STARTED_AS"
-"""A variable that all processes of a run inherit, by which they are found wherever they went."""
+"""A variable that all processes of a run inherit; it finds those that left the session."""
 
 
 def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
-    """End a run with all that it has started: asked to first, by force where that does not do."""
+    """End a run and all processes that it started: by SIGTERM first, then by SIGKILL."""
     try:
         if child.poll() is None:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(END_TIMEOUT_S)
-    finally:  # also where Ctrl-C comes once more
+    finally:  # also after a second Ctrl-C
         end = time.monotonic() + END_TIMEOUT_S
         while sum(map(_kill, _marked(mark))) and time.monotonic() < end:
             time.sleep(0.05)
@@ -100,7 +160,7 @@ def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process; whether there was one."""
+    """Kill a process; return whether there was one."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -109,7 +169,7 @@ def _kill(pid: int) -> bool:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """The processes of a run that have not ended; an ended one has no variables any more."""
+    """The processes of a run that have not ended; those that have ended show no variables."""
     wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -117,22 +177,22 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(folder.name)
 
 
-_BESIDE = re.compile(
+_CIRCUMSTANCES = re.compile(
     r" lost rank |^bigtrain: (rank \d+ failed (in|while|at|between|as) |the last events of each "
     r"rank: |stopped before the first step|nothing (more )?was saved: )"
 )
-"""Lines that say where ranks were, beside the one that says why a run failed."""
+"""Lines that say where ranks were when a run failed, and not why it failed."""
 
 
 def reason_in(log: Path, status: int) -> str:
-    """The one line of a run's output that says best why it failed."""
+    """Return the one line of a run's output that best explains why it failed."""
     lines = list(_lines(log))
     bigtrain_lines = [line for line in lines if line.startswith("bigtrain: ")]
-    causes = [line for line in bigtrain_lines if not _BESIDE.search(line)]
+    causes = [line for line in bigtrain_lines if not _CIRCUMSTANCES.search(line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    found = causes or errors or bigtrain_lines
-    reason = (found or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
-    return reason if found else f"exit status {status}: {reason}"
+    explanations = causes or errors or bigtrain_lines
+    reason = (explanations or lines or ["it printed nothing"])[-1].removeprefix("bigtrain: ")
+    return reason if explanations else f"exit status {status}: {reason}"
 
 
 def _lines(log: Path) -> Iterator[str]:

@@ -16,25 +16,25 @@ _HEADINGS = (
     *("process", "predicted", "error", "sent", "s/step", "predicted s", "time"),
 )
 WIDE = 165
-"""Columns that the whole table takes, with strategies of usual names."""
+"""Width of the whole table in characters, if the strategies' names are not unusually long."""
 _LEFT_OUT: tuple[tuple[int, tuple[str, ...]], ...] = (
     (WIDE, ()),
     (130, ("buffers", "process", "sent", "predicted s")),
     (0, (*MEMORY_KINDS, "process", "sent", "predicted s")),
 )
-"""By the least columns of a terminal, what is left to the page."""
+"""The headings that are left out, by the smallest width of the terminal; the page has them all."""
 
 
 def comparison_table(
     rows: Sequence[ComparisonRow], title: str, largest: str | None, width: int = WIDE
 ) -> Table:
-    """Every strategy: peak by part, predicted peak, time; sizes in MiB.
+    """Return a table of all strategies: peak by part, predicted peak, time; sizes in MiB.
 
     Args:
-        rows: in the order in which they ran; the others are held against the first with figures.
-        title: what was compared.
-        largest: the key that was raised, if one was.
-        width: columns of the terminal; on a narrow one the parts are left to the page.
+        rows: in the order in which they ran; the first with figures is the reference of times.
+        title: names the job that was compared.
+        largest: the key of `--largest`, if there is one.
+        width: of the terminal in characters; on a narrow one some columns are left out.
     """
     left_out = next(columns for least, columns in _LEFT_OUT if width >= least)
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")
@@ -73,7 +73,7 @@ _SHORT = {
 
 
 def notes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """What the table has no room for: why rows have no figures, what was in the way."""
+    """Return lines below the table: why rows have no figures, and what the columns mean."""
     lines = [f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason]
     lines += [
         f"{row.strategy}: above {row.largest}: {row.largest_reason}"
@@ -84,15 +84,15 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     if apart is not None:
         lines.append(str(apart))
     lines.append(
-        "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
-        "before the model was built; sent: to other ranks in a step; time: of a step, against the "
-        "first row; predicted s: of a step, where `bigtrain doctor` has measured the machine"
+        "peak: tracked tensors, the sum of the parts; process: resident memory above that before "
+        "the model was built; sent: to other ranks in a step; time: of a step, relative to the "
+        "first row; predicted s: of a step, if `bigtrain doctor` has measured the machine"
     )
     return lines
 
 
 def progress_line(row: ComparisonRow) -> str:
-    """One line when a row is done."""
+    """Return the line that is printed when a row is done."""
     if row.status != "ok":
         return f"{row.strategy}: {row.status}: {row.reason}"
     line = f"{row.strategy}: peak {format_bytes(row.peak_bytes or 0)}"
@@ -102,7 +102,7 @@ def progress_line(row: ComparisonRow) -> str:
 
 
 def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
-    """The strategy; with its ranks where not all rows have as many."""
+    """The strategy; with its number of ranks if that differs between rows."""
     if len({other.num_ranks for other in rows}) == 1:
         return row.strategy
     return f"{row.strategy} ({row.num_ranks})"

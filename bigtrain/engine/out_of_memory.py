@@ -16,11 +16,11 @@ from bigtrain.devices import current_device, is_accelerator, set_current
 from bigtrain.engine.remedies import ForecastInputs, RemedySearch
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.job.schema import CheckpointConfig
+from bigtrain.machine.residuals import non_tensor_reserve
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
 from bigtrain.prediction.fullest_rank import FullestRank
-from bigtrain.prediction.residuals import kept_beside_tensors
 from bigtrain.units import format_bytes
 
 REMEDY_TIMEOUT_S = 15.0
@@ -102,7 +102,7 @@ def predict_out_of_memory(
     predicted = fullest.peak
     kind, beside, kept = subject.resolved.plan.device_type, 0, ""
     if is_accelerator(kind):  # its limit is on all that the allocator takes, not on tensors alone
-        beside = kept_beside_tensors(kind)
+        beside = non_tensor_reserve(kind)
         kept = f", of which {format_bytes(beside)} are for workspaces and what is rounded up"
     if predicted.bytes <= limit - beside:
         return []

@@ -19,10 +19,10 @@ from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.job.load import override_job
 from bigtrain.job.schema import Job, Role
+from bigtrain.machine.residuals import non_tensor_reserve
 from bigtrain.memory.cap import Limit
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import forecast_rank
-from bigtrain.prediction.residuals import kept_beside_tensors
 from bigtrain.units import format_bytes
 
 MAX_REMEDIES = 3
@@ -91,7 +91,7 @@ class RemedySearch:
         """
         end = time.monotonic() + deadline_s
         self.begun = True
-        beside = kept_beside_tensors(subject.resolved.plan.device_type)
+        beside = non_tensor_reserve(subject.resolved.plan.device_type)
         usable = Limit(limit, beside=beside).for_tensors
         for changes in _ways(subject, usable):
             candidates = changes()

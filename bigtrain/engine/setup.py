@@ -137,7 +137,7 @@ class RunSetup:
         """
         if self.data.validation is None:
             return []
-        place, lost = self.plan.data_rank(context.dp_rank), context.agreed_losses()
+        place, lost = self.plan.data_rank(context.dp_rank), context.agreed_lost_ranks()
         return validation_batches(
             self.data.validation,
             count=self.workload.loss.count,

@@ -1,5 +1,5 @@
-"""What devices, nodes and links can do: from a cluster file, or measured by `bigtrain doctor`.
+"""The speed and size of devices, nodes and links: from a cluster file, or measured here.
 
-Figures of a cluster; how long a collective takes; rates measured here and where they are kept;
-what this machine lacks; whether an installed DeepSpeed or fairscale is a version that works.
+Decides: the figures of a cluster; the seconds of a collective; how rates are measured and cached;
+the safety margin of forecasts; which versions of DeepSpeed and fairscale are known to work.
 """

@@ -1,4 +1,4 @@
-"""Whether others used this machine's cores during a run: its seconds say nothing of plans then."""
+"""Whether other programs used this machine's cores during a run, whose seconds then mean little."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from pathlib import Path
 from bigtrain.machine.rates import usable_cores
 
 BUSY_SHARE = 0.1
-"""Of the machine's cores, from which on what others take of them is too much."""
+"""The share of the cores above which other programs' use is too much."""
 TICK_S = 0.05
-"""What a count of the kernel's ticks may be off by, beside the share."""
+"""Seconds by which the kernel's count of ticks may be off."""
 
 
 @dataclass(frozen=True)
 class CpuUse:
-    """A stretch of time of one process."""
+    """The CPU time that one process and its machine used during an interval."""
 
     node: str
     elapsed: float
-    """Seconds."""
+    """Seconds of the interval."""
     own: float
-    """Seconds of the process, and of those it started and has waited for, on all cores together."""
+    """CPU seconds of the process and its finished child processes, summed over all cores."""
     machine: float | None
-    """The same of everything on the machine; None where it does not tell."""
+    """CPU seconds of everything on the machine; None if the system does not report them."""
 
 
 class CpuClock:
-    """Counts from when it is made."""
+    """Measures the CPU use since it was made."""
 
     def __init__(self) -> None:
         self._began = _now()
 
     def read(self) -> CpuUse:
-        """Since it was made."""
+        """Return the use since the clock was made."""
         (elapsed, own, machine), (began, own_before, before) = _now(), self._began
         total = None if machine is None or before is None else machine - before
         return CpuUse(platform.node(), elapsed - began, own - own_before, total)
 
 
 def others_cores(uses: Sequence[CpuUse]) -> float | None:
-    """Cores that others than these processes took on the first one's node; None: nobody knows.
+    """Return the cores that other processes used on the first one's node; None if unknown.
 
     Args:
-        uses: of all ranks, of about the same stretch.
+        uses: of all ranks, during about the same interval.
     """
     first = uses[0]
     if first.machine is None or first.elapsed <= 0:
@@ -58,15 +58,15 @@ def others_cores(uses: Sequence[CpuUse]) -> float | None:
 
 
 def is_busy(uses: Sequence[CpuUse]) -> bool:
-    """Whether others took more than `BUSY_SHARE` of the cores of the first one's node."""
+    """Whether other processes used more than `BUSY_SHARE` of the cores of the first one's node."""
     return (others_cores(uses) or 0.0) > BUSY_SHARE * usable_cores()
 
 
-def others_in_words(cores: float | None) -> str:
-    """What others took while something was measured; empty where that was next to nothing.
+def describe_others(cores: float | None) -> str:
+    """Return in words that the machine was busy during a measurement; empty if it was not.
 
     Args:
-        cores: see `others_cores`.
+        cores: from `others_cores`.
     """
     if (cores or 0.0) <= BUSY_SHARE * usable_cores():
         return ""
@@ -80,7 +80,7 @@ def _now() -> tuple[float, float, float | None]:
 
 
 def _machine_seconds() -> float | None:
-    """Seconds that the cores have worked since the machine was started (Linux)."""
+    """CPU seconds of all cores since the machine was started (Linux)."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         ticks = [int(word) for word in words[1:9]]

@@ -1,8 +1,8 @@
 """A cluster as the planner sees it: the figures of its devices, its nodes and its links.
 
-Figures come from a file, by name from configs/clusters or by path, so that a plan can be made
-for machines that are not at hand; `machine.local_cluster` has those of this machine. Nothing here
-imports torch.
+The figures come from a file, by name from configs/clusters or by path, so that a plan can be made
+for other machines. `machine.local_cluster` measures those of this machine. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bigtrain.units import format_bytes, parse_bytes
 CommOp = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
 
 PRESET_FOLDER = "clusters"
-"""The folder of the files that come along, below configs/."""
+"""The folder of the files that come with bigtrain, below configs/."""
 
 
 def _size(value: object) -> int:
-    """Bytes of '80GB', '79.1GiB' or a number; a number may be written like 80e9."""
+    """Return the bytes of '80GB', '79.1GiB' or a number, which may be written like 80e9."""
     number = _number(value)
     if isinstance(number, float) and math.isfinite(number):
         return int(number)
@@ -38,7 +38,7 @@ def _size(value: object) -> int:
 
 
 def _number(value: object) -> object:
-    """Numbers as they are meant: YAML reads 3e12 as a word, and `true` is no 1."""
+    """Return a number that YAML reads as text (3e12) as a float; refuse `true`, which is no 1."""
     if isinstance(value, bool) or value is None:
         raise ValueError("is not a number; write it like 3.35e12")
     if isinstance(value, (int, float)):
@@ -66,10 +66,10 @@ class Flops(ConfigSection):
     fp64: PositiveNumber | None = None
 
     def of(self, precision: Precision) -> float:
-        """The peak in a precision.
+        """Return the peak in a precision.
 
         Raises:
-            ConfigError: the cluster does not say.
+            ConfigError: the cluster's file does not have it.
         """
         peak: float | None = getattr(self, precision)
         if peak is None:
@@ -86,25 +86,25 @@ class DeviceSpec(ConfigSection):
     name: str
     kind: Literal["cuda", "cpu"]
     memory: ByteCount
-    """Bytes that a process finds; on a CPU a rank's share of the host's."""
+    """Bytes that a process can use; on a CPU a rank's share of the host's memory."""
     reserved: ByteCount
-    """Bytes of it that are no tensors: context, workspaces, communicators."""
+    """Bytes of `memory` that are no tensors: context, workspaces, communicators."""
     flops: Flops
     """Peaks as in the data sheet. On a node whose ranks share one device (`node.shared`) these,
     and the memory's bandwidth, are the whole node's."""
     efficiency: Efficiency = 0.55
-    """The share of the peak that large products reach. The default is an assumption, of the order
-    of what is reported of large models; 1 where `flops` was measured."""
+    """The share of the peak that large products reach. The default is an assumption, similar to
+    the reported values of large models; 1 if `flops` was measured."""
     memory_bandwidth: PositiveNumber
-    """Bytes per second, those read and those written together."""
+    """Bytes per second, read and written bytes added."""
     launch: PositiveNumber
-    """Seconds that an operation takes at least, however small."""
+    """Seconds that the smallest operation takes."""
     processors: StrictCount | None = None
-    """Of a GPU, its streaming multiprocessors: they share out the tiles of a product, see
+    """A GPU's streaming multiprocessors, over which the tiles of a product are distributed: see
     `products.product_efficiency`. Null: products of every size reach the same rate."""
 
     @model_validator(mode="after")
-    def _leaves_room(self) -> DeviceSpec:
+    def _leaves_memory(self) -> DeviceSpec:
         if self.reserved >= self.memory:
             raise ValueError(
                 f"device.reserved={format_bytes(self.reserved)} leaves nothing of device.memory="
@@ -114,7 +114,7 @@ class DeviceSpec(ConfigSection):
 
     @property
     def usable(self) -> int:
-        """Bytes that tensors may take."""
+        """Bytes that tensors may use."""
         return self.memory - self.reserved
 
 
@@ -126,55 +126,57 @@ class NodeSpec(ConfigSection):
     host_memory: ByteCount
     """Bytes of the host's memory."""
     host_link: PositiveNumber | None = None
-    """Bytes per second between a device and the host's memory, each way, while all devices of the
-    node do so; null on a CPU, which is the host."""
+    """Bytes per second between one device and the host's memory, in each direction, while all
+    devices of the node copy; null on a CPU, which is the host."""
     host_bandwidth: PositiveNumber = 2.0e11
-    """Bytes per second of the host's memory, those read and those written together, while all
-    ranks update there. The default is an assumption, of the order of what one server has."""
+    """Bytes per second of the host's memory, read and written bytes added, while all ranks update
+    parameters there. The default is an assumption, typical of one server."""
     disk_write: PositiveNumber | None = None
-    """Bytes per second to the node's disks, all ranks together; null where nobody knows."""
+    """Bytes per second to the node's disks, all ranks together; null if unknown."""
     disk_read: PositiveNumber | None = None
+    """Bytes per second from the node's disks, all ranks together; null if unknown."""
     shared: bool = False
-    """Whether the ranks of a node share one device's computing: true on a CPU."""
+    """Whether the ranks of a node share one device's processor: true on a CPU."""
     cores: StrictCount | None = None
-    """Of a node that is shared: how many ranks compute at once at full speed; more of them take
-    turns. Null for as many as there are devices."""
+    """On a shared node, the number of ranks that can compute at full speed at once; more ranks
+    share the cores. Null: as many as there are devices."""
 
 
 class LinkSpec(ConfigSection):
-    """What one kind of exchange reaches over a link, in the terms of `collective_seconds`."""
+    """Measured figures of one kind of exchange over a link; see `collective_seconds`."""
 
     latency: PositiveNumber
     """Seconds of each step of its ring or chain."""
     bandwidth: PositiveNumber
     """Bytes per second that the busiest rank sends."""
     ranks: StrictCount = 2
-    """Between so many ranks, on one node, the curve was measured."""
+    """The number of ranks, on one node, between which the curve was measured."""
     curve: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
-    """Bytes of a whole exchange and its seconds, ascending: what its size makes of the two figures
-    above."""
+    """Pairs of the bytes of a whole exchange and its seconds, ascending. Between its ends the curve
+    replaces latency and bandwidth."""
     after_work: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
-    """The same where ranks have computed since the last exchange, so that one waits for another."""
+    """The same for ranks that have computed since the last exchange, and so wait for each other."""
     issue: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds beside it: of an all-gather and a reduce-scatter in the hooks of `fully_shard`, of a
-    send in an action of a pipeline's schedule. On a GPU they hide behind what it computes."""
+    """Additional seconds on the CPU: of an all-gather or a reduce-scatter in the hooks of
+    `fully_shard`, of a send in an action of a pipeline's schedule. On a GPU they overlap with its
+    computation."""
 
 
 class Link(ConfigSection):
-    """How two devices talk."""
+    """The link between two devices."""
 
     latency: PositiveNumber
-    """Seconds until the first byte is there."""
+    """Seconds until the first byte arrives."""
     bandwidth: PositiveNumber
     """Bytes per second and device, each direction, as in the data sheet."""
     efficiency: Efficiency = 0.8
-    """The share of it that large messages reach. The default is an assumption; 1 where
+    """The share of the bandwidth that large messages reach. The default is an assumption; 1 if
     `bandwidth` was measured."""
     kinds: dict[CommOp, LinkSpec] = Field(default_factory=dict)
-    """Of exchanges that were measured by themselves; the others have the figures above."""
+    """Figures of the exchanges that were measured separately; others use those of the link."""
 
     def of(self, kind: CommOp) -> Link:
-        """The link as one kind of exchange finds it."""
+        """Return the link with the figures of one kind of exchange."""
         measured = self.kinds.get(kind)
         if measured is None:
             return self
@@ -191,28 +193,28 @@ class Cluster(ConfigSection):
 
     name: str
     source: str
-    """Where the figures come from."""
+    """The source of the figures."""
     caveat: str = ""
-    """Why they may be wrong; said wherever seconds are told by them."""
+    """Why the figures may be wrong; printed with every forecast of seconds by them."""
     device: DeviceSpec
     node: NodeSpec
     inside: Link
     """Between the devices of a node."""
     between: Link | None = None
-    """Between devices of different nodes; null where there is one node."""
+    """Between devices of different nodes; null if there is one node."""
 
     @model_validator(mode="after")
-    def _has_a_way_to_the_host(self) -> Cluster:
+    def _has_host_link(self) -> Cluster:
         if self.device.kind == "cuda" and self.node.host_link is None:
             raise ValueError(
-                "node.host_link is missing: device.kind is cuda, and what is offloaded goes over "
-                "it; write its bytes per second and device, as 25e9"
+                "node.host_link is missing: device.kind is cuda, and offloaded tensors are copied "
+                "over it; write its bytes per second and device, as 25e9"
             )
         return self
 
 
 def cluster_names() -> list[str]:
-    """The names of the clusters that come along."""
+    """Return the names of the clusters that come with bigtrain."""
     return preset_names(PRESET_FOLDER)
 
 
@@ -223,8 +225,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         name_or_path: one of `cluster_names`, or the path of a YAML file.
 
     Raises:
-        ConfigError: there is no such cluster, a figure is missing, is no positive number, or is
-            one that nobody knows; with the file, the key and the fix.
+        ConfigError: there is no such cluster, a figure is missing or no positive number, or a key
+            is unknown; the message has the file, the key and the fix.
     """
     tree = read_preset(PRESET_FOLDER, name_or_path, "--cluster")
     is_name = name_or_path in cluster_names()
@@ -239,24 +241,24 @@ def _refusal(error: ValidationError, tree: ConfigTree, shown: str) -> str:
     """One line for the first of pydantic's complaints: file and line, key, reason, fix."""
     first = error.errors()[0]
     path = tuple(str(part) for part in first["loc"])
-    place, key = tree.origin(path) or shown, ".".join(path)
+    origin, key = tree.origin(path) or shown, ".".join(path)
     if first["type"] == "extra_forbidden":
         known = _keys_at(path[:-1])
         return (
-            f"{place}: a cluster has no key {key!r}{did_you_mean(path[-1], known)} "
+            f"{origin}: a cluster has no key {key!r}{did_you_mean(path[-1], known)} "
             f"Known there: {', '.join(known)}."
         )
     if first["type"] == "missing":
-        return f"{place}: {key} is missing. Write it; {_known_there(path)}."
+        return f"{origin}: {key} is missing. Write it; {_known_keys(path)}."
     reason = str(first["msg"]).removeprefix("Value error, ")
-    if _keys_at(path) and first["type"] == "value_error":  # a check across keys, which names them
-        return f"{place}: {reason}."
-    return f"{place}: {key}: {reason[:1].lower()}{reason[1:]} (got {first['input']!r})."
+    if _keys_at(path) and first["type"] == "value_error":  # a check of several keys names them
+        return f"{origin}: {reason}."
+    return f"{origin}: {key}: {reason[:1].lower()}{reason[1:]} (got {first['input']!r})."
 
 
-def _known_there(path: tuple[str, ...]) -> str:
-    where = ".".join(path[:-1]) or "a cluster"
-    return f"{where} has the keys {', '.join(_keys_at(path[:-1]))}"
+def _known_keys(path: tuple[str, ...]) -> str:
+    section = ".".join(path[:-1]) or "a cluster"
+    return f"{section} has the keys {', '.join(_keys_at(path[:-1]))}"
 
 
 def _keys_at(path: tuple[str, ...]) -> list[str]:
@@ -271,7 +273,7 @@ def _keys_at(path: tuple[str, ...]) -> list[str]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, where it holds one: `Link | None` is a Link."""
+    """The section of a field, if it is one: `Link | None` is a `Link`."""
     kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -1,15 +1,15 @@
-"""How long an exchange between ranks takes, by latency and bandwidth of the links.
+"""The seconds of an exchange between ranks, by latency and bandwidth of the links.
 
-The model of Thakur et al. 2005 (Optimization of Collective Communication Operations in MPICH): a
-message of S bytes takes alpha + S/b, b being the bytes per second that a device sends while it
-receives as many. In a ring of n ranks an all-gather or a reduce-scatter of S bytes altogether
-takes n-1 such steps with S/n bytes in each; an all-reduce is one after the other. Patarasu and
-Yuan 2009 (Bandwidth optimal all-reduce algorithms for clusters of workstations) show that no
-all-reduce sends fewer bytes than the 2 (n-1)/n S of each rank.
+The model is that of Thakur et al. 2005 (Optimization of Collective Communication Operations in
+MPICH): a message of S bytes takes alpha + S/b, where b is the bytes per second that a device sends
+while it receives at the same rate. In a ring of n ranks an all-gather or a reduce-scatter of S
+bytes takes n-1 such steps with S/n bytes in each; an all-reduce is a reduce-scatter followed by an
+all-gather. Patarasu and Yuan 2009 (Bandwidth optimal all-reduce algorithms for clusters of
+workstations) show that no all-reduce sends fewer bytes than the 2 (n-1)/n S of each rank.
 
-A group over several nodes goes through them in three stages, so that each device of a node sends
-its own part over its own link: a reduce-scatter inside the nodes, an all-reduce between them, an
-all-gather inside; other exchanges have the stages that they need.
+An all-reduce in a group over several nodes has three stages, so that each device of a node sends
+one part over its link: a reduce-scatter inside the nodes, an all-reduce between them, an all-gather
+inside. Other exchanges have the stages that they need.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ from bigtrain.machine.cluster import Cluster, CommOp, Link
 
 @dataclass(frozen=True)
 class NodeSpread:
-    """How a group of ranks lies on the nodes."""
+    """The distribution of a group's ranks over nodes."""
 
     nodes: int
-    """How many nodes have ranks of the group."""
+    """The number of nodes with ranks of the group."""
     most: int
-    """Ranks on the node with most of them."""
+    """Ranks on the node with the most of them."""
     least: int
-    """Ranks on the node with fewest: so many send between the nodes at once."""
+    """Ranks on the node with the fewest: this many send between the nodes at once."""
 
 
 def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
-    """How the first of the groups lies on nodes: its ranks are 0, stride, 2 stride, ...
+    """Return the distribution of an axis' first group, whose ranks are 0, stride, 2 stride, ...
 
-    The axes of a mesh are (dp, pp, tp), the last the fastest, and ranks are dealt to nodes in
-    order: a tp group has stride 1, a pp group tp, a dp group pp * tp. The other groups of an axis
-    lie alike where `ranks * stride` divides the devices of a node or is a multiple of them.
+    The axes of a mesh are (dp, pp, tp), the last the fastest, and nodes are filled in the order of
+    ranks: a tp group has stride 1, a pp group tp, a dp group pp * tp. The other groups of an axis
+    have the same distribution if `ranks * stride` divides the devices of a node, or is a multiple
+    of them.
 
     Args:
-        ranks: of the group.
-        stride: from one rank of it to the next.
-        devices: of a node.
+        ranks: the number of ranks of the group.
+        stride: the distance from one rank of the group to the next.
+        devices: the number of devices of a node.
+
+    Raises:
+        ValueError: a number is below 1.
     """
     if min(ranks, stride, devices) < 1:
         raise ValueError(f"ranks={ranks} stride={stride} devices={devices}: each is 1 or more")
@@ -65,7 +69,7 @@ def collective_seconds(
     *,
     after_work: bool = False,
 ) -> float:
-    """Seconds that an exchange takes when nothing else goes on; 0 in a group of one.
+    """Return the seconds of an exchange on idle links; 0 in a group of one.
 
     With S bytes and n ranks on one node, alpha the latency and b the rate of the link:
 
@@ -78,17 +82,18 @@ def collective_seconds(
     the nodes there are rings of m, of which each carries S/k, and inside rings of k with all of S.
 
     Args:
-        kind: what is done.
-        nbytes: S of all calls together: the whole tensor, as it is before a reduce-scatter and
+        kind: the kind of exchange.
+        nbytes: S, summed over all calls: the whole tensor, as it is before a reduce-scatter and
             after an all-gather.
-        ranks: of the group.
-        stride: from one rank of the group to the next; see `spread_over_nodes`.
-        cluster: devices of a node, and the links.
-        calls: messages; each has the latency once more.
-        after_work: ranks compute between two of them; see `LinkSpec.after_work`.
+        ranks: the number of ranks of the group.
+        stride: the distance from one rank of the group to the next; see `spread_over_nodes`.
+        cluster: has the devices of a node, and the links.
+        calls: the number of messages; each adds the latency.
+        after_work: whether ranks compute between two messages; see `LinkSpec.after_work`.
 
     Raises:
         ConfigError: the group spans nodes, and the cluster has no link between them.
+        ValueError: bytes or calls are below 0.
     """
     if nbytes < 0 or calls < 0:
         raise ValueError(f"nbytes={nbytes} calls={calls}: neither is below 0")
@@ -100,8 +105,8 @@ def collective_seconds(
     if cluster.between is None:
         raise ConfigError(
             f"cluster {cluster.name} is one node of {cluster.node.devices} devices, and {ranks} "
-            f"ranks with a distance of {stride} need {node_spread.nodes} nodes. Give it a link: "
-            "between: {latency: 1e-5, bandwidth: 50e9}, or plan fewer ranks."
+            f"ranks with a distance of {stride} need {node_spread.nodes} nodes. Add a link to its "
+            "file: between: {latency: 1e-5, bandwidth: 50e9}, or plan fewer ranks."
         )
     return _over_nodes(kind, cluster.inside, cluster.between, node_spread, nbytes, calls)
 
@@ -109,19 +114,22 @@ def collective_seconds(
 def _over_nodes(
     kind: CommOp, inside: Link, between: Link, node_spread: NodeSpread, nbytes: float, calls: int
 ) -> float:
-    """Stage by stage; the fullest node's ring is the slowest, and the emptiest has fewest links."""
+    """The sum of the stages.
+
+    The node with most ranks has the slowest ring, the one with fewest the fewest links.
+    """
     if kind == "send":
         return _on_one("send", between, 2, nbytes, calls)
     across = _on_one(kind, between, node_spread.nodes, nbytes / node_spread.least, calls)
     half = _on_one("all_gather", inside, node_spread.most, nbytes, calls)
-    # To scatter, or to gather, takes as long; one of the two is needed, or both.
+    # A reduce-scatter takes as long as an all-gather; an exchange needs one of the two, or both.
     return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
 
 
 def _on_one(
     kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int, *, after_work: bool = False
 ) -> float:
-    """A ring or a chain over links of one kind."""
+    """The seconds of a ring or a chain over links of one kind."""
     if ranks == 1:
         return 0.0
     seconds = _by_formula(kind, link.of(kind), ranks, nbytes, calls)
@@ -145,7 +153,7 @@ def _by_formula(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int)
 
 
 def _on_curve(curve: Sequence[tuple[float, float]], nbytes: float, otherwise: float) -> float:
-    """Seconds between measured sizes; outside of them what is said otherwise."""
+    """The seconds between measured sizes, interpolated; outside of them `otherwise`."""
     for (low, before), (high, after) in pairwise(curve):
         if low <= nbytes <= high:
             return before + (after - before) * (nbytes - low) / (high - low)
@@ -153,12 +161,12 @@ def _on_curve(curve: Sequence[tuple[float, float]], nbytes: float, otherwise: fl
 
 
 def sent_bytes(kind: CommOp, nbytes: float, ranks: int) -> float:
-    """Bytes that the busiest rank of a ring sends; the volume that theories of ZeRO count.
+    """Return the bytes that the busiest rank of a ring sends: the volume in papers on ZeRO.
 
     Args:
-        kind: what is done.
-        nbytes: of the whole tensor; see `collective_seconds`.
-        ranks: of the group.
+        kind: the kind of exchange.
+        nbytes: the bytes of the whole tensor; see `collective_seconds`.
+        ranks: the number of ranks of the group.
     """
     if ranks == 1:
         return 0.0

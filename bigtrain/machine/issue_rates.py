@@ -1,8 +1,8 @@
-"""What it costs on a CPU to issue an exchange, beside the exchange itself.
+"""The seconds that a CPU takes to issue an exchange, in addition to those of the exchange.
 
-`link_rates` calls exchanges by themselves. `fully_shard` runs hooks around each unit and looks up
-what belongs to it; an action of a pipeline's schedule looks up tables and walks the graph. On a GPU
-that goes on while the device computes. All functions are collective.
+`link_rates` measures bare exchanges. In a step, `fully_shard` runs hooks around each unit and looks
+up its parameters; an action of a pipeline's schedule looks up tables and walks the autograd graph.
+On a GPU this overlaps with computation. All functions are collective.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from bigtrain.ranks.context import RunContext
 
 WIDTH = 32
-"""Of layers that have hardly any work."""
+"""The width of layers whose computation takes almost no time."""
 UNITS = 12
+"""The number of layers that are sharded."""
 STAGES, MICRO_BATCHES = 4, 2
 """Stages of a rank, and micro-batches for each rank."""
 
 
 def unit_seconds(context: RunContext, gather: float, reduce: float) -> tuple[float, float]:
-    """Seconds to issue an all-gather, and a reduce-scatter, in the hooks of `fully_shard`.
+    """Return the seconds to issue an all-gather and a reduce-scatter in the hooks of `fully_shard`.
 
     Args:
-        context: of all ranks, over which units are sharded.
-        gather: seconds of an all-gather of so few numbers by itself.
-        reduce: the same of a reduce-scatter.
+        context: of all ranks; the layers are sharded over them.
+        gather: the seconds of a bare all-gather of as few numbers.
+        reduce: the seconds of a bare reduce-scatter of as few numbers.
+
+    Raises:
+        ValueError: there is only one rank.
     """
     group = context.group()
     if group is None:
-        raise ValueError("one rank has nobody to shard with")
+        raise ValueError("one rank cannot shard: at least 2 are needed")
     mesh = DeviceMesh.from_group(group, context.device.type)
     rows = torch.ones(8, WIDTH)
 
@@ -54,17 +58,18 @@ def unit_seconds(context: RunContext, gather: float, reduce: float) -> tuple[flo
 
         return run
 
-    plain, once, twice = _in_turn([step(gathers) for gathers in range(3)])
+    # A step without shards; with one all-gather of each layer; with one more in the backward pass.
+    plain, once, twice = _alternating([step(gathers) for gathers in range(3)])
     again = (twice - once) / UNITS
     return max(0.0, again - gather), max(0.0, (once - plain) / UNITS - again - reduce)
 
 
 def action_seconds(context: RunContext, send: float) -> float:
-    """Seconds of an action of a pipeline's schedule beside its computing and its message.
+    """Return the seconds of an action of a pipeline's schedule without computation and message.
 
     Args:
         context: of all ranks; each has several stages.
-        send: seconds of a small message.
+        send: the seconds of a small message.
     """
     ranks, micro_batches = context.world_size, MICRO_BATCHES * context.world_size
     count, rows = STAGES * ranks, torch.ones(micro_batches, WIDTH)
@@ -79,21 +84,21 @@ def action_seconds(context: RunContext, send: float) -> float:
     schedule = ScheduleInterleaved1F1B(stages, micro_batches, loss)  # type: ignore[arg-type]
 
     def step() -> None:
-        given = (rows,) if context.rank == 0 else ()
-        schedule.step(*given, target=rows if context.rank == ranks - 1 else None)
+        inputs = (rows,) if context.rank == 0 else ()
+        schedule.step(*inputs, target=rows if context.rank == ranks - 1 else None)
 
-    (seconds,) = _in_turn([step], warm=1, times=5)
-    # There and back; a rank is idle at the beginning and at the end for one action of each other.
+    (seconds,) = _alternating([step], warm=1, times=5)
+    # Forward and backward; in the bubble a rank idles for one action of each other rank.
     actions = 2 * (STAGES * micro_batches + ranks - 1)
     return max(0.0, seconds / actions - send)
 
 
-def _in_turn(steps: Sequence[Callable[[], None]], warm: int = 2, times: int = 8) -> list[float]:
-    """The usual seconds of each."""
+def _alternating(steps: Sequence[Callable[[], None]], warm: int = 2, times: int = 8) -> list[float]:
+    """The median seconds of each step; they alternate, so that all see the same machine."""
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(warm + times):
-        for step, own in zip(steps, taken, strict=True):
+        for step, seconds in zip(steps, taken, strict=True):
             began = time.perf_counter()
             step()
-            own.append(time.perf_counter() - began)
-    return [statistics.median(own[warm:]) for own in taken]
+            seconds.append(time.perf_counter() - began)
+    return [statistics.median(seconds[warm:]) for seconds in taken]

@@ -1,4 +1,4 @@
-"""A library of which more is used than it promises: which names, and seen in which versions."""
+"""A library whose internals bigtrain uses: the names, and the versions known to have them."""
 
 from __future__ import annotations
 
@@ -19,71 +19,73 @@ from bigtrain.machine.versions import installed_version
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A name of another library's that its next version may be without."""
+    """A name inside a library that its next version may lack."""
 
     path: str
-    """Dotted; what only objects have stands behind their class."""
+    """The dotted path; an attribute that only objects have follows their class."""
     use: Literal["read", "replace"]
-    """Read or called; or given another value, or another function in its place."""
+    """Whether bigtrain reads or calls it, or replaces it."""
     why: str
+    """The purpose, for the message if it is missing."""
 
 
 def foreign_names(
     use: Literal["read", "replace"], why: str, owner: str, names: str
 ) -> Sequence[ForeignName]:
-    """Several names of one module or class that are used for the same end.
+    """Return several names of one module or class that serve one purpose.
 
     Args:
         use: see `ForeignName`.
-        why: the end.
+        why: the purpose.
         owner: the dotted path of the module or class.
-        names: in it, with spaces between them.
+        names: its attributes, separated by spaces.
     """
     return [ForeignName(f"{owner}.{name}", use, why) for name in names.split()]
 
 
 @dataclass(frozen=True)
 class ForeignLibrary:
-    """What is used of a library, and in which of its versions that was seen to work."""
+    """The names that bigtrain uses inside a library, and the versions that were tested."""
 
     name: str
     oldest: str
-    """The oldest version that was seen to work."""
+    """The oldest version that was tested."""
     below: str
-    """The first version that may be another; none from there on was seen."""
+    """The first version that was not tested."""
     names: tuple[ForeignName, ...]
 
     @property
     def requirement(self) -> str:
-        """As pip takes it."""
+        """The tested versions as a requirement for pip."""
         return f"{self.name}>={self.oldest},<{self.below}"
 
     @property
     def fix(self) -> str:
-        """The command that installs a version which was seen to work."""
+        """The command that installs a tested version."""
         return f'pip install "{self.requirement}"'
 
     def warning(self) -> str | None:
-        """One line where the installed version is none that was seen to work; imports nothing."""
+        """Return a warning if the installed version was not tested; nothing is imported."""
         version = installed_version(self.name)
         if version is None or (_release(self.oldest) <= _release(version) < _release(self.below)):
             return None
         return (
-            f"{self.name} {version} is installed, and was never tried here: {self.requirement} was "
-            f"seen to work. All names that are used of it are there. If it fails: `{self.fix}`."
+            f"{self.name} {version} is installed and was never tested with bigtrain: "
+            f"{self.requirement} was. It has all names that bigtrain uses. If it fails: "
+            f"`{self.fix}`."
         )
 
     def missing_names(self) -> Sequence[str]:
-        """The names that lead nowhere in what is installed. Imports what has them."""
+        """Return the names that the installed version lacks. Imports the modules that have them."""
         return _missing(tuple(name.path for name in self.names))
 
     def does_not_load(self, error: Exception, user: str, instead: str) -> ConfigError:
-        """To be raised where the library is not installed, or does not load here.
+        """Return the error to raise if the library is not installed, or cannot be imported.
 
         Args:
-            error: what its import raised.
-            user: the key with its value that wants the library.
-            instead: what else the user can do, as the end of a sentence.
+            error: the exception of its import.
+            user: the key with its value that needs the library.
+            instead: an alternative for the user, as the end of a sentence.
         """
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return ConfigError(
@@ -92,14 +94,14 @@ class ForeignLibrary:
         )
 
     def refuse_missing(self, user: str, instead: str) -> None:
-        """Refuse a version that is without one of the names. Imports what has them.
+        """Refuse a version that lacks one of the names. Imports the modules that have them.
 
         Args:
             user: see `does_not_load`.
-            instead: the same.
+            instead: see `does_not_load`.
 
         Raises:
-            ConfigError: with the first name that is missing.
+            ConfigError: a name is missing; the message has the first one.
         """
         missing = self.missing_names()
         if not missing:
@@ -108,7 +110,7 @@ class ForeignLibrary:
         name = next(name for name in self.names if name.path == missing[0])
         raise ConfigError(
             f"{user}: {self.name} {installed_version(self.name)} has no {name.path}{more}, which "
-            f"is needed ({name.use}: {name.why}). {self.requirement} was seen to work. "
+            f"is needed ({name.use}: {name.why}). {self.requirement} was tested. "
             f"Run `{self.fix}`, or {instead}."
         )
 
@@ -119,9 +121,9 @@ def _missing(paths: tuple[str, ...]) -> Sequence[str]:
 
 
 def _is_there(path: str) -> bool:
-    """Whether a dotted path leads somewhere.
+    """Whether a dotted path exists.
 
-    An attribute that is made for an object counts as there if a method of its class names it.
+    An attribute that only objects have exists if a method of their class names it.
     """
     first, *rest = path.split(".")
     value: Any = import_module(first)
@@ -139,7 +141,7 @@ def _is_there(path: str) -> bool:
 
 @cache
 def _named_by(kind: type) -> frozenset[str]:
-    """All names in the code of a class and of those that it inherits from."""
+    """All names in the code of a class and of its bases."""
     codes = [
         function.__code__
         for base in kind.__mro__
@@ -155,7 +157,7 @@ def _named_by(kind: type) -> frozenset[str]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version without trailing zeros; what else is in it counts as nothing."""
+    """The leading numbers of a version, without trailing zeros."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     release = [int(number) for number in numbers.group().split(".")] if numbers else []
     while release and not release[-1]:
@@ -165,7 +167,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def changed_environment(**values: str) -> Iterator[None]:
-    """Give variables of the environment other values for a while."""
+    """Set environment variables for the length of a `with` block."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -179,7 +181,7 @@ def changed_environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, **values: object) -> Iterator[None]:
-    """Give attributes other values for a while."""
+    """Set attributes for the length of a `with` block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

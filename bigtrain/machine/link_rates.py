@@ -1,15 +1,15 @@
-"""How fast the ranks of this machine talk: the time of small and of large exchanges.
+"""The speed of the links between ranks of this machine: seconds of small and of large exchanges.
 
-`bigtrain.machine.rates` runs it in a process of its own, which starts the ranks; each rank is
-this file again:
+`bigtrain.machine.rates` runs this file in a separate process, which starts the ranks; each rank
+runs this file again:
 
     python bigtrain/machine/link_rates.py --start N ANSWER DEVICE
     python bigtrain/machine/link_rates.py ANSWER DEVICE          as a rank
 
 ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
-all-reduce, and "kinds": the same two of each exchange by its name, "curve", the seconds of some
-sizes between, [[bytes, seconds], ...], "after_work", a curve where ranks have computed before, and
-"issue", seconds: see `bigtrain.machine.cluster.LinkSpec`.
+all-reduce, and "kinds", which has for each kind of exchange the same two; "curve", the seconds of
+some sizes, [[bytes, seconds], ...]; "after_work", the same after computation; and "issue", in
+seconds. See `bigtrain.machine.cluster.LinkSpec`.
 """
 
 import os
@@ -42,45 +42,51 @@ from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 LARGE = 2**25
-"""Bytes of the large message: as a bucket of gradients."""
+"""Bytes of the large message: the size of a bucket of gradients."""
 CURVE = (2**14, 2**17, 2**20, 2**23, LARGE)
-"""Bytes of the messages that a curve is of: what lies between has neither of the two figures."""
+"""Bytes of the messages of a curve: neither latency nor bandwidth predicts sizes in between."""
 WORK = 1536, 1024, 1024
-"""Sizes of the product that is computed before an exchange, as a block is in a step: caches hold
-something else when it begins, and ranks do not come to it at the same moment. On two cores an
-all-gather of a block's parameters takes twice as long so as right after another."""
+"""Sizes of the product that is computed before an exchange, like a block in a step: it replaces the
+content of caches, and ranks do not begin the exchange at the same moment. On two cores an
+all-gather of a block's parameters takes twice as long after it as after another all-gather."""
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks, or be one of them; returns the exit status."""
+    """Start the ranks, or run as one of them; returns the exit status."""
     if arguments[0] == "--start":
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, kind = arguments
     placement = detect_rank_info(os.environ)
-    place = cast(Literal["cpu"] | Kind, kind)
-    with connect(placement, device=place, setup_timeout=60, timeout=60) as context:
-        others = _others_work(context)
-        found = {kind: _rates(context, kind, others) for kind in get_args(CommOp)}
+    device = cast(Literal["cpu"] | Kind, kind)
+    with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
+        shared_work = _shared_work_seconds(context)
+        kinds = {kind: _rates(context, kind, shared_work) for kind in get_args(CommOp)}
         if context.device.type == "cpu":
-            _add_issue(context, found)
+            _add_issue(context, kinds)
         if context.is_main:
-            whole = {key: found["all_reduce"][key] for key in ("latency", "bytes")}
-            told = {"ranks": context.world_size, **whole, "kinds": found}
-            Path(answer).write_text(json.dumps(told), "utf-8")
+            all_reduce = {key: kinds["all_reduce"][key] for key in ("latency", "bytes")}
+            figures = {"ranks": context.world_size, **all_reduce, "kinds": kinds}
+            Path(answer).write_text(json.dumps(figures), "utf-8")
     return 0
 
 
-def _rates(context: RunContext, kind: CommOp, others: float | None) -> dict[str, Any]:
-    """Of one kind of exchange; collective. See `_others_work`."""
+def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict[str, Any]:
+    """The figures of one kind of exchange; collective.
+
+    Args:
+        context: of this rank.
+        kind: the kind of exchange.
+        shared_work: from `_shared_work_seconds`.
+    """
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
     curve = []
     for nbytes in CURVE:
-        # A whole number of them for each rank.
+        # Each rank has the same number of them.
         numbers = nbytes // 4 // context.world_size * context.world_size
         curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
     after_work = []
     for nbytes, alone in ((4 * context.world_size, latency), *curve[1:]):
-        seconds = _seconds_after_work(context, kind, nbytes // 4, others)
+        seconds = _seconds_after_work(context, kind, nbytes // 4, shared_work)
         after_work.append((nbytes, max(alone, seconds)))
     nbytes, seconds = curve[-1]
     rate = sent_bytes(kind, nbytes, context.world_size) / seconds
@@ -88,36 +94,36 @@ def _rates(context: RunContext, kind: CommOp, others: float | None) -> dict[str,
     return {"latency": latency, "bytes": rate, **curves, "issue": 0.0}
 
 
-def _add_issue(context: RunContext, found: dict[CommOp, dict[str, Any]]) -> None:
-    """What `LinkSpec.issue` says."""
-    send, gather, reduce = (found[kind] for kind in ("send", "all_gather", "reduce_scatter"))
+def _add_issue(context: RunContext, kinds: dict[CommOp, dict[str, Any]]) -> None:
+    """Measure `LinkSpec.issue` of the kinds that have it."""
+    send, gather, reduce = (kinds[kind] for kind in ("send", "all_gather", "reduce_scatter"))
     send["issue"] = action_seconds(context, send["latency"])
     gather["issue"], reduce["issue"] = unit_seconds(context, gather["latency"], reduce["latency"])
 
 
 def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:
-    """The usual time of an exchange of so many numbers; collective."""
+    """The median seconds of an exchange of so many numbers; collective."""
     taken = _times(context, kind, numbers, warm=warm, times=times, before=None)
-    return statistics.median(exchange for _, exchange in taken) / _ways(kind)
+    return statistics.median(exchange for _, exchange in taken) / _directions(kind)
 
 
 def _seconds_after_work(
-    context: RunContext, kind: CommOp, numbers: int, others: float | None
+    context: RunContext, kind: CommOp, numbers: int, shared_work: float | None
 ) -> float:
-    """The same where ranks have computed before: what they wait for one another is in it."""
+    """The mean seconds after computation, with the time that ranks wait for each other."""
     compute = _product(context.device)
-    times = 12 if others is None else 6  # each is so much longer there
+    times = 12 if shared_work is None else 6  # rounds take longer on shared cores
     taken = _times(context, kind, numbers, warm=1, times=times, before=compute)
-    if others is not None:
-        rounds = [work + exchange - others for work, exchange in taken]
+    if shared_work is not None:
+        rounds = [work + exchange - shared_work for work, exchange in taken]
     else:
         rounds = [exchange for _, exchange in taken]
-    # They wait now long, now not at all: all of it counts, but for what is far out.
-    return statistics.fmean(sorted(rounds)[:-1]) / _ways(kind)
+    # The waiting varies and all of it counts, so the mean; without the slowest round, an outlier.
+    return statistics.fmean(sorted(rounds)[:-1]) / _directions(kind)
 
 
-def _ways(kind: CommOp) -> int:
-    """There and back: what is received cannot be told from what is waited for otherwise."""
+def _directions(kind: CommOp) -> int:
+    """A send is timed forward and backward: the receiver cannot see when the sender began."""
     return 2 if kind == "send" else 1
 
 
@@ -130,7 +136,7 @@ def _times(
     times: int,
     before: Callable[[], None] | None,
 ) -> list[tuple[float, float]]:
-    """Seconds of what is done before, and of the exchange, of each round; collective."""
+    """The seconds of the work before an exchange, and of the exchange, by round; collective."""
     whole = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
     taken = []
@@ -146,7 +152,7 @@ def _times(
 
 
 def _product(device: torch.device) -> Callable[[], None]:
-    """What is computed before an exchange."""
+    """Return a function that computes the product of `WORK`."""
     rows, inner, columns = WORK
     left, right = torch.ones(rows, inner, device=device), torch.ones(inner, columns, device=device)
 
@@ -157,11 +163,11 @@ def _product(device: torch.device) -> Callable[[], None]:
     return compute
 
 
-def _others_work(context: RunContext) -> float | None:
-    """Seconds of the product where ranks take turns on the cores; None where each has its own.
+def _shared_work_seconds(context: RunContext) -> float | None:
+    """The seconds of all ranks' products if ranks share cores; None if each rank has a core.
 
-    Who waits leaves the cores to others: of a round there, only what is no computing counts.
-    Collective.
+    A rank that waits leaves its core to others, so that the work of all of them is part of a
+    round, and is subtracted from it. Collective.
     """
     cores = usable_cores()
     if context.device.type != "cpu" or context.world_size <= cores:
@@ -170,7 +176,7 @@ def _others_work(context: RunContext) -> float | None:
     for _ in range(6):
         context.barrier()
         began = time.perf_counter()
-        if context.rank < cores:  # as many as there are cores, the others wait
+        if context.rank < cores:  # one rank for each core; the others wait
             compute()
             taken.append(time.perf_counter() - began)
     context.barrier()
@@ -178,20 +184,20 @@ def _others_work(context: RunContext) -> float | None:
 
 
 def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:
-    """One exchange among all ranks; a send goes there and back, between the first two.
+    """Do one exchange among all ranks; a send goes from rank 0 to rank 1 and back.
 
     Args:
         context: of this rank.
-        kind: what is done.
+        kind: the kind of exchange.
         whole: the tensor before a reduce-scatter, and after an all-gather.
         share: this rank's part of it, 1/n of its numbers.
 
     Raises:
-        ValueError: there is one rank.
+        ValueError: there is only one rank.
     """
     group = context.group()
     if group is None:
-        raise ValueError("one rank has nobody to talk to")
+        raise ValueError("one rank cannot exchange: at least 2 are needed")
     if kind == "all_reduce":
         dist.all_reduce(whole, group=group)
     elif kind == "all_gather":

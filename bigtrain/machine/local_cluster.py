@@ -1,4 +1,4 @@
-"""The machine at hand as a cluster of one node, from the rates that were measured on it."""
+"""A cluster of one node that describes this machine, from the rates that were measured on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from bigtrain.devices import capacity_bytes, device_count, device_names, processors
 from bigtrain.errors import ConfigError
-from bigtrain.machine.busy import others_in_words
+from bigtrain.machine.busy import describe_others
 from bigtrain.machine.cluster import Cluster, DeviceSpec, Flops, Link, NodeSpec
 from bigtrain.machine.rate_cache import cached_rates, measured_rates
 from bigtrain.machine.rates import MeasuredRates, cpu_name, usable_cores
@@ -19,20 +19,20 @@ from bigtrain.units import GIB, MIB, format_bytes
 LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 5e-6}
 """Seconds of the smallest operation, issued from Python: an assumption."""
 MAX_LINKED_RANKS = 8
-"""Ranks on one CPU between which links are measured; more of them are taken to talk as these do."""
+"""The most ranks on one CPU between which links are measured; more are taken to be as fast."""
 PROCESS_BYTES = {"cuda": 2 * GIB, "cpu": 512 * MIB}
-"""Bytes that are no tensors: an assumption. On a CPU the interpreter with torch loaded."""
+"""Bytes of a process that are no tensors: an assumption. On a CPU, the interpreter with torch."""
 
 
 def measure_local_cluster(ranks: int | None = None) -> Cluster:
-    """The machine at hand. Measures its rates where none are kept, which takes some seconds.
+    """Return this machine; its rates are measured if none are cached, which takes some seconds.
 
     Args:
-        ranks: of a CPU that shares its cores, how many ranks there will be; left out, one for each
-            core. On a machine with GPUs there is one for each GPU.
+        ranks: the number of ranks that share the CPU; None for one for each core. On a machine
+            with GPUs there is one for each GPU.
 
     Raises:
-        ConfigError: something could not be measured.
+        ConfigError: a rate could not be measured.
     """
     rates = measured_rates(ranks=None if ranks is None else min(ranks, MAX_LINKED_RANKS))
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -50,11 +50,11 @@ def measure_local_cluster(ranks: int | None = None) -> Cluster:
 
 
 def cached_local_cluster(ranks: int, device_type: str) -> Cluster | None:
-    """The machine at hand by rates that are kept; None without any. Nothing is measured.
+    """Return this machine by its cached rates; None without any. Nothing is measured.
 
     Args:
-        ranks: of this node.
-        device_type: 'cuda' or 'cpu', whose rates are wanted.
+        ranks: the number of ranks of this node.
+        device_type: 'cuda' or 'cpu'; rates of the other do not count.
 
     Raises:
         ConfigError: see `cluster_from_rates`.
@@ -85,29 +85,29 @@ def cluster_from_rates(
     device_name: str | None = None,
     device_processors: int | None = None,
 ) -> Cluster:
-    """A cluster of one node with the rates that were measured on it; nothing is measured here.
+    """Return a cluster of one node with these rates.
 
     Args:
         rates: of this machine.
         devices: GPUs of the node, or ranks that share its CPU.
-        host_memory: bytes of the host.
-        device_memory: bytes of a GPU; on a CPU a rank has an equal share of the host's.
-        device_name: left out, the processor's.
-        device_processors: of a GPU: products that do not fill all of them reach less than the rate
-            that was measured. Left out, all reach it.
+        host_memory: bytes of the host's memory.
+        device_memory: bytes of a GPU's memory; on a CPU a rank has an equal share of the host's.
+        device_name: the GPU's name; None for the processor's.
+        device_processors: a GPU's multiprocessors: products that do not fill all of them do not
+            reach the measured rate. None: all products reach it.
 
     Raises:
-        ConfigError: something that is needed could not be measured.
+        ConfigError: a needed rate could not be measured, or the memory is too small.
     """
     kind: Literal["cuda", "cpu"] = "cpu" if rates.device == "cpu" else "cuda"
     if kind == "cuda" and device_memory is None:
-        raise ConfigError("a GPU's device_memory is missing. Give its bytes.")
+        raise ConfigError("device_memory is missing: a GPU needs it. Pass its bytes.")
     memory = device_memory or host_memory // devices
     if memory <= PROCESS_BYTES[kind]:
         raise ConfigError(
             f"--devices {devices}: each has {format_bytes(memory)} of this machine's "
-            f"{format_bytes(host_memory)}, and a process takes "
-            f"{format_bytes(PROCESS_BYTES[kind])} without any tensor. "
+            f"{format_bytes(host_memory)}, and a process without tensors takes "
+            f"{format_bytes(PROCESS_BYTES[kind])}. "
             f"Use --devices {max(1, host_memory // PROCESS_BYTES[kind] - 1)} or fewer, "
             "or --cluster and a file."
         )
@@ -116,7 +116,7 @@ def cluster_from_rates(
     return Cluster(
         name="here",
         source=f"measured on {platform.node() or 'this machine'} by bigtrain doctor",
-        caveat=others_in_words(rates.others_cores),
+        caveat=describe_others(rates.others_cores),
         device=DeviceSpec(
             name=device_name or cpu_name(),
             kind=kind,
@@ -142,18 +142,18 @@ def cluster_from_rates(
 
 
 def _link(rates: MeasuredRates) -> Link:
-    """The links by the steps that each kind of exchange has, one after the other."""
+    """The link: the latency of one step of each kind of exchange, from that of all its steps."""
     ring = rates.link_ranks - 1
     steps = {"all_reduce": 2 * ring, "send": 1}
     latency = _needed(rates, "link", rates.link_latency) / steps["all_reduce"]
     kinds = {
         kind: {
-            "latency": found["latency"] / steps.get(kind, ring),
-            "bandwidth": found["bytes"],
+            "latency": figures["latency"] / steps.get(kind, ring),
+            "bandwidth": figures["bytes"],
             "ranks": rates.link_ranks,
-            **{key: found[key] for key in ("curve", "after_work", "issue")},
+            **{key: figures[key] for key in ("curve", "after_work", "issue")},
         }
-        for kind, found in rates.link_kinds.items()
+        for kind, figures in rates.link_kinds.items()
     }
     base = {"latency": latency, "bandwidth": _needed(rates, "link", rates.link_bytes)}
     return Link.model_validate({**base, "efficiency": 1.0, "kinds": kinds})
@@ -161,9 +161,9 @@ def _link(rates: MeasuredRates) -> Link:
 
 def _needed(rates: MeasuredRates, part: str, rate: float | None) -> float:
     if rate is None:
-        why = rates.problems.get(part, "nothing was said")
+        reason = rates.problems.get(part, "no reason is known")
         raise ConfigError(
-            f"the rates of this machine have no {part}: {why}. Run `bigtrain doctor --again`, or "
-            "plan with --cluster and a file."
+            f"the rates of this machine have no {part}: {reason}. Run `bigtrain doctor --again`, "
+            "or plan with --cluster and a file."
         )
     return rate

@@ -1,7 +1,7 @@
-"""How fast this machine is: computing, copying, its disk, the way to a GPU, between two ranks.
+"""The rates of this machine: computation, copies, the disk, host to GPU, and between ranks.
 
-Measured in a few seconds, and kept in $XDG_CACHE_HOME/bigtrain/rates.json (left out: ~/.cache) for
-the hardware, the version of torch and the number of ranks that they were measured with.
+Measuring takes a few seconds. `rate_cache` stores the rates for the hardware, the version of torch
+and the number of ranks that they were measured with.
 """
 
 from __future__ import annotations
@@ -30,55 +30,54 @@ from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
 
 LINK_TIMEOUT_S = 60.0
-"""Seconds for each of the ranks, after which those that have not answered are given up: on a few
-cores many take turns."""
+"""Seconds for each rank in which the ranks must answer: many ranks may share few cores."""
 _DISK_BYTES = 64 * MIB
-_Found = TypeVar("_Found")
+_Figure = TypeVar("_Figure")
 PRODUCT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
-    """What one process reaches on this machine, and what its ranks reach together.
+    """The rates that one process reaches on this machine, and those between its ranks.
 
-    On a machine with GPUs, computing and copying are those of the first GPU; otherwise of the CPU
-    with a thread for each core: ranks that share the cores share these rates.
-    None stands for what could not be measured; `problems` says why.
+    On a machine with GPUs, computation and copies are those of the first GPU; otherwise of the CPU
+    with a thread for each core, so that ranks on the same cores share these rates.
+    A rate that could not be measured is None; `problems` has the reason.
     """
 
     device: str
-    """'cuda' or 'cpu': what `flops` and `copy_bytes` are of."""
+    """'cuda', 'xpu' or 'cpu': the device of `flops` and `copy_bytes`."""
     flops: dict[str, float]
     """Floating-point operations per second in a large matrix product, by precision: fp32, bf16."""
     copy_bytes: float | None
-    """Bytes per second that are copied within the device's memory: read once and written once."""
+    """Bytes per second copied within the device's memory; each is read once and written once."""
     disk_write_bytes: float | None
-    """Bytes per second that are written to the scratch folder, until the disk has them."""
+    """Bytes per second written to the scratch folder, including the flush to the disk."""
     disk_read_bytes: float | None
-    """Bytes per second that are read from there, not from the system's cache of files where that
-    can be emptied."""
+    """Bytes per second read from the scratch folder; without the system's page cache, if that can
+    be dropped."""
     to_device_bytes: float | None
     """Bytes per second from pinned host memory to the GPU; None without one."""
     link_ranks: int
-    """Between how many ranks of this machine the next two were measured."""
+    """The number of ranks of this machine between which links were measured."""
     link_latency: float | None
     """Seconds of an all-reduce of one number."""
     link_bytes: float | None
     """Bytes per second that each rank sends in a large all-reduce; of n ranks each sends
     2 (n-1)/n of its size."""
     link_kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Exchanges by kind: `latency`, seconds of a small one, `bytes` per second that the busiest
-    rank sends in a large one, as `collective_cost.sent_bytes` counts them, `curve`, pairs of the
-    bytes of a whole exchange and its seconds, `after_work`, the same of ranks that have computed
-    since the last one, and `issue`; see `cluster.LinkSpec`."""
+    """Figures by kind of exchange: `latency`, seconds of a small one; `bytes` per second that the
+    busiest rank sends in a large one, as `collective_cost.sent_bytes` counts them; `curve`, pairs
+    of the bytes of a whole exchange and its seconds; `after_work`, the same for ranks that have
+    computed since the last one; `issue`. See `cluster.LinkSpec`."""
     others_cores: float | None = None
-    """Cores that other programs took meanwhile; None where nobody knows."""
+    """Cores that other programs used during the measurement; None if unknown."""
     problems: dict[str, str] = field(default_factory=dict)
-    """What could not be measured, by part (compute, memory, disk, device, link), and why."""
+    """Why a part (compute, memory, disk, device, link) could not be measured."""
 
 
 def cpu_name() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
+    """Return the processor's name, or its architecture if the system does not report the name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, name = line.partition(":")
@@ -88,21 +87,25 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def link_ranks(ranks: int | None = None) -> int:
-    """Between how many ranks the link is measured: the GPUs, or on a CPU so many, at least two."""
+    """Return the number of ranks between which links are measured.
+
+    Args:
+        ranks: the number on a CPU, at least two; several GPUs have one rank each.
+    """
     return device_count() if device_count() > 1 else max(2, ranks or 2)
 
 
 def measure_rates(ranks: int) -> MeasuredRates:
-    """The rates of this machine, measured now; see `rate_cache.measured_rates`."""
+    """Measure the rates of this machine; see `rate_cache.measured_rates`."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(usable_cores())  # launchers of several ranks allow each one thread
+    torch.set_num_threads(usable_cores())  # launchers may have limited this process to one
     try:
         return _measured(ranks)
     finally:
@@ -111,23 +114,23 @@ def measure_rates(ranks: int) -> MeasuredRates:
 
 def _measured(ranks: int) -> MeasuredRates:
     kind = accelerator()
-    measured = torch.device(kind, 0) if kind else torch.device("cpu")
+    device = torch.device(kind, 0) if kind else torch.device("cpu")
     problems: dict[str, str] = {}
-    flops = _part(lambda: _flops(measured), "compute", problems) or {}
-    copied = _part(lambda: _copy_bytes(measured), "memory", problems)
-    disk = _part(_disk_bytes, "disk", problems) or (None, None)
-    moved = None
+    flops = _part(lambda: _flops(device), "compute", problems) or {}
+    copy_rate = _part(lambda: _copy_bytes(device), "memory", problems)
+    disk_write, disk_read = _part(_disk_bytes, "disk", problems) or (None, None)
+    to_device = None
     if kind:
-        moved = _part(lambda: _to_device_bytes(measured), "device", problems)
-        empty_cache()  # the ranks want the memory
+        to_device = _part(lambda: _to_device_bytes(device), "device", problems)
+        empty_cache()  # the ranks need the memory
     link = _part(lambda: _link(ranks), "link", problems) or {}
     return MeasuredRates(
-        device=measured.type,
+        device=device.type,
         flops=flops,
-        copy_bytes=copied,
-        disk_write_bytes=disk[0],
-        disk_read_bytes=disk[1],
-        to_device_bytes=moved,
+        copy_bytes=copy_rate,
+        disk_write_bytes=disk_write,
+        disk_read_bytes=disk_read,
+        to_device_bytes=to_device,
         link_ranks=ranks,
         link_latency=link.get("latency"),
         link_bytes=link.get("bytes"),
@@ -136,8 +139,8 @@ def _measured(ranks: int) -> MeasuredRates:
     )
 
 
-def _part(measure: Callable[[], _Found], name: str, problems: dict[str, str]) -> _Found | None:
-    """What a measurement gives; None, and a line among the problems, where it fails."""
+def _part(measure: Callable[[], _Figure], name: str, problems: dict[str, str]) -> _Figure | None:
+    """Return the result of a measurement; if it fails, add the reason to the problems."""
     try:
         return measure()
     except (OSError, RuntimeError, ValueError, MemoryError) as error:
@@ -148,21 +151,21 @@ def _part(measure: Callable[[], _Found], name: str, problems: dict[str, str]) ->
 
 def _seconds(
     work: Callable[[], object],
-    place: torch.device,
+    device: torch.device,
     *,
     before: Callable[[], object] | None = None,
     warm: int = 2,
     limit_s: float = 0.3,
 ) -> float:
-    """The median time of a piece of work, after a warm-up.
+    """The median seconds of a piece of work, after a warm-up.
 
     Args:
-        work: what is timed.
-        place: on which it runs.
-        before: called each time, and not timed.
-        warm: how often the work is done first.
-        limit_s: it is repeated for so long, and three times at least; where that would be ten
-            times as long, once.
+        work: the function that is timed.
+        device: the device that it runs on.
+        before: called before each repetition, and not timed.
+        warm: the number of repetitions that do not count.
+        limit_s: the work is repeated for this many seconds, and at least three times; once if
+            three times would take more than ten times as long.
     """
     taken: list[float] = []
     spent = 0.0
@@ -171,7 +174,7 @@ def _seconds(
             before()
         began = time.perf_counter()
         work()
-        synchronize(place)
+        synchronize(device)
         taken.append(time.perf_counter() - began)
         if len(taken) > warm:
             spent += taken[-1]
@@ -180,51 +183,51 @@ def _seconds(
     return statistics.median(taken[warm:])
 
 
-def _flops(place: torch.device) -> dict[str, float]:
+def _flops(device: torch.device) -> dict[str, float]:
     """Operations per second in products of square matrices, by precision."""
-    sizes = (1024, 2048, 4096, 8192) if is_accelerator(place) else (256, 512, 1024, 2048)
-    generator = torch.Generator(place).manual_seed(0)  # the caller's own random numbers stay
+    sizes = (1024, 2048, 4096, 8192) if is_accelerator(device) else (256, 512, 1024, 2048)
+    generator = torch.Generator(device).manual_seed(0)  # does not advance the caller's generator
     best_flops: dict[str, float] = {}
     for name, kind in PRODUCT_TYPES.items():
-        for size in sizes:  # larger ones are faster, up to where a single one takes long
+        for size in sizes:  # larger products are faster, until one takes too long
             a, b = (
-                torch.randn(size, size, device=place, generator=generator).to(kind)
+                torch.randn(size, size, device=device, generator=generator).to(kind)
                 for _ in range(2)
             )
             out = torch.empty_like(a)
-            seconds = _seconds(partial(torch.mm, a, b, out=out), place)
+            seconds = _seconds(partial(torch.mm, a, b, out=out), device)
             best_flops[name] = max(best_flops.get(name, 0.0), 2 * size**3 / seconds)
             if seconds > 0.02:
                 break
     return best_flops
 
 
-def _copy_bytes(place: torch.device) -> float:
-    size = (512 if is_accelerator(place) else 128) * MIB
-    if place.type == "cpu":
+def _copy_bytes(device: torch.device) -> float:
+    size = (512 if is_accelerator(device) else 128) * MIB
+    if device.type == "cpu":
         size = min(size, (free_host_bytes() or size * 8) // 8)
-    source = torch.ones(size, dtype=torch.uint8, device=place)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return size / _seconds(lambda: target.copy_(source), place)
+    return size / _seconds(lambda: target.copy_(source), device)
 
 
-def _to_device_bytes(place: torch.device) -> float:
+def _to_device_bytes(device: torch.device) -> float:
     size = min(256 * MIB, (free_host_bytes() or 8 * 256 * MIB) // 8)
     source = torch.ones(size, dtype=torch.uint8).pin_memory()
-    target = torch.empty(size, dtype=torch.uint8, device=place)
-    return size / _seconds(lambda: target.copy_(source, non_blocking=True), place)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def _disk_bytes() -> tuple[float, float]:
-    """Bytes per second to and from a file in the scratch folder."""
+    """Bytes per second written to, and read from, a file in the scratch folder."""
     folder = scratch_folder()
     free = free_disk_bytes(folder)
     if free < 4 * _DISK_BYTES:
         raise OSError(
-            f"{folder} has {format_bytes(free)} free, and {format_bytes(4 * _DISK_BYTES)} are "
-            "needed to measure. Set TMPDIR=FOLDER"
+            f"{folder} has {format_bytes(free)} free, and the measurement needs "
+            f"{format_bytes(4 * _DISK_BYTES)}. Set TMPDIR=FOLDER"
         )
-    piece = os.urandom(_DISK_BYTES // 8)  # zeros would be compressed by some file systems
+    piece = os.urandom(_DISK_BYTES // 8)  # some file systems compress zeros
     target = bytearray(len(piece))
     cpu = torch.device("cpu")
     with tempfile.TemporaryFile(prefix="bigtrain-", dir=folder, buffering=0) as file:
@@ -244,14 +247,14 @@ def _disk_bytes() -> tuple[float, float]:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-        # Space is given to the file the first time; state that is moved overwrites its own.
-        written = _seconds(write, cpu, warm=1, limit_s=1.0)
-        taken = _seconds(read, cpu, before=forget, warm=0, limit_s=1.0)
-    return _DISK_BYTES / written, _DISK_BYTES / taken
+        # The first write allocates the file's blocks; offloaded state overwrites existing ones.
+        write_seconds = _seconds(write, cpu, warm=1, limit_s=1.0)
+        read_seconds = _seconds(read, cpu, before=forget, warm=0, limit_s=1.0)
+    return _DISK_BYTES / write_seconds, _DISK_BYTES / read_seconds
 
 
 def _link(ranks: int) -> Mapping[str, Any]:
-    """What `link_rates` finds."""
+    """The figures of `link_rates`."""
     kind = (accelerator() if device_count() > 1 else None) or "cpu"
     script, timeout = Path(__file__).parent / "link_rates.py", max(1, ranks) * LINK_TIMEOUT_S
     link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], timeout)
@@ -259,21 +262,23 @@ def _link(ranks: int) -> Mapping[str, Any]:
 
 
 def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: float) -> Any:
-    """What ranks of this machine measure, in processes of their own: they can hang or crash there.
+    """Let ranks of this machine measure, and return their answer, parsed from JSON.
+
+    They run in separate processes, where a hang or a crash does no harm.
 
     Args:
         script: run with `--start RANKS ANSWER` and the arguments; writes JSON to the file ANSWER.
-        ranks: that it starts.
+        ranks: the number of ranks that it starts.
         arguments: for the script.
-        timeout: seconds.
+        timeout: seconds in which they must answer.
 
     Raises:
         RuntimeError: they did not answer.
     """
     with tempfile.TemporaryDirectory(prefix="bigtrain-measure-") as folder:
-        answer, said = Path(folder) / "answer.json", Path(folder) / "said"
+        answer, output = Path(folder) / "answer.json", Path(folder) / "output"
         command = [sys.executable, str(script), "--start", str(ranks), str(answer), *arguments]
-        with said.open("w") as log:
+        with output.open("w") as log:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
                 status = child.wait(timeout)
@@ -282,14 +287,14 @@ def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: f
             finally:
                 _end(child)
         if status != 0 or not is_regular(answer):
-            lines = [line for line in read_text(said, errors="replace").splitlines() if line]
-            last = lines[-1].removeprefix("bigtrain: ") if lines else "they said nothing"
+            lines = [line for line in read_text(output, errors="replace").splitlines() if line]
+            last = lines[-1].removeprefix("bigtrain: ") if lines else "they printed nothing"
             raise RuntimeError(f"{ranks} ranks could not be measured: {last}")
         return read_json(answer)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End what starts the ranks; asked to, it ends them first."""
+    """End the process that started the ranks; at SIGTERM it ends them first."""
     if child.poll() is None:
         child.terminate()
         try:

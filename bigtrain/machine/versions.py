@@ -1,4 +1,4 @@
-"""What a measurement belongs to: the hardware and the versions, in words."""
+"""The hardware and the versions that a measurement belongs to, in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIBRARIES = ("torch", "deepspeed", "fairscale")
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed library, which is not imported; None where there is none."""
+    """Return the version of an installed library without importing it; None if it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -25,7 +25,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _driver() -> dict[str, str]:
-    """NVIDIA's, which no library of torch knows: the kernel's module tells it."""
+    """The version of NVIDIA's driver, from its kernel module: torch does not report it."""
     if not is_there(_DRIVER_MODULE):
         return {}
     with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def _driver() -> dict[str, str]:
 
 
 def hardware_and_versions() -> dict[str, Any]:
-    """Hardware and versions, as JSON values."""
+    """Return the hardware and the versions of this machine, as JSON values."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     gpus = f"{device_count()} x {device_names()[0]}" if device_count() else "no GPU"
     return {

@@ -201,7 +201,7 @@ class Limit:
     reserved: int | None = None
     """What a process takes of a device without any tensor; None where a cap is enforced."""
     beside: int = NON_TENSOR_BYTES
-    """Under a cap: what is kept for memory beside the tensors; see `kept_beside_tensors`."""
+    """Under a cap: what is kept for memory beside the tensors; see `non_tensor_reserve`."""
 
     @property
     def for_tensors(self) -> int:

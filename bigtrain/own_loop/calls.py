@@ -91,7 +91,7 @@ class LoopCalls:
                     if prediction is not None and not batch.padding:
                         sums.add(self.task, self.loss, batch, prediction)
         servers = self.plan.replicate.num_servers  # they wait for as long as workers validate
-        with self.context.patiently() if servers else nullcontext():
+        with self.context.long_timeout() if servers else nullcontext():
             return sums.figures(self.task, self.context)
 
     @overload

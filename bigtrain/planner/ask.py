@@ -22,19 +22,19 @@ from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
 from bigtrain.machine.cluster import Cluster, DeviceSpec
+from bigtrain.machine.residuals import (
+    StepBasis,
+    has_device,
+    non_tensor_reserve,
+    safety_margin,
+    step_uncertainty,
+)
 from bigtrain.memory.cap import Limit
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.search import PlanSearch, SearchResult
 from bigtrain.planner.space import SearchSpace, round_sizes, searched_techniques
 from bigtrain.prediction.fake_runs.runs import resize_micro_batch
-from bigtrain.prediction.residuals import (
-    StepBasis,
-    engine_of,
-    is_at_hand,
-    kept_beside_tensors,
-    safety_margin,
-    step_uncertainty,
-)
+from bigtrain.prediction.memory_report import engine_of
 from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.prediction.shorten import shorten_model
 from bigtrain.timing.block_seconds import BlockTimer
@@ -285,7 +285,7 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
         cap: what a rank may take of it, where that is enforced.
     """
     if cap is not None:
-        beside = kept_beside_tensors(cluster.device.kind, cluster.device.name)
+        beside = non_tensor_reserve(cluster.device.kind, cluster.device.name)
         limit = Limit(parse_bytes(cap), beside=beside)
         kept = format_bytes(limit.nbytes - limit.for_tensors)
         return limit, f"of the cap {kept} are kept for what is beside"
@@ -305,7 +305,7 @@ def engine_margins(
             another kind of device.
     """
     foreign = None
-    if device is not None and not is_at_hand(device.kind, device.name):
+    if device is not None and not has_device(device.kind, device.name):
         foreign = device.name
     found = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
     lines = [f"{engine}: {one.explanation}" for engine, one in found.items()]

@@ -17,6 +17,7 @@ from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.machine.rate_cache import faster_precision
+from bigtrain.machine.residuals import EngineName
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
 from bigtrain.planner.show import (
     figure_caveats,
@@ -27,7 +28,6 @@ from bigtrain.planner.show import (
     rejection_lines,
     search_line,
 )
-from bigtrain.prediction.residuals import EngineName
 
 PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
 """Whose forecasts have been compared with measurements."""

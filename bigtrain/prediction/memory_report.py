@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, cast, get_args
 
+from bigtrain.core.strategy import Plan
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.machine.busy import CpuUse, is_busy
+from bigtrain.machine.residuals import EngineName, PeakRecord, StepBasis, StepRecord
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
-from bigtrain.prediction.residuals import EngineName, PeakRecord, StepBasis, StepRecord
 from bigtrain.units import format_bytes
 
 
@@ -245,6 +246,19 @@ class MemoryReport:
             "step": self._step_json(),
             "ranks": [rank.as_json() for rank in self.ranks],
         }
+
+
+def engine_of(plan: Plan) -> EngineName | None:
+    """Return the library whose implementation a plan runs on; None if a technique is a user's.
+
+    A user's technique makes its own forecasts, whose errors say nothing about bigtrain's.
+    """
+    techniques = plan.techniques.values()
+    if not all(type(t).__module__.startswith("bigtrain.strategies.") for t in techniques):
+        return None
+    engines = {technique.traits.engine for technique in techniques}
+    default, *libraries = cast("tuple[EngineName, ...]", get_args(EngineName))
+    return next((name for name in libraries if name in engines), default)
 
 
 def _shown(nbytes: Any) -> str:

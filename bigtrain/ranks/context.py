@@ -1,4 +1,4 @@
-"""What this process is: rank, device, mesh, seed, and the few exchanges that all ranks do."""
+"""The context of one process: rank, device, mesh, seed, and the few exchanges that all ranks do."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from bigtrain.recorder.root_exchange import RootExchange
 from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
-# From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
 AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
-# How long the ranks wait where one of them may be downloading or writing to a slow disk.
-_PATIENCE_S = 6 * 3600.0
+"""From the slowest to the fastest: ranks that exchange most have neighbouring numbers."""
+_LONG_TIMEOUT_S = 6 * 3600.0
+"""Seconds that ranks wait while one of them may be downloading or writing to a slow disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """Who this process is: numbers, device, mesh, seed; and the few exchanges that all ranks do.
+    """The place of this process in the run, and the few exchanges that all ranks do.
 
     Every method is collective: all ranks call it, in the same order.
     """
@@ -48,16 +48,16 @@ class RunContext:
     """The ranks as axes dp, pp, tp; None for one process without a process group."""
     seed: int
     launcher: Launcher
-    own_group: dist.ProcessGroup | None = None
-    """Of all ranks, for exchanges beside those of the run; see `beside`."""
+    background_group: dist.ProcessGroup | None = None
+    """A group of all ranks for the exchanges of another thread; see `for_background`."""
     recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
-    """What this rank did last, for the page of a run that hangs or dies."""
+    """The last events of this rank, for the page of a run that hangs or dies."""
     agreement: Agreement = field(default_factory=Agreement, compare=False, repr=False)
-    """Compares what the ranks were started with."""
+    """Compares the jobs that the ranks were started with."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:
-        """Return the context of one process without a group, where no run is to be joined."""
+        """Return the context of one process that joins no run and has no process group."""
         return cls(
             rank=0,
             local_rank=0,
@@ -76,8 +76,8 @@ class RunContext:
 
     @property
     def dp_rank(self) -> int:
-        """Place of this rank on the dp axis, from 0."""
-        return self._place("dp")
+        """Index of this rank on the dp axis, from 0."""
+        return self._index("dp")
 
     @property
     def dp_size(self) -> int:
@@ -91,8 +91,8 @@ class RunContext:
 
     @property
     def pp_rank(self) -> int:
-        """Place of this rank in its pipeline, from 0."""
-        return self._place("pp")
+        """Index of this rank in its pipeline, from 0."""
+        return self._index("pp")
 
     @property
     def pp_size(self) -> int:
@@ -101,20 +101,20 @@ class RunContext:
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks that hold the parts of one model; None without a process group."""
+        """Group of the ranks that hold the stages of one model; None without a process group."""
         return self.group("pp")
 
     @property
     def tp_rank(self) -> int:
-        """Place of this rank among those that hold slices of the same layers, from 0."""
-        return self._place("tp")
+        """Index of this rank among those that hold slices of the same layers, from 0."""
+        return self._index("tp")
 
     @property
     def tp_size(self) -> int:
         """Ranks that hold slices of the same layers."""
         return self._size("tp")
 
-    def _place(self, axis: Axis) -> int:
+    def _index(self, axis: Axis) -> int:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
 
     def _size(self, axis: Axis) -> int:
@@ -125,105 +125,109 @@ class RunContext:
         if self.mesh is None:
             return None
         if axis is None:
-            return self.own_group or dist.group.WORLD
+            return self.background_group or dist.group.WORLD
         return self.mesh.get_group(axis)
 
-    def beside(self) -> RunContext:
-        """The same ranks with a group of their own, for the exchanges of another thread.
+    def for_background(self) -> RunContext:
+        """Return a context of the same ranks for the exchanges of another thread. Collective.
 
-        It is of the CPU, whatever the device, and its exchanges wait for hours. Only those among
-        all ranks go through it: those along an axis are the run's.
+        Its group is on the CPU, whatever the device, and its exchanges may take hours. Exchanges
+        along an axis must not use it: they would use the run's group.
         """
         if self.mesh is None:
             return self
-        own = self.lost_ranks.beside or self._patient_group()
-        return replace(self, device=torch.device("cpu"), own_group=own)
+        group = self.lost_ranks.background_group or self._new_long_group()
+        return replace(self, device=torch.device("cpu"), background_group=group)
 
-    def _patient_group(self) -> dist.ProcessGroup:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
-        own = cast("dist.ProcessGroup", group)  # every rank is in it
-        self.recorder.traffic.leave_out(own)
-        return own
+    def _new_long_group(self) -> dist.ProcessGroup:
+        """Make a group of all ranks whose exchanges may take hours; collective."""
+        new_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_LONG_TIMEOUT_S))
+        group = cast("dist.ProcessGroup", new_group)  # every rank is in it
+        self.recorder.traffic.leave_out(group)
+        return group
 
     @property
     def lost_ranks(self) -> LostRanks:
-        """Which ranks the run may lose, and which it has lost, as this one has heard."""
+        """The ranks that the run may lose, and those that it has lost, as far as this one knows."""
         return self.recorder.lost_ranks
 
-    def go_on_without(self, spare: Sequence[int], names: Sequence[str]) -> None:
-        """From now on these ranks may be lost: the others hear of it, and go on. Collective.
+    def tolerate_losses(self, spare: Sequence[int], names: Sequence[str]) -> None:
+        """Let the run continue if one of these ranks is lost. Collective.
 
-        The exchanges below are then of the ranks that are left, through `RootExchange`; in their
-        results stand None, or zeros, for those that are lost.
+        The exchanges of this class are then between the remaining ranks, through `RootExchange`;
+        their results have None, or zeros, for lost ranks.
 
         Args:
-            spare: their numbers; not rank 0, which has the hub, the store and the log.
+            spare: the ranks that may be lost; not rank 0, which has the hub, the store and the log.
             names: of all ranks, for messages.
         """
-        self.lost_ranks.group, self.lost_ranks.beside = self._patient_group(), self._patient_group()
-        self.barrier()  # nothing is left of what was begun before, and needs every rank
+        self.lost_ranks.group = self._new_long_group()
+        self.lost_ranks.background_group = self._new_long_group()
+        self.barrier()  # ends all exchanges that need every rank
         self.lost_ranks.allow(spare, names, tells=self.is_main)
         if self.is_main:
             note_spare_ranks(os.environ, spare)
 
-    def need_all(self) -> None:
-        """Take `go_on_without` back: from now on every rank is needed again. All ranks call it."""
+    def require_all(self) -> None:
+        """Undo `tolerate_losses`: every rank is needed again. All ranks call it."""
         self.lost_ranks.allow((), self.lost_ranks.names, tells=self.is_main)
 
-    def agreed_losses(self) -> tuple[int, ...]:
-        """The ranks that were lost so far, the same on all. Collective where some may be lost."""
-        star = self._root_exchange()
-        return () if star is None else tuple(star.broadcast(self.lost_ranks.lost))
+    def agreed_lost_ranks(self) -> tuple[int, ...]:
+        """Return the ranks lost so far, the same on all. Collective if some may be lost."""
+        root = self._root_exchange()
+        return () if root is None else tuple(root.broadcast(self.lost_ranks.lost))
 
     def _root_exchange(
-        self, axis: Axis | None = None, *, patient: bool = False
+        self, axis: Axis | None = None, *, may_take_hours: bool = False
     ) -> RootExchange | None:
-        """The way of exchanges that must outlive some ranks; None where all are needed."""
-        group, losses = self.own_group or self.lost_ranks.group, self.lost_ranks
-        if not losses.spare or axis not in (None, "dp"):
+        """The exchange that survives the loss of ranks; None if all ranks are needed."""
+        group, lost_ranks = self.background_group or self.lost_ranks.group, self.lost_ranks
+        if not lost_ranks.spare or axis not in (None, "dp"):
             return None
-        watched = self.own_group is None and not (patient or losses.patient)
+        watched = self.background_group is None and not (
+            may_take_hours or lost_ranks.long_exchanges
+        )
         return RootExchange(group, self.recorder, self.world_size, watched)
 
     @contextlib.contextmanager
-    def patiently(self) -> Iterator[None]:
-        """Let the exchanges of all ranks wait for hours, for the length of a `with` block."""
-        if self.mesh is None or self.own_group is not None:
+    def long_timeout(self) -> Iterator[None]:
+        """Let the exchanges of all ranks take hours, for the length of a `with` block."""
+        if self.mesh is None or self.background_group is not None:
             yield
             return
-        with long_timeout(self.device), self.lost_ranks.in_patience():
+        with long_timeout(self.device), self.lost_ranks.long_timeout():
             yield
 
     def ranks_of(self, axis: Axis) -> list[int]:
-        """The ranks with which this one shares the axis, itself included, in order."""
+        """Return the ranks that share the axis with this one, itself included, in order."""
         group = self.group(axis)
         return [self.rank] if group is None else dist.get_process_group_ranks(group)
 
     def barrier(self) -> None:
-        """Wait for all ranks, for as long as one of them downloads or writes a checkpoint.
+        """Wait for all ranks, even while one of them downloads or writes a checkpoint.
 
-        `mesh.timeout` does not count here. A rank that fails or is lost ends the wait all the
-        same: it ends all ranks.
+        `mesh.timeout` does not apply here. A rank that fails or is lost still ends the wait,
+        because it ends all ranks.
         """
-        star = self._root_exchange(patient=True)
-        if star is not None:
-            star.all_gather(None)
+        root = self._root_exchange(may_take_hours=True)
+        if root is not None:
+            root.all_gather(None)
         elif self.mesh is not None:
             devices = [self.device.index] if is_accelerator(self.device) else None
             with long_timeout(self.device):
                 dist.barrier(device_ids=devices)
 
     def all_reduce_sum(self, tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
-        """Return the sum over one axis, or over all ranks; the argument is left as it is.
+        """Return the sum over one axis, or over all ranks; the argument does not change.
 
         Args:
             tensor: on this rank's device, of the same shape on every rank.
-            axis: the mesh axis to sum over; all ranks when left out.
+            axis: the mesh axis to sum over; None for all ranks.
         """
         total = tensor.detach().clone()
-        star = self._root_exchange(axis)
-        if star is not None:
-            parts: list[torch.Tensor] = [p for p in star.all_gather(total) if p is not None]
+        root = self._root_exchange(axis)
+        if root is not None:
+            parts: list[torch.Tensor] = [p for p in root.all_gather(total) if p is not None]
             return reduce(torch.add, parts)
         if self.mesh is not None:
             with self.recorder.traffic.aside():
@@ -234,9 +238,9 @@ class RunContext:
         """Return every rank's object in the order of ranks on rank 0, None elsewhere."""
         if self.mesh is None:
             return [value]
-        star = self._root_exchange()
-        if star is not None:
-            return star.gather(value)
+        root = self._root_exchange()
+        if root is not None:
+            return root.gather(value)
         gathered = [None] * self.world_size if self.is_main else None
         with self.recorder.traffic.aside():
             dist.gather_object(value, gathered, group=self.group())
@@ -246,21 +250,21 @@ class RunContext:
         """Return every rank's object in the order of ranks, on every rank."""
         if self.mesh is None:
             return [value]
-        star = self._root_exchange()
-        if star is not None:
-            return star.all_gather(value)
+        root = self._root_exchange()
+        if root is not None:
+            return root.all_gather(value)
         everyone: list[Any] = [None] * self.world_size
         with self.recorder.traffic.aside():
             dist.all_gather_object(everyone, value, group=self.group())
         return everyone
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's object on every rank; what the others give is not looked at."""
+        """Return rank 0's object on every rank; the arguments of other ranks are ignored."""
         if self.mesh is None:
             return value
-        star = self._root_exchange()
-        if star is not None:
-            return star.broadcast(value)
+        root = self._root_exchange()
+        if root is not None:
+            return root.broadcast(value)
         box = [value if self.is_main else None]
         with self.recorder.traffic.aside():
             dist.broadcast_object_list(box, src=0, device=self.device, group=self.group())
@@ -269,29 +273,29 @@ class RunContext:
     def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:
         """Return every rank's number in the order of ranks, on every rank.
 
-        It goes from host to host: an accelerator computes on meanwhile.
+        It goes from host to host, so that it does not wait for an accelerator.
 
         Args:
-            number: this rank's; exact as a float64.
-            axis: the mesh axis to gather over; all ranks when left out.
+            number: this rank's number; exact as a float64.
+            axis: the mesh axis to gather over; None for all ranks.
         """
         return [row[0] for row in self.all_gather_rows([number], axis)]
 
     def all_gather_rows(
         self, numbers: Sequence[float], axis: Axis | None = None
     ) -> list[list[float]]:
-        """As `all_gather_numbers`, of several at once; every rank gives as many.
+        """Return every rank's numbers, a row for each; see `all_gather_numbers`.
 
         Args:
-            numbers: this rank's; each exact as a float64.
-            axis: the mesh axis to gather over; all ranks when left out.
+            numbers: this rank's numbers, as many on every rank; each exact as a float64.
+            axis: the mesh axis to gather over; None for all ranks.
         """
         if self.mesh is None:
             return [[float(number) for number in numbers]]
-        star = self._root_exchange(axis)
-        if star is not None:
-            own = [float(number) for number in numbers]
-            return [row or [0.0] * len(own) for row in star.all_gather(own)]
+        root = self._root_exchange(axis)
+        if root is not None:
+            rows = root.all_gather([float(number) for number in numbers])
+            return [row or [0.0] * len(numbers) for row in rows]
         size = self.world_size if axis is None else self._size(axis)
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(size)]
@@ -310,11 +314,11 @@ def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, 
         world_size: ranks of the run.
 
     Raises:
-        ConfigError: a size is not positive, or the sizes do not multiply to the world.
+        ConfigError: a size is not positive, or the product of sizes is not the number of ranks.
     """
     for name, size in (("pp", pp), ("tp", tp), ("dp", dp)):
         if size < 1 and not (name == "dp" and size == -1):
-            rest = " (or -1: what remains)" if name == "dp" else ""
+            rest = " (or -1 for the remaining ranks)" if name == "dp" else ""
             raise ConfigError(
                 f"mesh.{name}={size} must be at least 1{rest}. Use mesh.{name}=1, or leave it out."
             )
@@ -342,14 +346,14 @@ def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, 
 
 @contextlib.contextmanager
 def long_timeout(device: torch.device) -> Iterator[None]:
-    """Let the collectives of all ranks wait for hours, for the length of a `with` block."""
+    """Let the collectives of all ranks take hours, for the length of a `with` block."""
     world = dist.distributed_c10d._get_default_group()
     options = getattr(world._get_backend(device), "options", None)
     before = getattr(options, "_timeout", None)
     if before is None:  # MPI has no timeouts
         yield
         return
-    set_timeouts([world], max(_PATIENCE_S, before.total_seconds()))
+    set_timeouts([world], max(_LONG_TIMEOUT_S, before.total_seconds()))
     try:
         yield
     finally:

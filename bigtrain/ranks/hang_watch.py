@@ -19,7 +19,7 @@ from bigtrain.ranks.exit_status import exit_process, write_error_file
 from bigtrain.ranks.failure_hub import FailureListener
 from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.recorder.waiting import Wait, own_wait
+from bigtrain.recorder.waiting import Wait, wait_of
 
 BACKEND_GRACE_S = 10.0
 """How much later than this watch the backend itself breaks off."""
@@ -66,7 +66,7 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
     if recorder.idle_s < timeout_s:
         return None
     try:
-        wait = own_wait(recorder.record())
+        wait = wait_of(recorder.record())
     except Exception:  # torch's own record changes from version to version
         return None
     if wait is None:

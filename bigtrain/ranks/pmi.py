@@ -25,7 +25,7 @@ def shared_by_hydra(environ: Mapping[str, str]) -> bool:
     return environ.get("PMI_FD", "").isdecimal()
 
 
-def hand_on(value: str | None, environ: Mapping[str, str]) -> str:
+def share_value(value: str | None, environ: Mapping[str, str]) -> str:
     """Return on every rank what rank 0 gave. All ranks call it, once.
 
     Args:

@@ -39,7 +39,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.launcher_env import RankInfo, first_host, launch_key
-from bigtrain.ranks.pmi import hand_on, shared_by_hydra
+from bigtrain.ranks.pmi import share_value, shared_by_hydra
 
 _DEFAULT_PORT = 29500
 
@@ -230,14 +230,14 @@ def _rendezvous_by_hydra(
     rank, size = placement.rank, placement.world_size
     try:
         if rank and not _BY_HYDRA:
-            addresses, _, port_words = hand_on(None, environ).rpartition(":")
+            addresses, _, port_words = share_value(None, environ).rpartition(":")
             host = _reachable(addresses.split(","), int(port_words), timeout)
             client = TCPStore(host, int(port_words), size, False, timeout)
             _BY_HYDRA.append(Rendezvous(client, host))
         elif not _BY_HYDRA:
             server = socket.create_server(("", 0))
             port = server.getsockname()[1]
-            hand_on(f"{','.join(_own_addresses())}:{port}", environ)
+            share_value(f"{','.join(_own_addresses())}:{port}", environ)
             kept = TCPStore(
                 "127.0.0.1", port, size, True, timeout, master_listen_fd=server.detach()
             )

@@ -1,6 +1,6 @@
-"""What each rank did last, and one page that says who waits for whom when a run hangs or dies.
+"""The last events of each rank, and one page that says who waits for whom when a run hangs or dies.
 
-The ring of events and who writes into it; how torch's own record of exchanges is read; which rank
-counts as the one that never came; the words and the file of the page; which ranks a run may lose,
-and how those that are left exchange.
+Decides: which events are recorded; how torch's own record of exchanges is read; which rank is named
+as the one that never came; the words and the file of the page; which ranks a run may lose, and how
+the remaining ones exchange.
 """

@@ -1,4 +1,4 @@
-"""Marks on the blocks of a live model: each says when it is computed, forward and backward."""
+"""Hooks on the blocks of a live model, which record when each is computed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from bigtrain.recorder.ring import FlightRecorder
 
 
 class BlockMark:
-    """The hooks of one block. A class and no closure, so that a module with it can be pickled.
+    """The hooks of one block. It is a class, as a module with a closure cannot be pickled.
 
     Args:
-        recorder: is told.
-        name: of the block.
+        recorder: records the events.
+        name: the block's name.
     """
 
     def __init__(self, recorder: FlightRecorder, name: str) -> None:
         self._recorder, self._name = recorder, name
 
     def begin(self, _module: nn.Module, _inputs: Any) -> None:
-        """Say that the block's forward pass begins."""
+        """Record that the block's forward pass begins."""
         self._recorder.enter_block(self._name)
 
     def end(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Have the backward pass say when it comes to the block's output.
+        """Add a hook for the backward pass to the block's output.
 
-        On the graph's node, not on the tensor: no view and no copy is made of what goes through.
+        It is a hook on the graph's node and not on the tensor, so that no view or copy is made.
         """
         while isinstance(output, tuple | list) and output:
             output = output[0]
@@ -36,15 +36,15 @@ class BlockMark:
             output.grad_fn.register_prehook(self.backward)
 
     def backward(self, _gradients: Any) -> None:
-        """Say that the block's backward pass begins."""
+        """Record that the block's backward pass begins."""
         self._recorder.enter_block(self._name)
 
 
 def mark_blocks(blocks: Iterable[tuple[str, nn.Module]], recorder: FlightRecorder) -> None:
-    """Have these blocks tell the recorder when they are computed.
+    """Record when these blocks are computed.
 
     Args:
-        blocks: by name; hooks that they have already run after these.
+        blocks: names and modules; these hooks run before existing ones.
         recorder: of this rank.
     """
     for name, block in blocks:

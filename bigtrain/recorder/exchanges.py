@@ -1,9 +1,9 @@
-"""The exchanges of this rank: what torch has recorded of them, and the messages of a pipeline.
+"""The exchanges of this rank: torch's record of them, and the messages of a pipeline.
 
-torch records collectives of gloo and NCCL in C++ by itself (its Flight Recorder), those of DDP's
-reducer and of `fully_shard` included. Sends and receives of gloo it leaves out, so a hook on the
-pipeline's group writes them into the ring. Where an older torch has no hooks, the
-stages' messages are noted as they are begun; of others a page shows stacks alone.
+torch records the collectives of gloo and NCCL in C++ (its Flight Recorder), including those of
+DDP's reducer and of `fully_shard`. It does not record sends and receives of gloo, so a hook on the
+pipeline's group adds them to the ring. An older torch has no such hooks: there the stages add their
+messages when they begin, and a page shows only stacks for other messages.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 _RECENT = 40
-_HOOK_ID = 0x62_74  # one of ours on a group; others may have theirs
+_HOOK_ID = 0x62_74  # identifies our hook on a group, which may have others
 
 
 def read_exchanges() -> list[dict[str, Any]]:
-    """The exchanges that torch has recorded in this process, the oldest first.
+    """Return the exchanges that torch has recorded in this process, the oldest first.
 
-    Without their stacks: torch takes two seconds to put the first one into words.
+    Their stacks are left out: torch takes two seconds to format the first one.
 
     Returns:
-        kind, bytes, group (its name in torch), ranks, number (of the group's collectives, from 1),
-        message (a send or a receive), age_s, timeout_s, done.
+        Objects with kind, bytes, group (its name in torch), group_for (its purpose), ranks, number
+        (among the group's collectives, from 1), message (whether it is a send or a receive), begun
+        (seconds since 1970), age_s, timeout_s, done.
     """
-    found: list[dict[str, Any]] = []
+    exchanges: list[dict[str, Any]] = []
     groups = _groups()
     for dump in _dumps():
         recorded = pickle.loads(dump(includeCollectives=True, includeStackTraces=False))
         entries = recorded.get("entries", ())
         over = _grouped_messages(entries)
-        found += [_described(entry, groups, over) for entry in entries[-_RECENT:]]
-    found.sort(key=lambda exchange: -float(exchange["age_s"]))
-    return found[-_RECENT:]
+        exchanges += [_described(entry, groups, over) for entry in entries[-_RECENT:]]
+    exchanges.sort(key=lambda exchange: -float(exchange["age_s"]))
+    return exchanges[-_RECENT:]
 
 
 def start_recording() -> None:
-    """Forget what an earlier process group of this process has exchanged."""
+    """Clear torch's record of the exchanges of an earlier process group."""
     reset = getattr(torch._C._distributed_c10d, "_reset_fr_trace", None)
     if reset is not None:
         reset()
 
 
 def watch_messages(group: dist.ProcessGroup | None, recorder: FlightRecorder) -> None:
-    """Write the sends and receives of a group into the ring as they begin."""
+    """Record the sends and receives of a group when they begin."""
     if group is None or not COUNTS_EXCHANGES:
         return
     members = dist.get_process_group_ranks(group)
@@ -64,37 +65,40 @@ def watch_messages(group: dist.ProcessGroup | None, recorder: FlightRecorder) ->
         if kind in ("SEND", "RECV"):
             tensors = call.input_tensors or call.output_tensors
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            way = "send to" if kind == "SEND" else "receive from"
-            recorder.note(f"{way} rank {members[call.root]}, {size} bytes")
+            direction = "send to" if kind == "SEND" else "receive from"
+            recorder.note(f"{direction} rank {members[call.root]}, {size} bytes")
 
     group.register_pre_hook(_HOOK_ID, begins)
 
 
 def note_message(
-    recorder: FlightRecorder, way: Literal["send to", "receive from"], rank: int, tensor: Tensor
+    recorder: FlightRecorder,
+    direction: Literal["send to", "receive from"],
+    rank: int,
+    tensor: Tensor,
 ) -> None:
-    """Write a message of ours into the ring, where no hook does."""
+    """Record a message of bigtrain's, if this torch has no hook that does."""
     if not COUNTS_EXCHANGES:
-        recorder.note(f"{way} rank {rank}, {tensor.numel() * tensor.element_size()} bytes")
+        recorder.note(f"{direction} rank {rank}, {tensor.numel() * tensor.element_size()} bytes")
 
 
 def _dumps() -> list[Any]:
-    """The recorders that this torch has: of gloo, and of NCCL where a group is on it."""
-    own = torch._C._distributed_c10d
-    dumps = [getattr(own, "_dump_fr_trace", None)]
+    """The functions that read this torch's records: of gloo, and of NCCL if it is in use."""
+    bindings = torch._C._distributed_c10d
+    dumps = [getattr(bindings, "_dump_fr_trace", None)]
     if in_use():
-        dumps.append(getattr(own, "_dump_nccl_trace", None))
+        dumps.append(getattr(bindings, "_dump_nccl_trace", None))
     return [dump for dump in dumps if dump is not None]
 
 
 def _groups() -> dict[str, tuple[str, list[int]]]:
-    """Of each group's name in torch what it is for, and its ranks."""
+    """The purpose and the ranks of each group, by its name in torch."""
     world = dist.distributed_c10d._world
-    found: dict[str, tuple[str, list[int]]] = {}
+    groups: dict[str, tuple[str, list[int]]] = {}
     for group, name in list(world.pg_names.items()):
-        places = world.pg_group_ranks.get(group, {})
-        found[name] = group.group_desc, sorted(places, key=places.__getitem__)
-    return found
+        group_ranks = world.pg_group_ranks.get(group, {})
+        groups[name] = group.group_desc, sorted(group_ranks, key=group_ranks.__getitem__)
+    return groups
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:
@@ -102,10 +106,10 @@ def _is_over(entry: Mapping[str, Any]) -> bool:
 
 
 def _grouped_messages(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], bool]:
-    """Of messages that began together whether they are over: by their group, and their number.
+    """Whether messages that began together are done, by their group and their number.
 
-    NCCL's record of one of them stays as it was scheduled. What ends is an entry of all of them,
-    which has the number of each.
+    NCCL's record of each of them remains "scheduled". Only a common entry is marked as done, and it
+    has the number of each.
     """
     return {
         (entry["process_group"][0], entry["p2p_seq_id"]): _is_over(entry)
@@ -147,4 +151,4 @@ _ITEM = {
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
-"""Bytes of a number by torch's name of its type; all others have 4."""
+"""Bytes of a number by torch's name of its type; other types have 4."""

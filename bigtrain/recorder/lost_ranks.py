@@ -1,7 +1,7 @@
-"""Which ranks a run can do without, and which of them it has lost.
+"""The spare ranks of a run, and those of them that it has lost.
 
-Any other rank's death ends all ranks. Those that are spare are only missed: the hub tells the ones
-that are left, and they go on.
+If any other rank dies, all ranks end. If a spare rank dies, the hub tells the remaining ones, and
+they continue.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from contextlib import contextmanager
 from typing import Any
 
 _NEWS_S = 5.0
-"""An exchange that broke is heard of before the hub's word of the rank that died."""
+"""Seconds to wait for the hub's message about a dead rank: a broken exchange is noticed earlier."""
 
 
 class LostRanks:
-    """Of one run, as one rank knows it.
+    """The spare and lost ranks of one run, as far as one rank knows them.
 
     Attributes:
-        names: of all ranks, such as "worker 1"; empty where they have none.
+        names: of all ranks, such as "worker 1"; empty if they have none.
         spare: the ranks that may be lost; none until `allow`.
-        group: the process group of the exchanges that go on without them (see `RootExchange`).
-        beside: the same for another thread.
-        patient: whether these exchanges may take hours now.
-        tell: says a message to the hub; None where there is no connection.
+        group: the process group of exchanges that survive their loss (see `RootExchange`).
+        background_group: the same for the exchanges of another thread.
+        long_exchanges: whether the main thread's exchanges may take hours now.
+        tell: sends a message to the hub; None without a connection.
     """
 
     def __init__(self) -> None:
         self.names: Sequence[str] = ()
         self.spare: Sequence[int] = ()
         self.group: Any = None
-        self.beside: Any = None
-        self.patient = False
+        self.background_group: Any = None
+        self.long_exchanges = False
         self.tell: Callable[..., None] | None = None
         self._lost: list[int] = []
         self._news = threading.Condition()
@@ -43,37 +43,37 @@ class LostRanks:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks that were lost, as far as this one has heard."""
+        """The ranks that were lost, as far as this rank knows."""
         return tuple(self._lost)
 
     def allow(self, spare: Sequence[int], names: Sequence[str], *, tells: bool) -> None:
-        """From now on these ranks may be lost.
+        """Make these ranks spare.
 
         Args:
             spare: their numbers.
-            names: of all ranks.
-            tells: whether this rank is the one to tell the hub.
+            names: the names of all ranks.
+            tells: whether this rank tells the hub; one of them does.
         """
         self.spare, self.names = tuple(spare), tuple(names)
         if tells and self.tell is not None:
             self.tell(kind="spare", ranks=list(spare), names=list(names))
 
     @contextmanager
-    def in_patience(self) -> Iterator[None]:
+    def long_timeout(self) -> Iterator[None]:
         """Let the main thread's exchanges take hours, for the length of a `with` block."""
-        before, self.patient = self.patient, True
+        before, self.long_exchanges = self.long_exchanges, True
         try:
             yield
         finally:
-            self.patient = before
+            self.long_exchanges = before
 
     def take(self, rank: int, *, step: int, speaks: bool) -> None:
-        """Take note that a spare rank was lost.
+        """Record that a spare rank was lost.
 
         Args:
-            rank: which.
-            step: the one that goes on, as this rank counts.
-            speaks: whether this rank is the one to tell the user.
+            rank: its number.
+            step: the current step of this rank.
+            speaks: whether this rank tells the user; one of them does.
         """
         with self._news:
             self._lost.append(rank)
@@ -83,12 +83,12 @@ class LostRanks:
             sys.stderr.write(
                 f"bigtrain: {rank_name(rank, self.names)} was lost in step {step}: it ended "
                 f"without a message (killed by the system? see: dmesg | tail). {left} of "
-                f"{len(self.spare)} workers go on; its share of each batch is not seen any more\n"
+                f"{len(self.spare)} workers continue without its samples\n"
             )
             sys.stderr.flush()
 
     def confirm(self, rank: int) -> bool:
-        """Whether a spare rank, an exchange with which broke, was lost; waits for the news."""
+        """Whether a rank was lost, after an exchange with it broke; waits for the hub's message."""
         if rank not in self.spare:
             return False
         with self._news:
@@ -96,5 +96,5 @@ class LostRanks:
 
 
 def rank_name(rank: int, names: Sequence[str]) -> str:
-    """For example "server 1 (rank 3)", or "rank 3" where ranks have no names."""
+    """Return the name of a rank: "server 1 (rank 3)", or "rank 3" if ranks have no names."""
     return f"{names[rank]} (rank {rank})" if rank < len(names) else f"rank {rank}"

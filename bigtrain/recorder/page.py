@@ -1,8 +1,8 @@
-"""One page for a run that hangs or has died: who waits, for what, and who never came.
+"""One page for a run that hangs or has died: which rank waits, for which exchange, and for whom.
 
-Made of the records of all ranks (`FlightRecorder.record`) by one of them, without torch. A rank
-that gave no record is one that does not answer: it is stopped, gone, or in native code that does
-not let go of Python.
+One rank makes it from the records of all ranks (`FlightRecorder.record`), without torch. A rank
+without a record does not answer: it is stopped, it has ended, or it is in native code that holds
+Python's lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bigtrain.recorder.waiting import Wait, blamed, known_waits
 from bigtrain.units import format_bytes
 
 FILE_NAME = "flight_recorder.json"
-"""In the run's folder."""
+"""The page's file in the run's folder."""
 _SHOWN_STACKS = 6
 _TORCH = "/site-packages/torch/"
 _FOREIGN = ("/site-packages/", "/lib/python", "<frozen")
@@ -34,43 +34,43 @@ _ACTIVITIES = (
     ("/bigtrain/checkpoint/", "reads a checkpoint"),
     ("/bigtrain/report/run_log.py", "writes the log"),
 )
-"""What a rank does outside of a step, by the sources on its stack."""
+"""The activity of a rank outside of a step, by the source files on its stack."""
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the page is made."""
+    """The reason for a page."""
 
     kind: str
-    """`waited` (too long, or in vain), `failed`, `lost`, `asked` (by a signal), or `found`: what
-    all ranks have seen, whichever of them reported it."""
+    """'waited': a rank waited too long; 'failed'; 'lost'; 'asked': a signal asked for it; 'found':
+    all ranks raised the same error, and one of them reports it."""
     rank: int
-    """Who noticed, failed, or is lost."""
+    """The rank that noticed, failed or was lost."""
     text: str = ""
-    """The error's summary."""
+    """The summary of the error."""
 
 
 @dataclass(frozen=True)
 class FlightPage:
-    """The page in words, and what it was made of."""
+    """The page in words and as a document."""
 
     headline: str
     lines: tuple[str, ...]
     """One for each rank."""
     stacks: tuple[str, ...]
-    """Python stacks, those that are alike once."""
+    """Python stacks; equal ones once, with the ranks that have them."""
     document: dict[str, Any]
-    """For the file."""
+    """The content of the file."""
 
     def text(self, *, stacks: bool = True) -> str:
-        """The page for a terminal."""
+        """Return the page for a terminal."""
         parts = [self.headline, *(f"  {line}" for line in self.lines)]
         return "\n".join([*parts, *self.stacks] if stacks else parts)
 
     def write(self, folder: Path | None) -> Path | None:
-        """Write the file; return its path, or None where there is no folder or no room."""
+        """Write the file; return its path, or None if there is no folder or the disk is full."""
         if folder is None:
             return None
         path = folder / FILE_NAME
@@ -81,14 +81,14 @@ class FlightPage:
 
 
 def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Cause) -> FlightPage:
-    """Print the page, and leave it in the run's folder.
+    """Print the page, and write it to the run's folder.
 
-    An error is said by its own message, so that here only what the rank did is printed.
+    An error prints its own message, so in that case the page prints only where the rank was.
 
     Args:
         recorder: of this rank.
         records: of the ranks that have answered.
-        cause: why it is made.
+        cause: the reason for the page.
     """
     everyone = {rank: records.get(rank) for rank in range(recorder.world_size)} | dict(records)
     page = make_page(everyone, cause)
@@ -96,47 +96,50 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     if cause.kind == "failed" and record is not None:
         text = f"rank {cause.rank} failed {failed_in(record)}"
     path = page.write(recorder.folder)
-    where = f"the last events of each rank: {path}" if path else ""
-    lines = [where] if cause.kind == "found" else [text, where]
+    pointer = f"the last events of each rank: {path}" if path else ""
+    lines = [pointer] if cause.kind == "found" else [text, pointer]
     sys.stderr.write("".join(f"bigtrain: {line}\n" for line in lines if line))
     sys.stderr.flush()
     return page
 
 
 def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Record]:
-    """The records of the ranks that are left where rank 0, which collects them, is silent.
+    """Exchange records through the run's folder, for when rank 0, which collects them, is silent.
 
-    Each leaves its own in the run's folder, and reads those of the others as they come.
+    Each rank writes its record there, and reads those of the others.
 
     Args:
         recorder: of this rank.
-        moment_s: seconds to wait at most for the records of all ranks but rank 0.
+        moment_s: the most seconds to wait for the records of all ranks except rank 0.
+
+    Returns:
+        The records by rank; this rank's alone if the run has no folder.
     """
-    own = recorder.record()
+    record = recorder.record()
     if recorder.folder is None:
-        return {recorder.rank: own}
+        return {recorder.rank: record}
     began = time.time()
     path = recorder.folder / f".flight_recorder-{recorder.rank}.json"
-    found = {recorder.rank: own}
+    records = {recorder.rank: record}
     with contextlib.suppress(OSError, ValueError, KeyError):
-        path.with_suffix(".part").write_text(json.dumps(own), encoding="utf-8")
+        path.with_suffix(".part").write_text(json.dumps(record), encoding="utf-8")
         path.with_suffix(".part").replace(path)
         until = time.monotonic() + moment_s
-        while len(found) < recorder.world_size - 1 and time.monotonic() < until:
+        while len(records) < recorder.world_size - 1 and time.monotonic() < until:
             time.sleep(0.05)
             for other in recorder.folder.glob(".flight_recorder-*.json"):
-                if other.stat().st_mtime > began - 5:
-                    record = read_json_object(other)
-                    found[int(record["rank"])] = record
-    return found
+                if other.stat().st_mtime > began - 5:  # not that of an earlier failure
+                    their_record = read_json_object(other)
+                    records[int(their_record["rank"])] = their_record
+    return records
 
 
 def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
-    """Say where every rank was, and which one the others wait for.
+    """Make the page: where every rank was, and which one the others wait for.
 
     Args:
-        records: of all ranks; None of one that has not answered.
-        cause: why it is made.
+        records: by rank; None for a rank that has not answered.
+        cause: the reason for the page.
     """
     waits = known_waits(records)
     headline = _headline(records, cause, waits)
@@ -156,8 +159,8 @@ def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
 def _headline(records: Mapping[int, Record | None], cause: Cause, waits: Mapping[int, Wait]) -> str:
     if cause.kind == "failed":
         record = records.get(cause.rank)
-        where = f" It {doing(record)}." if record else ""
-        return f"rank {cause.rank} failed: {cause.text}.{where}"
+        activity = f" It {doing(record)}." if record else ""
+        return f"rank {cause.rank} failed: {cause.text}.{activity}"
     if cause.kind == "found":
         return cause.text
     waiting = _first_to_wait(cause, waits)
@@ -165,16 +168,16 @@ def _headline(records: Mapping[int, Record | None], cause: Cause, waits: Mapping
         if cause.kind == "lost":
             return f"rank {cause.rank} ended without a message; no rank waited for it"
         return "no rank waits for another" if cause.kind == "asked" else cause.text
-    said = f"rank {waiting.rank} waits for {waiting.words()}"
+    text = f"rank {waiting.rank} waits for {waiting.words()}"
     if cause.kind == "lost":
-        return f"{said}; rank {cause.rank} ended without a message"
+        return f"{text}; rank {cause.rank} ended without a message"
     culprit = blamed(waiting, waits, records)
     if culprit is None:
-        return f"{said}; {_together(waiting, waits)}"
-    absent = records.get(culprit)
-    if absent is None:
-        return f"{said}; rank {culprit} has not answered: it is stopped, or stuck in native code"
-    return f"{said}; rank {culprit} never came: it {doing(absent)}"
+        return f"{text}; {_no_culprit(waiting, waits)}"
+    record = records.get(culprit)
+    if record is None:
+        return f"{text}; rank {culprit} has not answered: it is stopped, or stuck in native code"
+    return f"{text}; rank {culprit} never came: it {doing(record)}"
 
 
 def _first_to_wait(cause: Cause, waits: Mapping[int, Wait]) -> Wait | None:
@@ -183,10 +186,10 @@ def _first_to_wait(cause: Cause, waits: Mapping[int, Wait]) -> Wait | None:
     return max(waits.values(), key=lambda wait: wait.seconds, default=None)
 
 
-def _together(waiting: Wait, waits: Mapping[int, Wait]) -> str:
-    """What is to be said where all ranks have come."""
-    there = [w for w in waits.values() if w.group == waiting.group and w.number == waiting.number]
-    kinds = sorted({f"{wait.kind} of {format_bytes(wait.size)}" for wait in there})
+def _no_culprit(waiting: Wait, waits: Mapping[int, Wait]) -> str:
+    """The explanation if all ranks have come to an exchange that does not end."""
+    same = [w for w in waits.values() if w.group == waiting.group and w.number == waiting.number]
+    kinds = sorted({f"{wait.kind} of {format_bytes(wait.size)}" for wait in same})
     if len(kinds) > 1 and not waiting.message:
         return (
             f"the ranks are not in the same exchange ({' and '.join(kinds)}): they do not run the "
@@ -194,16 +197,16 @@ def _together(waiting: Wait, waits: Mapping[int, Wait]) -> str:
         )
     if waiting.message:
         return "the ranks wait for each other"
-    return "all its ranks came, and it does not end: look at the network between them"
+    return "all its ranks came and it does not end: check the network between them"
 
 
 def _line(record: Record, wait: Wait | None) -> str:
-    said = doing(record)
+    text = doing(record)
     if wait is not None:
-        said = f"waits for {wait.words()}; {said}"
+        text = f"waits for {wait.words()}; {text}"
     if record["peak_bytes"]:
-        said += f"; peak {format_bytes(record['peak_bytes'])}"
-    return said
+        text += f"; peak {format_bytes(record['peak_bytes'])}"
+    return text
 
 
 def _silence(rank: int, cause: Cause) -> str:
@@ -211,18 +214,18 @@ def _silence(rank: int, cause: Cause) -> str:
 
 
 def doing(record: Record) -> str:
-    """What a rank does, as the words after "it": "reads data (micro-batch 2 of step 41)"."""
+    """Return the activity of a rank, as the words after "it": "begins step 3"."""
     activity = _activity(record["stack"])
     phase, step = record["phase"], record["step"]
-    place = f"step {step}"
+    position = f"step {step}"
     if record["micro_batch"]:
-        place = f"{record['unit']} {record['micro_batch']} of {place}"
+        position = f"{record['unit']} {record['micro_batch']} of {position}"
     if phase == "data":
         following = f"micro-batch {record['micro_batch']} of step {step + 1}"
         return f"reads data ({following}){_at(record['stack'])}"
     if phase in ("forward", "backward"):
         block = f" of {record['block']}" if record["block"] else ""
-        return f"is in the {phase} pass{block} ({place})"
+        return f"is in the {phase} pass{block} ({position})"
     if phase == "step":
         return f"is in the optimizer's step (step {step})"
     if phase == "begin":
@@ -238,7 +241,7 @@ def doing(record: Record) -> str:
 
 
 def failed_in(record: Record) -> str:
-    """Where a rank failed: "in the forward pass of `blocks.2` (step 1, micro-batch 1)"."""
+    """Return where a rank failed, as the words after "it failed": "in the optimizer's step"."""
     phase, step = record["phase"], record["step"]
     if phase in ("forward", "backward"):
         block = f" of `{record['block']}`" if record["block"] else ""
@@ -246,11 +249,11 @@ def failed_in(record: Record) -> str:
         return f"in the {phase} pass{block} (step {step}{part})"
     if phase == "step":
         return f"in the optimizer's step (step {step})"
-    said = doing(record)
+    activity = doing(record)
     for verb, words in _IN_THE_PAST.items():
-        if said.startswith(verb):
-            return f"{words}{said.removeprefix(verb)}"
-    return f"as it {said}"
+        if activity.startswith(verb):
+            return f"{words}{activity.removeprefix(verb)}"
+    return f"as it {activity}"
 
 
 _IN_THE_PAST = {
@@ -261,7 +264,7 @@ _IN_THE_PAST = {
     "validates": "in validation",
     "is between": "between",
 }
-"""What `doing` says, as the words after "it failed"."""
+"""The first words of `doing`, and those of `failed_in` that replace them."""
 
 
 def _activity(stack: list[str]) -> str:
@@ -273,7 +276,7 @@ def _activity(stack: list[str]) -> str:
 
 
 def _at(stack: list[str]) -> str:
-    """The innermost frame of the user's own code."""
+    """The innermost frame of the user's code."""
     for line in reversed(stack):
         file, _, name = line.rpartition(" ")
         if not file.startswith(_OURS) and not any(part in file for part in _FOREIGN):
@@ -282,17 +285,17 @@ def _at(stack: list[str]) -> str:
 
 
 def _stacks(records: Mapping[int, Record | None]) -> tuple[str, ...]:
-    """For a person: of torch's own calls the last one only; the file has all."""
-    alike: dict[tuple[str, ...], list[int]] = {}
+    """Stacks for a person, with only the last of torch's calls; the file has all of them."""
+    ranks_by_stack: dict[tuple[str, ...], list[int]] = {}
     for rank, record in sorted(records.items()):
         if record is not None and record["stack"]:
             *outer, last = record["stack"]
             stack = (*(line for line in outer if _TORCH not in line.replace("\\", "/")), last)
-            alike.setdefault(stack, []).append(rank)
+            ranks_by_stack.setdefault(stack, []).append(rank)
     shown = []
-    for stack, ranks in list(alike.items())[:_SHOWN_STACKS]:
-        whose = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        shown.append("\n".join([f"stack of {whose}:", *(f"    {line}" for line in stack)]))
-    if len(alike) > _SHOWN_STACKS:
-        shown.append(f"{len(alike) - _SHOWN_STACKS} other stacks are in {FILE_NAME}")
+    for stack, ranks in list(ranks_by_stack.items())[:_SHOWN_STACKS]:
+        owner = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        shown.append("\n".join([f"stack of {owner}:", *(f"    {line}" for line in stack)]))
+    if len(ranks_by_stack) > _SHOWN_STACKS:
+        shown.append(f"{len(ranks_by_stack) - _SHOWN_STACKS} other stacks are in {FILE_NAME}")
     return tuple(shown)

@@ -1,8 +1,8 @@
 """The flight recorder of one rank: its last events, readable while its main thread hangs.
 
-The place of each event is made before the run, and writing one is an assignment: no lock that a
-hanging thread could hold, and a few hundred nanoseconds. Exchanges are not written here: torch
-records them in C++, for every backend, and they are read when a page is made.
+The buffer for events is allocated before the run, and recording one is an assignment, which takes a
+few hundred nanoseconds and no lock that a hanging thread could hold. Exchanges are not recorded
+here: torch records them in C++, for every backend, and they are read when a page is made.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bigtrain.recorder.lost_ranks import LostRanks
 from bigtrain.recorder.traffic_counter import TrafficCounter
 
 EVENTS = 400
-"""Events that are kept: with a dozen blocks, the last dozen passes."""
+"""The number of events that are stored: with a dozen blocks, those of the last dozen passes."""
 _FRAMES = 40
 
 Event = tuple[float, str, str, int, int]
-"""Seconds since 1970, phase, block or what else, micro-batch, step."""
+"""Seconds since 1970, phase, block or a description, micro-batch, step."""
 
 
 class FlightRecorder:
@@ -36,23 +36,23 @@ class FlightRecorder:
     """
 
     folder: Path | None = None
-    """Of the run; the page goes there as a file, too."""
+    """The folder of the run, where the page is also written."""
     unit = "micro-batch"
-    """What passes are counted in: a rank with several stages makes several of a micro-batch."""
+    """The name of a counted pass: a rank with several stages does several for a micro-batch."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.phase, self.block, self.micro_batch = "build", "", 0
         self.step = 0
-        """Counted from 1: the one that goes on, or was the last."""
+        """The number of the current or last step, from 1."""
         self.peak_bytes: int | None = None
-        """The peak so far, where it is known."""
+        """The peak so far, if it is known."""
         self.exchanges: Callable[[], list[dict[str, Any]]] = list
-        """Reads the exchanges that torch has recorded: `read_exchanges`, where there are any."""
+        """Reads torch's record of exchanges: `read_exchanges`; an empty list for one process."""
         self.traffic = TrafficCounter()
-        """Of the steps' exchanges, what is sent."""
+        """Counts the bytes that steps exchange."""
         self.lost_ranks = LostRanks()
-        """Which ranks the run may lose, and which it has lost."""
+        """The ranks that the run may lose, and those that it has lost."""
         self._counts = {"forward": 0, "backward": 0}
         self._events: list[Event | None] = [None] * EVENTS
         self._written = 0
@@ -61,14 +61,18 @@ class FlightRecorder:
         self._reading = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Modules hold it by their hooks; their copies in other processes begin with an empty one.
+        # Hooks of modules refer to it; a copy of a module in another process has an empty one.
         return FlightRecorder, (self.rank, self.world_size)
 
     def __deepcopy__(self, _memo: Any) -> FlightRecorder:
         return self
 
     def note(self, what: str = "") -> None:
-        """Write an event: this phase, this block, and what else there is to say."""
+        """Record an event with the current phase.
+
+        Args:
+            what: a description; empty for the current block.
+        """
         written = self._written
         self._events[written % EVENTS] = (
             time.time(),
@@ -80,7 +84,7 @@ class FlightRecorder:
         self._written = written + 1
 
     def enter(self, phase: str) -> None:
-        """Say which phase begins; passes of a step are counted."""
+        """Record that a phase begins; the passes of a step are counted."""
         self.phase, self.block = phase, ""
         if phase in self._counts:
             self._counts[phase] += 1
@@ -88,60 +92,60 @@ class FlightRecorder:
         self.note()
 
     def enter_block(self, name: str) -> None:
-        """Say which block is computed from now on."""
+        """Record that the computation of a block begins."""
         self.block = name
         self.note()
 
     def read_data(self, micro_batch: int) -> None:
-        """Say that a micro-batch of the next step is read, counted from 1."""
+        """Record that a micro-batch of the next step is read, counted from 1."""
         self.phase, self.block, self.micro_batch = "data", "", micro_batch
         self.note()
 
     def begin_step(self, step: int) -> None:
-        """Say that a step begins, counted from 1."""
+        """Record that a step begins, counted from 1."""
         self.step = step
         self._counts = dict.fromkeys(self._counts, 0)
         self.phase, self.block, self.micro_batch = "begin", "", 0
         self.note()
 
     def end_step(self) -> None:
-        """Say that a step is done."""
+        """Record that a step has ended."""
         self.phase, self.block, self.micro_batch = "between", "", 0
         self.note()
 
     def lose(self, rank: int) -> None:
-        """Take note that a spare rank was lost; rank 0 tells the user."""
+        """Record that a spare rank was lost; rank 0 tells the user."""
         self.lost_ranks.take(rank, step=self.step, speaks=self.rank == 0)
 
     def fail(self, error: BaseException) -> None:
-        """Keep what ended the main thread's work: from now on its stack is that of the error."""
+        """Record the error that ended the main thread's work: `stack` is that of the error then."""
         self._error = error
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last event, or since there is this recorder."""
+        """Seconds since the last event, or since the recorder was made."""
         last = self._events[(self._written - 1) % EVENTS]
         return time.time() - (self._made if last is None else last[0])
 
     def events(self) -> list[Event]:
-        """The events that there are, the oldest first."""
+        """Return the stored events, the oldest first."""
         start = self._written % EVENTS
         return [e for e in self._events[start:] + self._events[:start] if e is not None]
 
     def stack(self) -> list[str]:
-        """The main thread's Python stack, outermost first, as `file:line function`."""
+        """Return the main thread's Python stack as `FILE:LINE FUNCTION`, the outermost first."""
         if self._error is not None:
             return _of_error(self._error)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return _of_frame(frame)
 
     def record(self) -> dict[str, Any]:
-        """Everything this rank has to say, for JSON. From any thread."""
+        """Return this rank's record as JSON values. Any thread may call it."""
         stack = self.stack()
         try:
-            with self._reading:  # torch's lock and Python's must not be taken in both orders
+            with self._reading:  # two threads would take torch's and Python's lock in both orders
                 exchanges = self.exchanges()
-        except Exception as error:  # torch's own record changes from version to version
+        except Exception as error:  # the format of torch's record differs between versions
             exchanges = [{"unreadable": f"{type(error).__name__}: {error}"[:200]}]
         return {
             "rank": self.rank,
@@ -162,14 +166,14 @@ class FlightRecorder:
 def _of_frame(frame: FrameType | None) -> list[str]:
     if frame is None:
         return []
-    found = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    return _lines(list(reversed(found)))
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    return _lines(list(reversed(stack)))
 
 
 def _of_error(error: BaseException) -> list[str]:
     trace: TracebackType | None = error.__traceback__
-    found = traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
-    return _lines(list(found))
+    stack = traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
+    return _lines(list(stack))
 
 
 def _lines(frames: list[traceback.FrameSummary]) -> list[str]:

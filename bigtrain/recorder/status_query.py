@@ -1,4 +1,4 @@
-"""Asking all ranks where they are, from the hub's one thread, without waiting for any of them."""
+"""Queries of all ranks' records from the hub's one thread, which never blocks for an answer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from bigtrain.files.parse import as_object, parse_json
 from bigtrain.recorder.page import Record
 
 RECORDS_S = 2.0
-"""A rank that has not sent its record by then does not answer: stopped, or in native code."""
+"""Seconds in which a rank must send its record; a stopped rank or one in native code does not."""
 
 
 @dataclass
 class StatusQuery:
-    """Ranks that were asked for their records, and what is done with the answers."""
+    """Ranks that were asked for their records, and the function that takes the answers."""
 
     awaited: set[socket.socket]
+    """The connections whose records have not come."""
     records: dict[int, Record]
     finish: Callable[[dict[int, Record]], None]
     until: float
+    """The moment (`time.monotonic`) at which it ends without the others."""
 
 
 @dataclass
 class StatusQueries:
-    """Those that are open."""
+    """The open queries."""
 
     open: list[StatusQuery] = field(default_factory=list)
 
@@ -41,38 +43,38 @@ class StatusQueries:
         known: dict[int, Record],
         finish: Callable[[dict[int, Record]], None],
     ) -> None:
-        """Wait for the records of these ranks, and call `finish` with them and the known ones."""
+        """Open a query; `finish` is called with the records of these ranks and the known ones."""
         self.open.append(StatusQuery(set(asked), known, finish, time.monotonic() + RECORDS_S))
 
     def answer(self, connection: socket.socket, rank: int, record: Record) -> None:
-        """Take a record."""
-        for inquiry in self.open:
-            if connection in inquiry.awaited:
-                inquiry.awaited.discard(connection)
-                inquiry.records[rank] = record
+        """Add a record to all queries that wait for it."""
+        for query in self.open:
+            if connection in query.awaited:
+                query.awaited.discard(connection)
+                query.records[rank] = record
 
     def give_up(self, connection: socket.socket) -> None:
-        """Wait no longer for a rank that has left or is lost."""
-        for inquiry in self.open:
-            inquiry.awaited.discard(connection)
+        """Stop waiting for a rank that has left or was lost."""
+        for query in self.open:
+            query.awaited.discard(connection)
 
     def patience_s(self) -> float | None:
-        """Seconds until one of them is over; None where none is open."""
-        ends = [inquiry.until for inquiry in self.open]
+        """Return the seconds until a query's time is over; None if none is open."""
+        ends = [query.until for query in self.open]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def finish_due(self) -> None:
-        """Finish those that all have answered, or whose time is over."""
-        for inquiry in list(self.open):
-            if not inquiry.awaited or time.monotonic() >= inquiry.until:
-                self.open.remove(inquiry)
-                inquiry.finish(inquiry.records)
+        """Finish the queries that are answered, or whose time is over."""
+        for query in list(self.open):
+            if not query.awaited or time.monotonic() >= query.until:
+                self.open.remove(query)
+                query.finish(query.records)
 
 
 class StatusGather:
-    """Which ranks still answer at all, whatever they do: a thread of each does.
+    """Counts the rounds in which ranks do not answer; in a rank that runs, a thread answers.
 
-    Silence is counted in rounds, not in seconds: Ctrl-Z stops those who ask, too.
+    Silence is counted in rounds and not in seconds, because Ctrl-Z stops the asking rank, too.
     """
 
     def __init__(self) -> None:
@@ -80,10 +82,14 @@ class StatusGather:
         self._last = -math.inf
 
     def call(self, ranks: Mapping[socket.socket, int], period_s: float) -> dict[int, int]:
-        """Ask them whether they are there, at most once in so many seconds.
+        """Ask all ranks for a sign of life, at most once in a period.
+
+        Args:
+            ranks: by connection.
+            period_s: the seconds between two rounds.
 
         Returns:
-            Of each rank that has not answered yet the rounds that it was asked in.
+            The number of unanswered rounds, by rank; without ranks that answered the last one.
         """
         now = time.monotonic()
         if now - self._last >= period_s:
@@ -94,12 +100,12 @@ class StatusGather:
         return dict(self._unanswered)
 
     def hear(self, rank: int) -> None:
-        """Take an answer, or that a rank has left."""
+        """Reset the count of a rank that has answered or has left."""
         self._unanswered.pop(rank, None)
 
 
 def read_message(line: bytes) -> dict[str, Any]:
-    """What a line says; nothing where it is not an object of JSON, as from a stranger."""
+    """Return the message of a line; empty if it is no JSON object, as from another program."""
     try:
         return as_object(parse_json(line, "a message"), "a message")
     except UnreadableError:
@@ -107,6 +113,6 @@ def read_message(line: bytes) -> dict[str, Any]:
 
 
 def send_message(connection: socket.socket, **message: Any) -> None:
-    """Send a line; a peer that is gone is noticed where its connection is read."""
+    """Send a message as a line; a lost peer is noticed by the code that reads its connection."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")

@@ -1,10 +1,10 @@
-"""What this rank exchanges in its steps, counted where torch's process groups begin an exchange.
+"""The bytes that this rank exchanges in its steps, counted by hooks on torch's process groups.
 
-A hook on each group sees every collective, send and receive, whoever issues it: DDP's reducer and
-`fully_shard` in C++, DeepSpeed, fairscale, a pipeline. It costs microseconds an exchange. Some
-versions of torch have no such hooks (see `torch_versions`): then nothing is counted.
+A hook on each group sees every collective, send and receive, from DDP's reducer and `fully_shard`
+in C++, DeepSpeed, fairscale or a pipeline. It costs microseconds for each exchange. Some versions
+of torch have no such hooks (see `torch_versions`): then nothing is counted.
 
-Left out is what a run says to itself: the exchanges of `RunContext` (losses, counts, flags) and
+The run's own bookkeeping is not counted: the exchanges of `RunContext` (losses, counts, flags) and
 all-reduces of one number (norms).
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_HOOK_ID = 0x62_75  # one of ours on a group; others may have theirs
+_HOOK_ID = 0x62_75  # identifies our hook on a group, which may have others
 _KINDS = {
     "ALLREDUCE": "all_reduce",
     "ALLREDUCE_COALESCED": "all_reduce",
@@ -35,7 +35,7 @@ _KINDS = {
     "RECV": "receive",
     "RECVANYSOURCE": "receive",
 }
-"""torch's names of exchanges as `costs.traffic` has them; those that are none here send nothing."""
+"""The kinds of `costs.traffic` by torch's names; other operations send nothing."""
 
 Exchanged = Counter[tuple[str, int]]
 """Bytes of whole tensors, by the kind of exchange and the ranks of its group."""
@@ -44,20 +44,20 @@ Exchanged = Counter[tuple[str, int]]
 class TrafficCounter:
     """Counts the exchanges of a rank from `begin` to `end`.
 
-    Whole tensors are counted, as they are before a reduce-scatter and after an all-gather; of them
-    a rank sends a share, which `costs.traffic.StepVolume` knows.
+    It counts whole tensors, as they are before a reduce-scatter and after an all-gather. A rank
+    sends a share of them, which `costs.traffic.StepVolume` computes.
     """
 
     def __init__(self) -> None:
         self.counts = False
-        """Whether this torch has the hooks, known from the first `begin` on."""
+        """Whether this torch has the hooks; set by the first `begin`."""
         self._known: set[str] = set()
         self._own = threading.local()
         self._begun = False
         self._bytes: Exchanged = Counter()
 
     def begin(self) -> None:
-        """A step begins: count from nothing, on all groups that there are by now."""
+        """Begin a step: count from zero, on all groups that exist."""
         import torch.distributed as dist
 
         from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
@@ -69,17 +69,17 @@ class TrafficCounter:
         self._begun = True
 
     def end(self) -> Exchanged | None:
-        """The step is over: what was exchanged in it; None where nobody could count."""
+        """End the step and return its exchanges; None if this torch cannot count them."""
         self._begun = False
         return Counter(self._bytes) if self.counts else None
 
     def leave_out(self, group: Any) -> None:
-        """Never count what goes through this group."""
+        """Never count the exchanges of this group."""
         self._known.add(group.group_name)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave out what this thread exchanges inside the `with` block."""
+        """Do not count this thread's exchanges inside the `with` block."""
         outer = getattr(self._own, "aside", False)
         self._own.aside = True
         try:

@@ -1,4 +1,4 @@
-"""Which rank waits for which exchange, and which rank it waits for."""
+"""The exchange that each rank waits for, and the rank that it waits for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WAITS_IN = (
     "/recorder/root_exchange.py",
     "/distributed/pipelining/schedules.py",
 )
-"""Sources that wait for messages: a stack that ends there, behind a message, waits for it."""
+"""Source files that wait for messages: a rank whose stack ends there waits for its last message."""
 
 
 _PURPOSES = {
     "barrier": "all ranks",
-    "broadcast_object": "rank 0's word",
+    "broadcast_object": "a value of rank 0",
     "mean_loss": "the loss",
     "norm": "the gradients' norm",
     "global_norm": "the gradients' norm",
@@ -35,37 +35,42 @@ _PURPOSES = {
     "save": "a checkpoint",
     "save_or_explain": "a checkpoint",
 }
-"""What functions of bigtrain exchange."""
+"""The values that functions of bigtrain exchange, in words."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What one rank waits for."""
+    """The exchange that one rank waits for."""
 
     rank: int
+    """The rank that waits."""
     kind: str
-    """all_reduce and the like; `recv` and `send` of a message."""
+    """'all_reduce' and the like; 'recv' or 'send' for a message."""
     purpose: str
+    """The exchanged values in words; empty if unknown."""
     block: str
-    """Where the exchange began, in a pass through the model."""
+    """The block in whose pass the exchange began; empty outside of passes."""
     size: int
     """Bytes."""
     seconds: float
+    """Seconds since the exchange began."""
     group: str
+    """The name of the process group in torch."""
     number: int
-    """Of the group's collectives, from 1; 0 of a message."""
+    """The number among the group's collectives, from 1; 0 for a message."""
     peers: tuple[int, ...]
-    """The ranks that take part, without this one."""
+    """The other ranks of the exchange."""
     message: bool = False
+    """Whether it is a send or a receive."""
     timeout_s: float = 0.0
-    """What the backend allows it; 0 where it does not say."""
+    """Seconds that the backend allows; 0 if unknown."""
 
     def words(self) -> str:
-        """For example "the gradients at layers.7 (all_reduce, 12.6 MiB) for 30 s"."""
+        """Return it as "the gradients at layers.7 (all_reduce, 12.6 MiB) for 30 s"."""
         purpose = self.purpose or "an exchange"
         if self.message:
-            way = "from" if self.kind == "recv" else "to"
-            purpose = f"a message {way} rank {self.peers[0]}"
+            preposition = "from" if self.kind == "recv" else "to"
+            purpose = f"a message {preposition} rank {self.peers[0]}"
         if self.block and (self.purpose or self.message):
             purpose += f" at {self.block}"
         seconds = f"{self.seconds:.1f}" if self.seconds < 1 else f"{self.seconds:.0f}"
@@ -73,21 +78,21 @@ class Wait:
 
 
 def known_waits(records: Mapping[int, dict[str, Any] | None]) -> dict[int, Wait]:
-    """Of each rank that waits for an exchange the one that has not ended for longest."""
-    found = {rank: own_wait(record) for rank, record in records.items() if record is not None}
-    return {rank: wait for rank, wait in found.items() if wait is not None}
+    """Return the oldest unfinished exchange of each rank that waits for one."""
+    waits = {rank: wait_of(record) for rank, record in records.items() if record is not None}
+    return {rank: wait for rank, wait in waits.items() if wait is not None}
 
 
 def _in_exchange(record: dict[str, Any]) -> bool:
     return any("/torch/distributed/distributed_c10d.py:" in line for line in record["stack"][-1:])
 
 
-def own_wait(record: dict[str, Any]) -> Wait | None:
-    """What a rank waits for, by its record."""
+def wait_of(record: dict[str, Any]) -> Wait | None:
+    """Return the exchange that a rank waits for, by its record; None if it waits for none."""
     exchanges = [e for e in record["exchanges"] if "kind" in e]
     active = [e for e in exchanges if not e["done"] and e["kind"] != "send"]
     if not active and exchanges and (record["error"] == "RuntimeError" or _in_exchange(record)):
-        # The backend broke it off, and counts it as ended: the error is on its way, or has come.
+        # The backend aborted it and counts it as done: its error is about to be raised, or was.
         last = exchanges[-1]
         active = [last] if last["age_s"] <= record["idle_s"] + 1 else []
     if not active:
@@ -109,14 +114,14 @@ def own_wait(record: dict[str, Any]) -> Wait | None:
 
 
 def _message(record: dict[str, Any]) -> Wait | None:
-    """A send or a receive as the last event, where the main thread stands at its wait."""
-    if not record["events"] or not _stands_at_a_wait(record["stack"]):
+    """The message that is the last event, if the main thread's stack ends in its wait."""
+    if not record["events"] or not _is_waiting(record["stack"]):
         return None
     for event in reversed(record["events"]):
         match = _MESSAGE.fullmatch(event[2])
         if match is None:
             return None
-        # Messages are begun together: a rank waits for what it is to receive.
+        # Messages begin together, and a rank waits for the one that it receives.
         if match[1] == "receive from" or event is record["events"][0]:
             kind = "recv"
             return Wait(
@@ -135,7 +140,7 @@ def _message(record: dict[str, Any]) -> Wait | None:
 
 
 def _purpose(stack: list[str]) -> str:
-    """What a rank waits for, as far as the calls tell that led there."""
+    """The exchanged values in words, as far as the stack tells; empty if it does not."""
     calls = [line.replace("\\", "/") for line in reversed(stack)]
     names = {line.rpartition(" ")[2] for line in calls}
     for line in calls:
@@ -149,19 +154,19 @@ def _purpose(stack: list[str]) -> str:
         if "nn/modules/_functions.py" in line:
             return "the statistics of a batch"
         name = line.rpartition(" ")[2]
-        if name == "_engine_run_backward":  # DDP's reducer, which Python does not see
+        if name == "_engine_run_backward":  # DDP's reducer is C++ and is on no Python stack
             return "the gradients"
         if "/bigtrain/" in line and name in _PURPOSES:
             return _PURPOSES[name]
     return ""
 
 
-def _stands_at_a_wait(stack: list[str]) -> bool:
+def _is_waiting(stack: list[str]) -> bool:
     return any(source in line.replace("\\", "/") for line in stack[-2:] for source in _WAITS_IN)
 
 
 def _block_at(record: dict[str, Any], moment: float) -> str:
-    """The block that was computed when an exchange began; nothing outside of the passes."""
+    """The block that was computed when an exchange began; empty outside of passes."""
     block = ""
     for seconds, phase, what, _, _ in record["events"]:
         if seconds > moment:
@@ -173,16 +178,16 @@ def _block_at(record: dict[str, Any], moment: float) -> str:
 def blamed(
     wait: Wait, waits: Mapping[int, Wait], records: Mapping[int, dict[str, Any] | None]
 ) -> int | None:
-    """The rank that an exchange waits for in the end; None where all have come, or in a circle.
+    """Return the rank that an exchange waits for; None if all have come, or they wait in a circle.
 
-    A rank that has not come may wait itself, for another one: it is followed.
+    A rank that has not come may itself wait for another one: the chain is followed to its end.
     """
     seen = {wait.rank}
     while True:
         absent = [rank for rank in wait.peers if not _has_come(rank, wait, waits, records)]
         if not absent:
             return None
-        # One that does not answer, or that does not wait itself, is the end of the chain.
+        # A rank that does not answer, or does not wait itself, ends the chain.
         last = [rank for rank in absent if rank not in waits]
         if last:
             return min(last, key=lambda rank: (records.get(rank) is not None, rank))
@@ -202,10 +207,14 @@ def _has_come(
     record = records.get(rank)
     if record is None:
         return False
-    if wait.message:  # who sends, or waits for this rank in turn, is not told by numbers
+    if wait.message:  # messages have no numbers that both sides share
         return False
-    own = waits.get(rank)
-    if own is not None and own.group == wait.group and own.number >= wait.number:
+    their_wait = waits.get(rank)
+    if (
+        their_wait is not None
+        and their_wait.group == wait.group
+        and their_wait.number >= wait.number
+    ):
         return True
     numbers = [
         e["number"]

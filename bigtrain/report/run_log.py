@@ -34,9 +34,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import is_there, read_text
 from bigtrain.job.schema import Job
+from bigtrain.machine.residuals import record_residuals, step_uncertainty
 from bigtrain.memory.timeline import Peak
-from bigtrain.prediction.memory_report import MemoryReport, StepForecast
-from bigtrain.prediction.residuals import engine_of, record_residuals, step_uncertainty
+from bigtrain.prediction.memory_report import MemoryReport, StepForecast, engine_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.preemption import Highest
 from bigtrain.report.banner import MemoryLimit

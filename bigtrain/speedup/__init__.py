@@ -1,5 +1,5 @@
-"""Whether more ranks pay, and what would make them: `bigtrain speedup`.
+"""Whether more ranks are faster, and from which batch or bandwidth on: `bigtrain speedup`.
 
-Decides: what counts as computing and what as synchronising; the inequality of synchronous SGD and
-its solutions.
+Decides: what counts as computation and what as synchronisation; the inequality of synchronous SGD
+and its solutions.
 """

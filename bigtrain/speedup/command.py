@@ -1,4 +1,4 @@
-"""`bigtrain speedup`: whether more ranks pay, and what would make them."""
+"""`bigtrain speedup`: whether more ranks are faster, and from which batch or bandwidth on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from rich.console import Console
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.contenders import named_strategies
-from bigtrain.compare.subprocess_runs import run_bigtrain
+from bigtrain.compare.subprocess_runs import QUIET, UNTRACKED, QuietRun
 from bigtrain.devices import device_count
 from bigtrain.engine.setup import check_job
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.files.parse import read_json_object
 from bigtrain.job.arguments import SpeedupOptions, speedup_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.strategy_words import read_strategy, strategy_label
@@ -36,21 +35,15 @@ from bigtrain.speedup.inequality import (
     batch_that_pays,
     ranks_that_pay,
 )
-from bigtrain.speedup.measure import MeasuredPace, PaceRequest
+from bigtrain.speedup.measure import StepTiming, TimingRequest
 from bigtrain.speedup.show import SpeedupRow, speedup_table, threshold_lines
-
-_QUIET = (
-    *("train.eval_every=0", "checkpoint.at_end=false", "checkpoint.every=0"),
-    *("memory.track_steps=0", "memory.predict=false", "checkpoint.resume=null"),
-    "memory.on_oom=stop",
-)
 
 
 def main(arguments: list[str]) -> int:
     """Measure, predict, solve, show; returns the exit status.
 
-    0 where at least one strategy ran on several ranks, 1 where none did, 2 for the user's input,
-    130 after Ctrl-C.
+    The status is 0 if at least one strategy ran on several ranks, 1 if none did, 2 if the user's
+    input is at fault, 130 after Ctrl-C.
     """
     options = speedup_arguments(arguments)
     if options.picture is not None and Path(options.picture).suffix not in (".svg", ".png"):
@@ -64,7 +57,7 @@ def main(arguments: list[str]) -> int:
         trial.run(folder)
     except KeyboardInterrupt:
         stopped = True
-        trial.progress.print("stopped: what is measured is shown")
+        trial.progress.print("stopped: the figures so far are shown")
     document = trial.document(stopped=stopped)
     (folder / "speedup.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     if options.picture is not None:
@@ -85,10 +78,10 @@ class Trial:
 
     Args:
         options: of the command line.
-        cluster: whose figures predict; None for this machine's.
+        cluster: its figures predict; None for those of this machine.
 
     Raises:
-        ConfigError: a strategy that is none or cuts the model, fewer than two ranks.
+        ConfigError: a strategy is unknown or cuts the model, or there are fewer than two ranks.
     """
 
     def __init__(self, options: SpeedupOptions, cluster: Cluster | None) -> None:
@@ -106,9 +99,11 @@ class Trial:
         names = named_strategies(options.strategies)
         self._names = {strategy_label(name): name for name in names}
         self._batch = _batch_words(options, names, self.most)
-        self._words = [*options.overrides, *self._batch, *_QUIET]
+        self._words = [*options.overrides, *self._batch, *UNTRACKED]
         self._forecasters = {
-            label: StepForecaster(load_job(options.job, name, self._words), cluster, self.most)
+            label: StepForecaster(
+                load_job(options.job, name, [*self._words, *QUIET]), cluster, self.most
+            )
             for label, name in self._names.items()
         }
         self._first = next(iter(self._forecasters.values()))
@@ -116,15 +111,17 @@ class Trial:
         self.samples = len(self._first.setup.data.train)
 
     def run(self, folder: Path) -> None:
-        """Measure one process, then every strategy; solve what was measured."""
+        """Measure one process, then every strategy; solve the inequality for each."""
         batch = self._first.setup.plan.batch
-        other = batch.micro_size // 2 or 2
+        other_rows = batch.micro_size // 2 or 2
         times = batch.accumulation_steps
-        pace = self._pace(folder / "one", "single", 1, PaceRequest(self._options.steps, other, []))
-        self._alone = pace.compute
-        if pace.other_compute is not None:
+        request = TimingRequest(steps=self._options.steps, other_rows=other_rows, messages=[])
+        timing = self._measure(folder / "one", "single", 1, request)
+        self._alone = timing.compute
+        if timing.other_compute is not None:
             self._cost = ComputeCost.through(
-                (batch.micro_size * times, pace.compute), (other * times, pace.other_compute)
+                (batch.micro_size * times, timing.compute),
+                (other_rows * times, timing.other_compute),
             )
         for label, name in self._names.items():
             for ranks in counts(self.most):
@@ -139,24 +136,26 @@ class Trial:
         forecaster = self._forecasters[label]
         try:
             predicted = forecaster.step(ranks)
-            request = PaceRequest(self._options.steps, None, forecaster.messages(ranks))
-            pace = self._pace(folder / f"{label}-{ranks}", name, ranks, request)
+            request = TimingRequest(
+                steps=self._options.steps, other_rows=None, messages=forecaster.messages(ranks)
+            )
+            timing = self._measure(folder / f"{label}-{ranks}", name, ranks, request)
         except BigtrainError as error:
             return SpeedupRow(label, ranks, reason=str(error))
         measured = SyncStep(
             ranks=ranks,
             workers=predicted.workers,
             batch=predicted.batch,
-            alone=self._alone or pace.compute,
-            compute=pace.compute,
-            exposed=pace.step - pace.compute,
-            whole=pace.whole,
-            latency=min(pace.latency or 0.0, pace.whole or 0.0),
+            alone=self._alone or timing.compute,
+            compute=timing.compute,
+            exposed=timing.step - timing.compute,
+            whole=timing.whole,
+            latency=min(timing.latency or 0.0, timing.whole or 0.0),
         )
         return SpeedupRow(label, ranks, measured, predicted)
 
     def _predict(self, label: str) -> None:
-        """Rows of numbers of ranks that are not run."""
+        """Add rows for numbers of ranks that are only predicted."""
         run = {row.ranks for row in self.rows if row.strategy == label}
         for ranks in FORECAST_RANKS:
             if ranks in run:
@@ -169,20 +168,22 @@ class Trial:
             self.rows.append(row)
 
     def _solve(self, label: str) -> None:
-        """The inequality for the most ranks that were measured, and for a cluster's most."""
-        own = [row for row in self.rows if row.strategy == label]
+        """Solve the inequality for the most ranks that were measured, and the most predicted."""
+        rows = [row for row in self.rows if row.strategy == label]
         forecaster = self._forecasters[label]
-        measured = [row.measured for row in own if row.measured is not None]
+        measured = [row.measured for row in rows if row.measured is not None]
         if measured:
             last = measured[-1]
             self.solved[f"{label} here"] = {
                 "batch": batch_that_pays(last, self._cost),
                 "bandwidth": bandwidth_that_pays(last, 1.0),
             }
-            if forecaster.at_hand:
-                found = ranks_that_pay(_as_measured(forecaster, last), _tried(last, self._cluster))
-                self.solved[f"{label} here"]["ranks"] = found
-        predicted = [row.predicted for row in own if row.predicted and row.measured is None]
+            if forecaster.is_local:
+                step_of = _as_measured(forecaster, last)
+                self.solved[f"{label} here"]["ranks"] = ranks_that_pay(
+                    step_of, _tried(last, self._cluster)
+                )
+        predicted = [row.predicted for row in rows if row.predicted and row.measured is None]
         if predicted:
             last = predicted[-1]
             self.solved[f"{label} on {last.ranks}"] = {
@@ -191,26 +192,30 @@ class Trial:
                 "ranks": ranks_that_pay(forecaster.step, _tried(last, self._cluster)),
             }
 
-    def _pace(self, folder: Path, name: str, ranks: int, request: PaceRequest) -> MeasuredPace:
-        """One run of `bigtrain/speedup/measure.py`.
+    def _measure(self, folder: Path, name: str, ranks: int, request: TimingRequest) -> StepTiming:
+        """Run `bigtrain/speedup/measure.py`.
 
         Raises:
-            BigtrainError: it failed; ConfigError where it was refused.
+            BigtrainError: it failed; a `ConfigError` if it was refused.
         """
         folder.mkdir()
         (folder / "request.json").write_text(json.dumps(asdict(request)) + "\n", "utf-8")
-        line = ["pace", "-n", str(ranks), "--record", str(folder), "--strategy", name]
-        if self._options.job is not None:
-            line += ["--config", self._options.job]
+        run = QuietRun(
+            command="pace",
+            strategy=name,
+            num_ranks=ranks,
+            folder=folder,
+            words=self._words,
+            job=self._options.job,
+        )
         environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads))}
-        log, limit = folder / "output.log", self._options.time_limit
-        ended = run_bigtrain([*line, *self._words], log, limit, environ)
+        ended = run.run(self._options.time_limit, environ)
         if ended.reason is not None:
             kind = ConfigError if ended.status == 2 else BigtrainError
             raise kind(ended.reason)
-        pace = MeasuredPace(**read_json_object(folder / "pace.json"))
-        self._others = max(self._others, pace.others_cores or 0.0)
-        return pace
+        timing = StepTiming(**run.json("timing.json"))
+        self._others = max(self._others, timing.others_cores or 0.0)
+        return timing
 
     def document(self, *, stopped: bool) -> dict[str, Any]:
         """The content of speedup.json."""
@@ -230,21 +235,21 @@ class Trial:
             "alone_epoch_seconds": None if alone is None else self.samples / per_worker * alone,
             "rows": [row.as_json(self.samples) for row in self.rows],
             "pays_from": {
-                name: {key: asdict(one) for key, one in found.items()}
-                for name, found in self.solved.items()
+                name: {key: asdict(threshold) for key, threshold in thresholds.items()}
+                for name, thresholds in self.solved.items()
             },
         }
 
     def show(self, title: str, folder: Path) -> None:
-        """The table and what would make more ranks pay."""
+        """Print the table and the solutions of the inequality."""
         console = Console() if sys.stdout.isatty() else Console(width=150)
         console.print(speedup_table(self.rows, title, self.samples))
         named = "this machine" if self._cluster is None else self._cluster.name
         lines = [f"in brackets: predicted, by the figures of {named}"]
         if self._others > BUSY_SHARE * usable_cores():
             lines.append(
-                f"other programs took up to {self._others:.1f} cores meanwhile: measure again "
-                "when they are done"
+                f"other programs used up to {self._others:.1f} cores during the measurement: "
+                "measure again when they have ended"
             )
         if self._alone is not None:
             batch = self._first.setup.plan.batch
@@ -259,59 +264,58 @@ class Trial:
 
 
 def _most_ranks(wanted: int | None, device: str) -> int:
-    found = usable_cores() if device == "cpu" else device_count()
-    most = wanted if wanted is not None else found
+    available = usable_cores() if device == "cpu" else device_count()
+    most = wanted if wanted is not None else available
     if most < 2:
-        what = "core" if device == "cpu" else "device"
-        given = f"-n {wanted}" if wanted is not None else f"there is {found} {what} here"
+        noun = "core" if device == "cpu" else "device"
+        reason = f"-n {wanted}" if wanted is not None else f"this machine has {available} {noun}"
         raise ConfigError(
-            f"speedup: {given}, and one rank has nobody to synchronise with: at least 2 are "
-            "needed. Use -n 2"
+            f"speedup: {reason}, and one rank does not synchronise: at least 2 are needed. Use -n 2"
         )
     return most
 
 
 def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> list[str]:
-    """What each worker has: as the job would have it on the most ranks, under the first strategy.
+    """The words of a worker's batch: that of the job on the most ranks, with the first strategy.
 
     Raises:
-        ConfigError: a strategy is none, or is refused.
+        ConfigError: a strategy is unknown, is refused, or cuts the model.
     """
-    found: list[str] = []
+    words: list[str] = []
     for name in names:
         read_strategy(name, "--strategy")
         job = load_job(options.job, name, options.overrides)
         plan = make_plan(job, most, device_type_of(job))
         if plan.cut is not None:
             raise ConfigError(
-                f"--strategy {name} cuts the model into stages, and here every rank computes "
-                f"whole steps. Use --strategy ddp; bigtrain compare --strategy single,{name} "
-                "has the seconds of both."
+                f"--strategy {name} cuts the model into stages, and speedup needs ranks that "
+                f"compute whole steps. Use --strategy ddp; bigtrain compare --strategy "
+                f"single,{name} has the seconds of both."
             )
         batch = plan.batch
-        found = found or [
+        words = words or [
             "train.global_batch_size=null",
             f"train.micro_batch_size={batch.micro_size}",
             f"train.accumulation_steps={batch.accumulation_steps}",
         ]
-    return found
+    return words
 
 
 def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], SyncStep]:
-    """Steps as they are forecast, corrected by what was measured of the most ranks."""
+    """Return the forecaster's steps, corrected by the measured step of the most ranks."""
     known = forecaster.step(last.ranks).exposed
     scale = max(0.0, last.exposed) / known if known > 0 else 1.0
 
     def step_of(ranks: int) -> SyncStep:
-        one = forecaster.step(ranks)
-        compute = last.alone * last.crowding
-        return replace(one, alone=last.alone, compute=compute, exposed=one.exposed * scale)
+        step = forecaster.step(ranks)
+        compute = last.alone * last.slowdown
+        return replace(step, alone=last.alone, compute=compute, exposed=step.exposed * scale)
 
     return step_of
 
 
 def _tried(step: SyncStep, cluster: Cluster | None) -> list[int]:
-    """Numbers of ranks of which some compute, as many as there are links for."""
+    """The numbers of ranks to try: more than the servers, and no more than there are links for."""
     most = candidates()[-1]
     if cluster is not None and cluster.between is None:
         most = cluster.node.devices

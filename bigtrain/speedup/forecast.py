@@ -1,4 +1,4 @@
-"""What a step of any number of ranks is expected to take, by a cluster's figures."""
+"""The predicted seconds of a step on any number of ranks, by a cluster's figures."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, CommOp
 from bigtrain.machine.local_cluster import measure_local_cluster
 from bigtrain.machine.rates import usable_cores
-from bigtrain.prediction.residuals import is_at_hand
+from bigtrain.machine.residuals import has_device
 from bigtrain.speedup.inequality import SyncStep
 from bigtrain.timing.run_seconds import RunClock
 from bigtrain.timing.step_time import StepTimer
 
 FORECAST_RANKS = (2, 4, 8, 16)
-"""Numbers of ranks that a cluster file is asked for."""
+"""The numbers of ranks that are predicted for a cluster file."""
 LARGEST_TRIED = 4096
-"""Up to which the least number of ranks that pays is looked for."""
+"""The search for the smallest number of ranks that pays ends here."""
 
 
 class StepForecaster:
-    """Steps of one strategy; a worker has as many samples however many there are.
+    """Predicts steps of one strategy; the samples of a worker do not depend on their number.
 
     Args:
         job: of the strategy, with a micro-batch size and accumulation, and no global batch size.
-        cluster: the figures; left out, this machine's, which are measured where none are kept.
-        most: ranks that are run on this machine.
+        cluster: the figures; None for this machine's, which are measured if none are cached.
+        most: the largest number of ranks that runs on this machine.
 
     Raises:
-        ConfigError: the model's steps are not known in seconds, or the job cannot be run.
+        ConfigError: the model's seconds cannot be predicted, or the job cannot run.
     """
 
     def __init__(self, job: Job, cluster: Cluster | None, most: int) -> None:
@@ -47,23 +47,23 @@ class StepForecaster:
         self._kind = base.device.kind
         plan = make_plan(job, most, self._kind)
         self.setup: RunSetup = open_setup(job, plan)
-        self.at_hand = self._here or is_at_hand(base.device.kind, base.device.name)
-        """Whether the figures are of this machine."""
+        self.is_local = self._here or has_device(base.device.kind, base.device.name)
+        """Whether the figures describe this machine's device."""
         at_once = min(most, self._cores if self._here else base.node.devices)
         self._clock = RunClock(
             job,
             self.setup.resolved,
             self.setup.workload,
             StepTimer(self.cluster_of(most)),
-            at_once=at_once if self.at_hand else 0,
+            at_once=at_once if self.is_local else 0,
             script=SCRIPT,
         )
 
     def cluster_of(self, ranks: int) -> Cluster:
-        """The figures for so many ranks: of this machine, as if each had cores of its own.
+        """Return the figures for a number of ranks.
 
-        Ranks have as many cores each as they have where the most of them run, if there are few of
-        them as well; more than those are taken to bring theirs along.
+        On this machine every rank is given as many cores as it has when the most ranks run, also
+        if fewer run. More ranks than the machine has room for are given cores of the same speed.
         """
         if not self._here:
             return self._base
@@ -87,7 +87,7 @@ class StepForecaster:
         )
 
     def step(self, ranks: int) -> SyncStep:
-        """One step; `exposed` is what the planner counts as exchange, `compute` all else.
+        """Predict a step; `exposed` is the planner's exchange, `compute` is the rest.
 
         Raises:
             ConfigError: the technique refuses so many ranks, or the cluster has no link for them.
@@ -95,8 +95,9 @@ class StepForecaster:
         plan, cluster = self._plan(ranks), self.cluster_of(ranks)
         if cluster.between is None and ranks > cluster.node.devices:
             raise ConfigError(
-                f"cluster {cluster.name} is one node of {cluster.node.devices} devices. Give it a "
-                "link for more: between: {latency: 1e-5, bandwidth: 50e9}."
+                f"cluster {cluster.name} is one node of {cluster.node.devices} devices, and "
+                f"{ranks} ranks need more. Add a link to its file: "
+                "between: {latency: 1e-5, bandwidth: 50e9}."
             )
         timer, profile = StepTimer(cluster), self._clock.profile()
         seconds = self._clock.seconds_of(plan, timer)
@@ -119,25 +120,25 @@ class StepForecaster:
         return self._clock.seconds_of(plan, StepTimer(self.cluster_of(1))).total
 
     def messages(self, ranks: int) -> list[tuple[CommOp, int, int]]:
-        """Of one step among all ranks: kind, bytes of all of them together, how many.
+        """Return the exchanges of one step among all ranks: kind, bytes of all, number of them.
 
-        Empty where some go between fewer ranks than all: those are not sent again by themselves.
+        The list is empty if an exchange is among fewer ranks: it cannot be replayed.
         """
         plan = self._plan(ranks)
-        found: list[tuple[CommOp, int, int]] = []
+        messages: list[tuple[CommOp, int, int]] = []
         for technique in plan.techniques.values():
-            for one in technique.traffic(self._clock.profile(), plan):
-                if one.ranks == 1 or not one.calls:
+            for traffic in technique.traffic(self._clock.profile(), plan):
+                if traffic.ranks == 1 or not traffic.calls:
                     continue
-                if one.ranks != ranks or one.kind not in get_args(CommOp):
+                if traffic.ranks != ranks or traffic.kind not in get_args(CommOp):
                     return []
                 times = plan.batch.accumulation_steps
-                kind: CommOp = one.kind  # type: ignore[assignment]
-                found.append((kind, one.step_bytes(times), one.step_calls(times)))
-        return found
+                kind: CommOp = traffic.kind  # type: ignore[assignment]
+                messages.append((kind, traffic.step_bytes(times), traffic.step_calls(times)))
+        return messages
 
     def bandwidth(self, ranks: int) -> float:
-        """Bytes a second over the slowest link of so many ranks."""
+        """Return the bytes per second of the slowest link between so many ranks."""
         cluster = self.cluster_of(ranks)
         link = cluster.inside
         if ranks > cluster.node.devices and cluster.between is not None:
@@ -149,14 +150,14 @@ class StepForecaster:
 
 
 def counts(most: int) -> list[int]:
-    """Two ranks, four, and so on, and the most."""
+    """Return the powers of two from 2 on, and the largest number of ranks."""
     powers = [2**n for n in range(1, most.bit_length())]
     return sorted({*powers, most})
 
 
 def candidates() -> Sequence[int]:
-    """Numbers of ranks that are tried, each a little more than the one before."""
-    found = [*range(2, 65)]
-    while found[-1] < LARGEST_TRIED:
-        found.append(min(LARGEST_TRIED, found[-1] * 9 // 8))
-    return found
+    """Return the numbers of ranks to try: all up to 64, then each an eighth more than the last."""
+    numbers = [*range(2, 65)]
+    while numbers[-1] < LARGEST_TRIED:
+        numbers.append(min(LARGEST_TRIED, numbers[-1] * 9 // 8))
+    return numbers

@@ -1,13 +1,13 @@
 """When R ranks are faster than one: the inequality of synchronous SGD, and its solutions.
 
-R ranks that compute go through R B samples in a step of T_comp + T_sync, one of them through B in
-T_comp. An epoch of N samples then takes N/(R B) (T_comp + T_sync) and N/B T_comp: the ranks pay
-where the first is less. Ranks of one machine may compute more slowly together than one of them
-alone, so T_comp has two values here, and the inequality is
+R ranks process R B samples in a step of T_comp + T_sync seconds, one rank processes B in T_comp. An
+epoch of N samples then takes N/(R B) (T_comp + T_sync) and N/B T_comp: more ranks pay if the first
+is smaller. Ranks of one machine may compute more slowly together than one of them alone, so T_comp
+has two values here, and the inequality is
 
     T_comp(R) + T_sync(R) < R T_comp(1).
 
-Nothing here measures, and nothing imports torch.
+This module measures nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Seconds of computing a step on one rank alone, by the samples of it: a line."""
+    """Seconds of a step's computation on one rank alone, as a linear function of its samples."""
 
     fixed: float
-    """Of the step, whatever its batch: the optimizer, what it takes to issue operations."""
+    """Seconds that do not depend on the batch: the optimizer, and issuing operations."""
     per_sample: float
+    """Seconds of each sample."""
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> ComputeCost | None:
-        """The line through two measurements, (samples, seconds); None where more took no longer.
+        """Return the line through two measurements (samples, seconds).
 
-        Where it would cost less than nothing to begin, all of it is per sample.
+        The result is None if more samples did not take longer. If the fixed part would be
+        negative, it is 0.
         """
         (low, low_seconds), (high, high_seconds) = sorted((first, second))
         if high == low or high_seconds <= low_seconds:
@@ -46,29 +48,29 @@ class SyncStep:
 
     ranks: int
     workers: int
-    """Those of them that compute: all, but for servers."""
+    """The ranks that compute: all except servers."""
     batch: int
     """Samples of each worker in a step (B)."""
     alone: float
-    """T_comp(1): of one worker with nobody else on the machine."""
+    """T_comp(1): computation of one worker while no other rank computes."""
     compute: float
-    """T_comp(R): of a worker while the others compute, too."""
+    """T_comp(R): computation of a worker while the others compute, too."""
     exposed: float
-    """T_sync: what a step takes beyond that. Waiting for slower ranks is in it, what hides behind
-    the backward pass is not; it is negative where the update is shared and that saves more."""
+    """T_sync: the rest of the step. It includes waiting for slower ranks, but no exchange that
+    overlaps with the backward pass. It is negative if sharing the update saves more time."""
     whole: float | None = None
-    """The same messages one after the other, while nothing computes; None: nobody knows."""
+    """The same messages one after the other without computation; None if unknown."""
     latency: float = 0.0
-    """Of `whole`, what the messages would take with no bytes in them."""
+    """The part of `whole` that messages without content would take."""
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.exposed
 
     @property
     def speedup(self) -> float:
-        """Samples a second over those of one rank."""
+        """Samples per second, divided by those of one rank."""
         return self.workers * self.alone / self.seconds
 
     @property
@@ -77,99 +79,102 @@ class SyncStep:
         return self.speedup > 1
 
     @property
-    def crowding(self) -> float:
-        """By how much a worker computes longer beside the others: 1 where nothing is shared."""
+    def slowdown(self) -> float:
+        """How many times as long a worker computes while others compute: 1 on separate cores."""
         return self.compute / self.alone
 
     @property
-    def room(self) -> float:
-        """T_sync below which it pays, in seconds; none at all where it is not above 0."""
+    def break_even(self) -> float:
+        """The largest T_sync with which the ranks pay, in seconds; 0 or less if none does."""
         return self.workers * self.alone - self.compute
 
     def epoch_seconds(self, samples: int) -> float:
-        """N/(R B) (T_comp + T_sync)."""
+        """Return the seconds of an epoch, N/(R B) (T_comp + T_sync)."""
         return samples / (self.workers * self.batch) * self.seconds
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """From where on more ranks pay; or that they never do."""
+    """The value of a quantity from which on more ranks pay."""
 
     value: float | None
-    """None for never."""
+    """None if they never pay."""
     reason: str
-    """Of `never`, in words; otherwise how it was solved, where that needs to be said."""
+    """Why they never pay, or a remark on the value; may be empty."""
 
 
 def _shared(step: SyncStep) -> str:
     if step.workers == 1:
-        return "one of the ranks computes, as in one process; start more ranks"
+        return "only one of the ranks computes, as in one process; start more ranks"
     return (
-        f"{step.workers} ranks at once compute {step.crowding:.2f} times as long as one alone: "
-        "they share what computes, and there is nothing left to gain"
+        f"{step.workers} ranks at once compute {step.slowdown:.2f} times as long as one alone: "
+        "they share the same processor, so that nothing is gained"
     )
 
 
 def batch_that_pays(step: SyncStep, cost: ComputeCost | None) -> Threshold:
-    """The least samples of a worker, B, with which the inequality holds.
+    """Return the smallest samples of a worker, B, with which the inequality holds.
 
-    T_sync does not know B, as gradients have the size of the parameters; T_comp(R) grows as
-    T_comp(1) does. So (R - crowding) (fixed + per_sample B) > T_sync. What hides behind a longer
-    backward pass is left out: B may be smaller than this says where exchanges overlap.
+    T_sync does not depend on B, as gradients have the size of the parameters, and T_comp(R) grows
+    in proportion to T_comp(1). So (R - slowdown) (fixed + per_sample B) > T_sync. A longer backward
+    pass also overlaps more of the exchange, which this ignores: the true B may be smaller.
     """
-    gain = step.workers - step.crowding
+    gain = step.workers - step.slowdown
     if step.workers == 1 or gain <= 0:
         return Threshold(None, _shared(step))
     if step.exposed <= 0:
         return Threshold(1, "the ranks wait for no exchange")
     if cost is None:
-        return Threshold(None, "twice the samples took no longer: computing has no price here")
+        return Threshold(None, "twice the samples took no longer, so computation has no cost here")
     needed = (step.exposed / gain - cost.fixed) / cost.per_sample
     return Threshold(max(1, math.floor(needed) + 1), "")
 
 
 def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
-    """The least bandwidth with which the inequality holds, in the unit of what there is.
+    """Return the smallest bandwidth with which the inequality holds, in the unit of `bandwidth`.
 
-    Of the whole exchange all but the latency goes with 1/bandwidth. What hides of it now is taken
-    to hide as many seconds then; what is waited for beyond the exchange itself (slower ranks, cores
-    that are shared) is taken to stay.
+    The seconds of the exchange without its latency are proportional to 1/bandwidth. We assume that
+    the overlap keeps its seconds, and that waiting beyond the exchange (slower ranks, shared cores)
+    does not change.
 
     Args:
         step: with `whole`.
-        bandwidth: what there is.
+        bandwidth: the present bandwidth.
     """
-    if step.workers == 1 or step.room <= 0:
+    if step.workers == 1 or step.break_even <= 0:
         return Threshold(None, _shared(step))
     if step.exposed <= 0:
         return Threshold(0.0, "the ranks wait for no exchange")
     if step.whole is None:
-        return Threshold(None, "what the exchange takes by itself is not known")
+        return Threshold(None, "the seconds of the exchange alone are not known")
     hidden, beyond = max(0.0, step.whole - step.exposed), max(0.0, step.exposed - step.whole)
-    for seconds, what in (
+    for seconds, cause in (
         (step.latency - hidden, "the latency of the messages alone"),
-        (beyond, "waiting for slower ranks, and for cores that exchanges share with computing"),
+        (beyond, "waiting for slower ranks, and for cores that exchanges share with computation"),
         (step.latency - hidden + beyond, "latency and waiting for slower ranks together"),
     ):
-        if seconds >= step.room:
+        if seconds >= step.break_even:
             return Threshold(
                 None,
-                f"{what}, {seconds:.2g} s, takes the {step.room:.2g} s that there are to win",
+                f"{cause} takes {seconds:.2g} s, and only {step.break_even:.2g} s can be saved",
             )
     transfer = max(0.0, step.whole - step.latency)
-    return Threshold(bandwidth * transfer / (step.room + hidden - beyond - step.latency), "")
+    return Threshold(bandwidth * transfer / (step.break_even + hidden - beyond - step.latency), "")
 
 
 def ranks_that_pay(step_of: Callable[[int], SyncStep], candidates: Iterable[int]) -> Threshold:
-    """The least ranks with which the inequality holds.
+    """Return the smallest number of ranks with which the inequality holds.
 
-    For a ring of replicas it has a closed form: T_sync is 2 (R-1) (a + S/(R b)), so it pays from
-    R > 2 S / (b (T_comp - 2 a)) on, and never where two latencies are longer than T_comp. Here the
-    steps are looked at one after the other, so that any technique's messages will do.
+    For a ring of replicas it has a closed form: T_sync is 2 (R-1) (a + S/(R b)), so more ranks pay
+    if R > 2 S / (b (T_comp - 2 a)), and never if two latencies are longer than T_comp. This
+    function tries the candidates in order, which works for the messages of any technique.
 
     Args:
-        step_of: a step of so many ranks, as it is forecast.
-        candidates: ascending, at least one.
+        step_of: returns the predicted step of a number of ranks.
+        candidates: numbers of ranks, ascending; at least one.
+
+    Raises:
+        ValueError: there are no candidates.
     """
     best: SyncStep | None = None
     last = None
@@ -180,10 +185,10 @@ def ranks_that_pay(step_of: Callable[[int], SyncStep], candidates: Iterable[int]
         best = last if best is None or last.speedup > best.speedup else best
     if best is None or last is None:
         raise ValueError("there are no candidates")
-    if best.room <= 0:
+    if best.break_even <= 0:
         return Threshold(None, _shared(best))
     return Threshold(
         None,
-        f"up to {last.ranks} ranks the exchange grows with what they save: at best, with "
-        f"{best.ranks}, they are {best.speedup:.2f} times as fast as one",
+        f"up to {last.ranks} ranks the exchange takes more than they save: the best number, "
+        f"{best.ranks}, is {best.speedup:.2f} times as fast as one",
     )

@@ -1,15 +1,14 @@
-"""Measure what ranks compute, exchange and wait for in a step; each rank is this file.
+"""Measure the seconds that ranks compute, exchange and wait in a step; each rank runs this file.
 
-Started by `bigtrain speedup`, once for each strategy and number of ranks:
+`bigtrain speedup` starts it once for each strategy and number of ranks:
 
     bigtrain pace -n N --record FOLDER [--strategy NAME] [KEY=VALUE ...]
 
-    FOLDER/request.json    from the command: a `PaceRequest`
-           pace.json       from rank 0: a `MeasuredPace`
+    FOLDER/request.json    from the command: a `TimingRequest`
+           timing.json     from rank 0: a `StepTiming`
 
-The same processes do all of it, one after the other: the plain loop on each worker by itself, all
-of them at once; the strategy's steps; the plain loop again; the strategy's messages with nothing
-else going on.
+The same processes do all of it in this order: the plain loop on each worker separately, all workers
+at once; the strategy's steps; the plain loop again; the strategy's messages without computation.
 """
 
 import os
@@ -46,50 +45,51 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
 
 WARM_STEPS = 2
-"""Steps that are not timed: the first ones find no memory to use again, and DDP builds buckets."""
+"""Steps that are not timed: the first ones allocate memory, and DDP builds its buckets."""
 REPLAYS = 7
-"""How often the messages of a step are sent by themselves, after one time that is not counted."""
+"""Repetitions of the messages of a step without computation, after one that does not count."""
 
 
-@dataclass(frozen=True)
-class PaceRequest:
-    """What is to be measured."""
+@dataclass(frozen=True, kw_only=True)
+class TimingRequest:
+    """The figures to measure."""
 
     steps: int
+    """The number of timed steps."""
     other_rows: int | None
-    """A second size of the micro-batch, of which computing is timed, too."""
+    """A second size of the micro-batch for which computation is timed; None for none."""
     messages: list[tuple[CommOp, int, int]]
-    """Of one step among all ranks: kind, bytes of all of them together, how many."""
+    """The exchanges of one step among all ranks: kind, bytes of all of them, number of them."""
 
 
-@dataclass(frozen=True)
-class MeasuredPace:
-    """Seconds of a step, by `PaceRequest`."""
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """The measured seconds of a step."""
 
     compute: float
-    """Of the plain loop on one process with a worker's samples, each worker by itself and all of
-    them at once: the mean of all steps and workers, before the strategy's steps and after."""
+    """The plain loop of one process with a worker's samples, while all workers do the same: the
+    mean of all steps and workers, before and after the strategy's steps."""
     other_compute: float | None
     """The same with `other_rows`."""
     step: float
-    """Of the strategy: the mean of all steps, of the slowest rank. It is no median, as some
+    """The strategy's step: the mean of all steps, of the slowest rank. It is no median, as some
     techniques exchange in some steps only."""
     whole: float | None
-    """Of the messages; None without any."""
+    """All messages without computation; None without any."""
     latency: float | None
-    """Of as many messages of one number a rank; None without any."""
+    """As many messages of one number for each rank; None without any."""
     threads: int
-    """Of each rank."""
+    """CPU threads of each rank."""
     others_cores: float | None
-    """Cores of rank 0's node that other programs took meanwhile; None: nobody knows."""
+    """Cores of rank 0's node that other programs used during the measurement; None if unknown."""
 
 
 def main(arguments: list[str]) -> int:
-    """Measure; rank 0 writes; returns the exit status."""
+    """Measure as one rank, and write the figures on rank 0; returns the exit status."""
     options = train_arguments(arguments, records=True)
     job = load_job(options.config, options.strategy, options.overrides)
     folder = Path(options.record)
-    request = PaceRequest(**read_json_object(folder / "request.json"))
+    request = TimingRequest(**read_json_object(folder / "request.json"))
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
@@ -98,16 +98,16 @@ def main(arguments: list[str]) -> int:
     parts = open_setup(job, plan)
     facts = parts.facts(one_node=placement.one_node)
     with connect_job(job, plan, placement, facts) as context:
-        pace = measure_pace(job, parts, context, request)
+        timing = measure_step(job, parts, context, request)
         if context.is_main:
-            (folder / "pace.json").write_text(json.dumps(asdict(pace)) + "\n", "utf-8")
+            (folder / "timing.json").write_text(json.dumps(asdict(timing)) + "\n", "utf-8")
     return 0
 
 
-def measure_pace(
-    job: Job, parts: RunSetup, context: RunContext, request: PaceRequest
-) -> MeasuredPace:
-    """All of it; collective."""
+def measure_step(
+    job: Job, parts: RunSetup, context: RunContext, request: TimingRequest
+) -> StepTiming:
+    """Measure all figures of the request; collective."""
     clock = CpuClock()
     workers, micro = parts.plan.batch.dp_size, parts.plan.batch.micro_size
     compute = _alone(job, micro, context, workers, request.steps)
@@ -117,31 +117,39 @@ def measure_pace(
     step = compute
     if context.world_size > 1:
         step = _together(parts, context, request.steps)
-        # Once more, after the strategy: what the machine gives may have changed in between.
+        # Once more after the strategy: the machine's speed may have changed in between.
         compute = (compute + _alone(job, micro, context, workers, request.steps)) / 2
     whole = _replayed(context, request.messages)
     empty = [(kind, 0, calls) for kind, _, calls in request.messages]
     latency = _replayed(context, empty)
     others = others_cores(context.all_gather_objects(clock.read()))
-    return MeasuredPace(compute, other, step, whole, latency, torch.get_num_threads(), others)
+    return StepTiming(
+        compute=compute,
+        other_compute=other,
+        step=step,
+        whole=whole,
+        latency=latency,
+        threads=torch.get_num_threads(),
+        others_cores=others,
+    )
 
 
 def _alone(job: Job, rows: int, context: RunContext, workers: int, steps: int) -> float:
-    """Every worker on its own; ranks that serve wait, as they do while others compute."""
+    """The mean seconds of the plain loop on every worker; ranks that are servers wait."""
     words = ["strategy=single", "mesh.pp=null", "mesh.dp=-1", f"train.micro_batch_size={rows}"]
     single = override_job(job, words)
     seconds = 0.0
     with ExitStack() as closing:
         if context.rank < workers:
             parts = open_setup(single, make_plan(single, 1, context.device.type))
-            own = RunContext.alone(context.device, context.seed)
-            engine = closing.enter_context(parts.engine(own))
-            batches = iter(parts.training_steps(own, 0))
+            alone = RunContext.alone(context.device, context.seed)
+            engine = closing.enter_context(parts.engine(alone))
+            batches = iter(parts.training_steps(alone, 0))
             for _ in range(WARM_STEPS):
                 engine.step(next(batches))
         taken = []
         for _ in range(steps):
-            context.barrier()  # no rank computes by itself while others are done
+            context.barrier()  # all workers compute at once
             if context.rank < workers:
                 taken.append(engine.step(next(batches)).step_seconds)
         if taken:
@@ -150,7 +158,7 @@ def _alone(job: Job, rows: int, context: RunContext, workers: int, steps: int) -
 
 
 def _together(parts: RunSetup, context: RunContext, steps: int) -> float:
-    """The strategy's steps."""
+    """The mean seconds of the strategy's steps, of the slowest rank."""
     taken: list[float] = []
     with parts.engine(context) as engine:
         for batch in parts.training_steps(context, 0):
@@ -161,7 +169,7 @@ def _together(parts: RunSetup, context: RunContext, steps: int) -> float:
 
 
 def _replayed(context: RunContext, messages: Sequence[tuple[CommOp, int, int]]) -> float | None:
-    """The messages of a step, one after the other, of the slowest rank."""
+    """The median seconds of a step's messages without computation, of the slowest rank."""
     if not messages or context.world_size == 1:
         return None
     sizes = []

@@ -12,11 +12,11 @@ from bigtrain.speedup.show import SpeedupRow
 
 
 def write_speedup(path: Path, title: str, rows: Sequence[SpeedupRow]) -> None:
-    """Draw one line for each strategy, and a dashed one for what is predicted of it.
+    """Draw a line of measured and a dashed line of predicted speed-ups for each strategy.
 
     Args:
-        path: ends in .svg or .png.
-        title: above it.
+        path: the file, which ends in .svg or .png.
+        title: the title of the picture.
         rows: ascending in ranks.
     """
     with plot_style():
@@ -25,26 +25,26 @@ def write_speedup(path: Path, title: str, rows: Sequence[SpeedupRow]) -> None:
 
 
 def speedup_figure(title: str, rows: Sequence[SpeedupRow]) -> Figure:
-    """Ranks to the right, times as fast as one process upwards, both by powers of two."""
+    """Draw the speed-up over one process by the number of ranks; both axes are logarithmic."""
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.ranks for row in rows), default=2)
-    axes.plot([1, most], [1, most], color="#D0D0D0", linewidth=1, label="as many times as ranks")
+    axes.plot([1, most], [1, most], color="#D0D0D0", linewidth=1, label="ideal")
     axes.axhline(1, color="#808080", linewidth=0.8)
     labels = dict.fromkeys(row.strategy for row in rows)
     colours = list(COLOURS.values())
     for number, label in enumerate(labels):
-        own = [row for row in rows if row.strategy == label]
+        shown = [row for row in rows if row.strategy == label]
         colour = colours[number % len(colours)]
-        for what, style in (("measured", "o-"), ("predicted", "x--")):
-            steps = [getattr(row, what) for row in own if getattr(row, what) is not None]
+        for kind, style in (("measured", "o-"), ("predicted", "x--")):
+            steps = [getattr(row, kind) for row in shown if getattr(row, kind) is not None]
             if steps:
                 points = [1, *(s.ranks for s in steps)], [1.0, *(s.speedup for s in steps)]
-                axes.plot(*points, style, color=colour, label=f"{label}, {what}", markersize=5)
+                axes.plot(*points, style, color=colour, label=f"{label}, {kind}", markersize=5)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**n for n in range(most.bit_length() + 1) if 2**n <= most])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    axes.set_yscale("log", base=2)  # as many times as ranks is a line then, as well
+    axes.set_yscale("log", base=2)  # so that the ideal speed-up is a straight line
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("ranks", loc="left")
     axes.set_ylabel("samples a second over those of one process")

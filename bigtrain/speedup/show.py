@@ -1,4 +1,4 @@
-"""The table of `bigtrain speedup`, and in words from where on more ranks pay."""
+"""The table of `bigtrain speedup`, and the solutions of the inequality in words."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SpeedupRow:
     measured: SyncStep | None = None
     predicted: SyncStep | None = None
     reason: str | None = None
-    """Why there is neither."""
+    """Why there are no figures."""
 
     @property
     def progress_line(self) -> str:
-        """The row while the others are awaited."""
+        """The line that is printed when the row is done."""
         name = f"{self.strategy} on {self.ranks}"
         if self.measured is None:
             return f"{name}: {self.reason}"
@@ -45,12 +45,12 @@ class SpeedupRow:
 def _step_json(step: SyncStep | None, samples: int) -> dict[str, Any] | None:
     if step is None:
         return None
-    told = {"seconds": step.seconds, "speedup": step.speedup, "pays": step.pays}
-    return {**asdict(step), **told, "epoch_seconds": step.epoch_seconds(samples)}
+    derived = {"seconds": step.seconds, "speedup": step.speedup, "pays": step.pays}
+    return {**asdict(step), **derived, "epoch_seconds": step.epoch_seconds(samples)}
 
 
 def speedup_table(rows: Sequence[SpeedupRow], title: str, samples: int) -> Table:
-    """Measured seconds where there are any, and predicted ones in brackets beside them."""
+    """Return the table of measured seconds, with predicted ones in brackets."""
     table = Table(title=title, title_justify="left")
     table.add_column("strategy")
     for name in ("ranks", "computing s", "T_sync s", "exchange alone s", "step s", "epoch s"):
@@ -101,36 +101,36 @@ def threshold_lines(
     solved: Mapping[str, Mapping[str, Threshold]],
     forecaster: StepForecaster,
 ) -> list[str]:
-    """For each number of ranks that was solved for: the inequality, and its three solutions."""
+    """Return the inequality and its solutions, for each number of ranks that was solved for."""
     lines = []
-    for name, found in solved.items():
+    for name, thresholds in solved.items():
         if name.partition(" ")[0] != label:
             continue
         here = name.endswith(" here")
         steps = [row.measured if here else row.predicted for row in rows if row.strategy == label]
-        step = [one for one in steps if one is not None][-1]
-        rate = forecaster.bandwidth(step.ranks) if forecaster.at_hand or not here else None
-        lines += inequality_lines(label, step, found, rate, here=here)
+        step = [each for each in steps if each is not None][-1]
+        rate = forecaster.bandwidth(step.ranks) if forecaster.is_local or not here else None
+        lines += inequality_lines(label, step, thresholds, rate, here=here)
     return lines
 
 
 def inequality_lines(
     label: str,
     step: SyncStep,
-    found: Mapping[str, Threshold],
+    thresholds: Mapping[str, Threshold],
     bandwidth: float | None,
     *,
     here: bool,
 ) -> list[str]:
-    """The inequality with its numbers, and from where on it holds.
+    """Return the inequality with its numbers, and the values from which on it holds.
 
     Args:
         label: the strategy.
-        step: of so many ranks.
-        found: the solutions for `batch`, `bandwidth` (times what there is) and, where it is known
-            how exchanges grow, `ranks`.
-        bandwidth: bytes a second that there are; None: nobody knows.
-        here: whether it was measured, or is predicted.
+        step: the step that was solved for.
+        thresholds: the solutions for `batch`, for `bandwidth` (as a multiple of the present one)
+            and, if the growth of exchanges is known, for `ranks`.
+        bandwidth: the present bandwidth in bytes per second; None if unknown.
+        here: whether the step was measured; otherwise it was predicted.
     """
     sign, verdict = ("<", "pays") if step.pays else (">=", "does not pay")
     left, right = step.seconds, step.workers * step.alone
@@ -145,32 +145,32 @@ def inequality_lines(
     def rate(times: float) -> str:
         if times == 0:
             return "any"
-        words = f"{times:.2g} times what there is, or more"
+        words = f"{times:.2g} times the present one, or more"
         return words if bandwidth is None else f"{words}: {_rate(times * bandwidth)}"
 
     now = f"now {step.batch}"
-    lines.append(_line("samples a worker", found["batch"], many, now, pays=pays))
-    lines.append(_line("bandwidth", found["bandwidth"], rate, "", pays=pays))
-    if "ranks" in found:
-        lines.append(_line("ranks", found["ranks"], many, "", pays=pays))
+    lines.append(_line("samples a worker", thresholds["batch"], many, now, pays=pays))
+    lines.append(_line("bandwidth", thresholds["bandwidth"], rate, "", pays=pays))
+    if "ranks" in thresholds:
+        lines.append(_line("ranks", thresholds["ranks"], many, "", pays=pays))
     return lines
 
 
 def _line(
-    what: str, found: Threshold, words: Callable[[float], str], now: str, *, pays: bool
+    quantity: str, threshold: Threshold, words: Callable[[float], str], now: str, *, pays: bool
 ) -> str:
-    """From where on it pays; where it does already, what is not solved is not called hopeless."""
-    if found.value is None and pays:
-        why = f"the least that would is not known: {found.reason}"
-        return f"  {what}: what there is now pays; {why}"
-    if found.value is None:
-        return f"  {what}: never: {found.reason}"
-    notes = "; ".join(note for note in (now, found.reason) if note)
-    return f"  {what}: {words(found.value)}" + (f" ({notes})" if notes else "")
+    """The line of one threshold; an unsolved one is not called "never" if the ranks pay already."""
+    if threshold.value is None and pays:
+        reason = f"the smallest value that pays is not known: {threshold.reason}"
+        return f"  {quantity}: the present value pays; {reason}"
+    if threshold.value is None:
+        return f"  {quantity}: never: {threshold.reason}"
+    notes = "; ".join(note for note in (now, threshold.reason) if note)
+    return f"  {quantity}: {words(threshold.value)}" + (f" ({notes})" if notes else "")
 
 
 def _rate(bytes_per_second: float) -> str:
-    """As links are rated."""
+    """A rate in bits per second, as links are advertised."""
     bits = 8 * bytes_per_second
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if bits >= size:

@@ -8,7 +8,6 @@ were. They are kept in $XDG_CACHE_HOME/bigtrain/blocks.json (left out: ~/.cache)
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -24,21 +23,21 @@ from torch import nn
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import device_type_of
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import UnreadableError
-from bigtrain.files.drafts import read_cache, say_damaged, write_cache
+from bigtrain.files.drafts import say_damaged
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
-from bigtrain.machine.busy import CpuClock, others_cores, others_in_words
-from bigtrain.machine.rate_cache import cache_file, lock_file
+from bigtrain.machine.busy import CpuClock, describe_others, others_cores
+from bigtrain.machine.cache import Cache, device_fingerprint
 from bigtrain.machine.rates import measured_by_ranks, usable_cores
+from bigtrain.machine.residuals import StepBasis
 from bigtrain.models.blocks import independent_blocks
-from bigtrain.prediction.residuals import StepBasis, hardware_key
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section
 from bigtrain.prediction.shorten import shorten_model
 from bigtrain.ranks.launcher_env import launch_key
 from bigtrain.timing.step_time import StepTimer, TimedParts
 
+BLOCKS = Cache("blocks", indent=None)
 MAX_SIZES = 6
 """Sizes of a micro-batch that are timed; what lies between is read off."""
 SECONDS_ALLOWED = 15.0
@@ -211,14 +210,13 @@ class BlockTimer:
             SECONDS_ALLOWED,
         )
         key = self._key(request)
-        path = cache_file().with_name("blocks.json")
-        kept = _read(path, key)
+        kept = _read(key)
         if self.script is not None and not kept.answers(request.rows):
-            kept = self._timed_alone(self.script, path, key, request)
+            kept = self._timed_alone(self.script, key, request)
         if kept.timed:
             self.basis, sizes = "blocks", ", ".join(str(one.rows) for one in kept.timed)
             self.source = f"blocks timed on this machine, {sizes} rows, {self._copies} at once"
-            busy = others_in_words(kept.others_cores)
+            busy = describe_others(kept.others_cores)
             self.source += f", {busy}: they are timed again the next time" if busy else ""
         return kept.timed
 
@@ -231,13 +229,12 @@ class BlockTimer:
     def _copies(self) -> int:
         return min(self.ranks, 2 * usable_cores())
 
-    def _timed_alone(self, script: Path, path: Path, key: str, request: BlockRequest) -> _Kept:
+    def _timed_alone(self, script: Path, key: str, request: BlockRequest) -> _Kept:
         """One rank of a node times, and the others wait for what it finds."""
         arguments = [json.dumps(asdict(request))]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with lock_file(path.with_suffix(".lock"), TIMEOUT_S):
-                kept = _read(path, key)
+            with BLOCKS.locked(TIMEOUT_S):
+                kept = _read(key)
                 if not kept.answers(request.rows):
                     before = _Kept() if kept.doubtful else kept
                     clock = CpuClock()
@@ -251,7 +248,7 @@ class BlockTimer:
                         max(others, before.others_cores),
                         launch_key(os.environ),
                     )
-                    _write(path, key, kept)
+                    _write(key, kept)
         except (OSError, RuntimeError, ValueError) as error:
             self.source = f"blocks could not be timed: {error}"
             return _Kept()
@@ -271,7 +268,7 @@ class BlockTimer:
             "figures": [one.name for kind in (BlockSeconds, _Kept) for one in fields(kind)],
             "model": [job["model"], repr(self.model), tensors, batch],
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
-            "device": [hardware_key(device_type_of(self.job)), usable_cores(), self._copies],
+            "device": [device_fingerprint(device_type_of(self.job)), usable_cores(), self._copies],
             "threads": str(threads),
         }
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
@@ -399,18 +396,15 @@ class _Kept:
     @property
     def doubtful(self) -> bool:
         """Whether it was timed on a busy machine, and not for this launch."""
-        return bool(others_in_words(self.others_cores)) and self.launch != launch_key(os.environ)
+        return bool(describe_others(self.others_cores)) and self.launch != launch_key(os.environ)
 
     def answers(self, rows: Sequence[int]) -> bool:
         """Whether nothing has to be timed for these sizes."""
         return set(rows) <= self.sizes and not self.doubtful
 
 
-def _read(path: Path, key: str) -> _Kept:
-    try:
-        entry = read_cache(path).get(key)
-    except UnreadableError:
-        return _Kept()
+def _read(key: str) -> _Kept:
+    entry = BLOCKS.read().get(key)
     if entry is None:
         return _Kept()
     try:
@@ -424,15 +418,18 @@ def _read(path: Path, key: str) -> _Kept:
             raise ValueError("an entry does not say what others did meanwhile")
         return _Kept([_from_json(one) for one in timed], set(sizes), others, launch)
     except ValueError as error:
-        say_damaged(path, str(error))
+        say_damaged(BLOCKS.path, str(error))
         return _Kept()
 
 
-def _write(path: Path, key: str, kept: _Kept) -> None:
-    """Keep it beside others; to be called with the lock. A full disk costs the next one seconds."""
-    with contextlib.suppress(OSError, UnreadableError):
-        entries = read_cache(path)
+def _write(key: str, kept: _Kept) -> None:
+    """Store it as the newest entry; called with the lock."""
+
+    def add(entries: dict[str, Any]) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        entries.pop(key, None)  # so that it is the newest
+        entries.pop(key, None)  # so that it becomes the last, which is the newest
         entries[key] = {**asdict(kept), "sizes": sorted(kept.sizes), "when": when}
-        write_cache(path, dict(list(entries.items())[-MAX_KEPT_MODELS:]))
+        for oldest in list(entries)[:-MAX_KEPT_MODELS]:
+            del entries[oldest]
+
+    BLOCKS.change(add)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bigtrain.compare.contenders import ComparedStrategy, without_strategy
-from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
+from bigtrain.compare.subprocess_runs import QuietRun, RunOutcome
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.files.parse import read_json_object
@@ -199,15 +199,19 @@ class Bench:
     def _record(
         self, folder: Path, strategy: str, ranks: int, words: Sequence[str], *, traced: bool = False
     ) -> RunOutcome:
-        folder.mkdir()
-        line = ["record", "-n", str(ranks), "--record", str(folder), "--strategy", strategy]
-        if traced:
-            line.append("--trace")
+        options = ["--trace"] if traced else []
         if self._dropout_off is not None:
-            line.append("--no-dropout")
-        if self._options.job is not None:
-            line += ["--config", self._options.job]
-        return run_bigtrain([*line, *words], folder / "output.log", self._options.time_limit)
+            options.append("--no-dropout")
+        run = QuietRun(
+            command="record",
+            strategy=strategy,
+            num_ranks=ranks,
+            folder=folder,
+            words=words,
+            job=self._options.job,
+            options=options,
+        )
+        return run.run(self._options.time_limit)
 
 
 def _forget(folder: Path) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigtrain.compare.contenders import ComparedStrategy, count_strategies, find_strategies
+from bigtrain.compare.subprocess_runs import QUIET, UNTRACKED
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import ComparisonOptions, verify_arguments
 from bigtrain.report.folders import results_folder
@@ -27,11 +28,7 @@ _SGD = (
     *("optim.release_gradients=false", "optim.base_batch_size=null", "optim.milestones=[]"),
     *("optim.warmup_factor=null", "optim.dampening=0", "optim.nesterov=false"),
 )
-_QUIET = (
-    *("train.eval_every=0", "checkpoint.at_end=false", "checkpoint.every=0"),
-    *("memory.track_steps=0", "memory.predict=false", "checkpoint.resume=null"),
-    *("memory.on_oom=stop", "train.check_first_steps=2"),
-)
+_MEASURED = (*UNTRACKED, "train.check_first_steps=2")
 
 
 def main(arguments: list[str]) -> int:
@@ -45,8 +42,12 @@ def main(arguments: list[str]) -> int:
         return check_script(options)
     if options.fuzz:
         return _fuzz(options)
-    words = [*(_SGD if options.optimizer == "sgd" else ()), *_QUIET, f"train.steps={options.steps}"]
-    contenders = [_comparable(c) for c in find_strategies(options, words)]
+    words = [
+        *(_SGD if options.optimizer == "sgd" else ()),
+        *_MEASURED,
+        f"train.steps={options.steps}",
+    ]
+    contenders = [_comparable(c) for c in find_strategies(options, [*words, *QUIET])]
     if all(c.plan is None for c in contenders):
         first = contenders[0]
         raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
@@ -77,7 +78,7 @@ def _comparable(contender: ComparedStrategy) -> ComparedStrategy:
 
 def _fuzz(options: ComparisonOptions) -> int:
     """Verify drawn plans; the exit status is that of `main`."""
-    words = [*(_SGD if options.optimizer == "sgd" else ()), *_QUIET]
+    words = [*(_SGD if options.optimizer == "sgd" else ()), *_MEASURED]
     folder = results_folder(options.output, "verify")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     progress.print(f"{options.fuzz} plans drawn by seed {options.seed}; results in {folder}")

@@ -18,6 +18,7 @@ from typing import Any
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.contenders import find_strategies, ranks_to_start, without_strategy
+from bigtrain.compare.subprocess_runs import QUIET
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.registry import techniques_of
 from bigtrain.core.workload import Workload
@@ -231,7 +232,7 @@ def fuzz(
         ConfigError: the job cannot run in one process, or nothing drawn can run.
     """
     bench = _FuzzBench(options, job_words, folder)
-    words = [*without_strategy(options.overrides), *job_words, *ONE_PROCESS]
+    words = [*without_strategy(options.overrides), *job_words, *QUIET, *ONE_PROCESS]
     job = load_job(options.job, "single", words)
     plan = make_plan(job, 1, device_type_of(job))
     setup = open_setup(job, plan)
@@ -291,7 +292,7 @@ class _FuzzBench:
         options.overrides = [*self._options.overrides, *plan.words]
         words = [*self._words, f"train.steps={plan.steps}"]
         try:
-            (contender,) = find_strategies(options, words)
+            (contender,) = find_strategies(options, [*words, *QUIET])
         except ConfigError as error:
             ranks = plan.num_ranks
             return VerifiedStrategy(plan.strategy, ranks, "refused", "fp32", str(error))

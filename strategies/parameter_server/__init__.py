@@ -259,4 +259,4 @@ class ParameterServer(Strategy):
         servers, size = self.servers, assembly.context.world_size
         names = [f"server {n}" for n in range(servers)]
         names += [f"worker {n}" for n in range(size - servers)]
-        assembly.context.go_on_without(range(servers, size), names)
+        assembly.context.tolerate_losses(range(servers, size), names)

@@ -34,7 +34,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError, LaunchError, UnreadableError
 from bigtrain.files.parse import parse_json
 from bigtrain.files.regular import MOST_LINES, read_text
-from bigtrain.recorder.root_exchange import going_on_without
+from bigtrain.recorder.root_exchange import tolerating_loss_of
 from bigtrain.strategies.parameter_server.inbox import (
     ANSWER_NUMBERS,
     PUSH_NUMBERS,
@@ -201,7 +201,7 @@ class AsyncWorker(Worker):
     def close(self) -> None:
         """See `Runner.close`."""
         self._exchange.leave()
-        self.context.need_all()
+        self.context.require_all()
         super().close()
 
 
@@ -307,7 +307,7 @@ class AsyncServer(Server):
     def _exchanged(self, worker: int, exchange: Callable[[int], None]) -> bool:
         """Run an exchange with a worker; return False if the worker was lost meanwhile."""
         messages, done = self._server.messages, False
-        with going_on_without(self._rank(worker), self.context.recorder):
+        with tolerating_loss_of(self._rank(worker), self.context.recorder):
             exchange(worker)
             messages.finish()
             done = True
@@ -372,7 +372,7 @@ class AsyncServer(Server):
     def close(self) -> None:
         """See `Runner.close`."""
         self._inbox.close()
-        self.context.need_all()
+        self.context.require_all()
         if self._log is not None:
             self._log.close()
         super().close()

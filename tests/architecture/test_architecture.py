@@ -24,12 +24,12 @@ from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
+from bigtrain.doctor import command as doctor
 from bigtrain.job import arguments, starter
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import ROLES, Job, Role
 from bigtrain.job.strategy_words import read_strategy
-from bigtrain.machine import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

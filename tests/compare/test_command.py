@@ -373,7 +373,7 @@ def test_front_is_what_nothing_beats():
             "the last events of each rank: a",
         ),
         ("only noise\n", "exit status 3: only noise"),
-        ("", "exit status 3: it said nothing"),
+        ("", "exit status 3: it printed nothing"),
     ],
 )
 def test_reason_is_the_line_that_says_most(tmp_path, output, reason):

@@ -15,12 +15,12 @@ from bigtrain.engine.out_of_memory import predict_out_of_memory, predict_save_be
 from bigtrain.errors import ConfigError, OutOfMemoryError
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import CheckpointConfig
+from bigtrain.machine.residuals import PeakRecord, record_residuals
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.prediction.fullest_rank import FullestRank
-from bigtrain.prediction.residuals import PeakRecord, record_residuals
 from bigtrain.units import GIB, MIB
 
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are

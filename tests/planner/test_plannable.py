@@ -18,7 +18,7 @@ from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import TECHNIQUE_ALIASES, TECHNIQUES, techniques_of
 from bigtrain.core.variants import Shape, preset_options
 from bigtrain.job.presets import preset_names
-from bigtrain.prediction.residuals import EngineName
+from bigtrain.machine.residuals import EngineName
 from bigtrain.schedules.orders import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,6 @@ KNOWS = {
     "planner.ask": "of one process the strategy is single",
     "planner.auto": "chooses among torch's",
     "planner.command": "the same",
-    "prediction.residuals": "keeps the margin of each engine",
     "prediction.fake_runs.runs": "leaves out torch's own files",
 }
 APART = [

@@ -209,7 +209,7 @@ def test_a_spare_rank_is_missed_and_ends_nobody(
     assert [watch.recorder.lost_ranks.lost for watch in ranks.watches[:3]] == [(3,)] * 3
     said = capsys.readouterr().err
     assert said.startswith("bigtrain: worker 1 (rank 3) was lost in step 7: it ended without a ")
-    assert said.endswith("1 of 2 workers go on; its share of each batch is not seen any more\n")
+    assert said.endswith("1 of 2 workers continue without its samples\n")
     silent = ranks.watches[0].silent_rank(0.02)
     assert silent is None or silent[0] != 3
     assert ranks.ended == []

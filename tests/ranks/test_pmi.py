@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bigtrain.errors import LaunchError
-from bigtrain.ranks.pmi import hand_on, shared_by_hydra
+from bigtrain.ranks.pmi import share_value, shared_by_hydra
 
 ANSWERS = {
     "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
@@ -37,7 +37,7 @@ def asked(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
     mine, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool, mine:
         serving = pool.submit(manager, theirs, answers)
-        found = hand_on(value, {"PMI_FD": str(mine.fileno())})
+        found = share_value(value, {"PMI_FD": str(mine.fileno())})
         mine.close()
         return found, serving.result(5)
 
@@ -65,4 +65,4 @@ def test_a_connection_that_is_none() -> None:
     assert not shared_by_hydra({"PMI_FD": "-1"})
     assert shared_by_hydra({"PMI_FD": "987654"})
     with pytest.raises(LaunchError, match="Bad file descriptor"):
-        hand_on(None, {"PMI_FD": "987654"})
+        share_value(None, {"PMI_FD": "987654"})

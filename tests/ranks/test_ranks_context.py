@@ -65,14 +65,14 @@ def test_every_exchange_in_one_process(force_group: bool) -> None:
 
 
 def exchange_without(context: RunContext) -> list[dict[str, object]]:
-    context.go_on_without([1, 2], ["first", "second", "third", "fourth"])
-    beside, found = context.beside(), [exchange(context)]
+    context.tolerate_losses([1, 2], ["first", "second", "third", "fourth"])
+    beside, found = context.for_background(), [exchange(context)]
     if context.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     found += [exchange(context), exchange(beside)]
-    with context.patiently():
+    with context.long_timeout():
         found.append(exchange(context))
-    found[-1]["lost"] = context.agreed_losses()
+    found[-1]["lost"] = context.agreed_lost_ranks()
     return found
 
 

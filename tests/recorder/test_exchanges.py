@@ -9,7 +9,7 @@ import pytest
 
 from bigtrain.ranks import hang_watch
 from bigtrain.recorder.exchanges import _described, _grouped_messages
-from bigtrain.recorder.waiting import own_wait
+from bigtrain.recorder.waiting import wait_of
 
 GROUPS = {"3": ("mesh_pp", [0, 1, 2])}
 NOW_S = 1_000.0
@@ -46,7 +46,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, *entries: dict[str, Any]) -> Any:
         "exchanges": [_described(each, GROUPS, over) for each in entries],
     }
     recorder: Any = SimpleNamespace(idle_s=150.0, record=lambda: record)
-    return own_wait(record), hang_watch.overdue(recorder, 100.0)
+    return wait_of(record), hang_watch.overdue(recorder, 100.0)
 
 
 def test_messages_that_began_together_and_are_over_are_not_waited_for(monkeypatch) -> None:

@@ -73,7 +73,7 @@ def test_a_broken_exchange_is_still_waited_for_until_its_error_has_come():
 def test_ranks_in_other_exchanges_are_told_apart_from_a_dead_network():
     same = [record(rank, exchanges=[exchange(5)]) for rank in range(3)]
     assert headline(WAITED, *same).endswith(
-        "all its ranks came, and it does not end: look at the network between them"
+        "all its ranks came and it does not end: check the network between them"
     )
     same[1]["exchanges"] = [exchange(5, kind="all_gather", size=8)]
     assert "the ranks are not in the same exchange (all_gather of 8 B and" in headline(

@@ -47,11 +47,11 @@ def test_a_line_goes_through_two_measurements():
 
 
 @pytest.mark.parametrize("exposed", [0.33, 1.0, 2.7])
-@pytest.mark.parametrize("crowding", [1.0, 1.3])
-def test_from_the_batch_that_pays_on_it_pays(exposed, crowding):
+@pytest.mark.parametrize("slowdown", [1.0, 1.3])
+def test_from_the_batch_that_pays_on_it_pays(exposed, slowdown):
     def of_batch(batch: int) -> SyncStep:
         alone = COST.fixed + COST.per_sample * batch
-        return step(batch=batch, alone=alone, compute=crowding * alone, exposed=exposed)
+        return step(batch=batch, alone=alone, compute=slowdown * alone, exposed=exposed)
 
     least = batch_that_pays(of_batch(8), COST).value
     assert least is not None
@@ -65,7 +65,7 @@ def test_with_the_bandwidth_that_pays_a_step_is_as_long_as_alone(exposed, whole)
     needed = bandwidth_that_pays(one, 1e6).value
     assert needed is not None
     there = 0.2 + (whole - 0.2) * 1e6 / needed
-    assert there + (exposed - whole) == pytest.approx(one.room)
+    assert there + (exposed - whole) == pytest.approx(one.break_even)
 
 
 def test_the_ranks_that_pay_are_those_of_the_closed_form():

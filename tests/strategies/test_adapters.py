@@ -16,11 +16,12 @@ from support.rooms import ROOT
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import Plan
+from bigtrain.doctor import probes
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys, load_job
-from bigtrain.machine import doctor, libraries
+from bigtrain.machine import libraries
 from bigtrain.machine.libraries import ForeignLibrary, foreign_names
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import SINGLE_RANK
@@ -142,4 +143,4 @@ def test_setup_and_doctor_ask_for_the_versions_that_were_seen():
     )
     for name, library in LIBRARIES.items():
         assert [word for word in wanted if word.startswith(name)] == [library.requirement]
-        assert doctor._LIBRARIES[name] == library.fix
+        assert probes.LIBRARIES[name] == library.fix

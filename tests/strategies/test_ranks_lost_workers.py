@@ -124,7 +124,7 @@ def test_the_others_make_all_their_steps(tmp_path, when, staleness, capfd):
     said = capfd.readouterr().err
     assert said.count("bigtrain: ") == 1
     assert "bigtrain: worker 1 (rank 2) was lost in step " in said
-    assert "2 of 3 workers go on; its share of each batch is not seen any more" in said
+    assert "2 of 3 workers continue without its samples" in said
     job = job_from_keys("parameter_server_async", {OPTION + "replay": str(tmp_path)})
     with pytest.raises(ConfigError, match="a run that lost a worker, which its log cannot repeat"):
         make_plan(job, 4, "cpu")
@@ -212,7 +212,7 @@ def shares(context):
     words = ["model.name=lenet", "data.name=digits", "train.global_batch_size=6"]
     job = load_job(None, "parameter_server_async", words)
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
-    context.go_on_without([1, 2, 3], ["server 0", "worker 0", "worker 1", "worker 2"])
+    context.tolerate_losses([1, 2, 3], ["server 0", "worker 0", "worker 1", "worker 2"])
     before = sum(batch.count for batch in parts.validation_batches(context))
     context.barrier()
     if context.rank == 2:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from bigtrain.prediction.residuals import (
+from bigtrain.machine.residuals import (
     PeakRecord,
     hardware_key,
     safety_margin,

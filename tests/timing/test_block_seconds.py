@@ -331,16 +331,18 @@ GOOD = {"rows": 1, "sections": [[0.1, 0.2]], "update": 0.3, "trained": 7, "share
 )
 def test_an_entry_that_is_none_is_said_and_timed_anew(entry, reason, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("bigtrain.files.drafts._SAID", set())
-    path = tmp_path / "blocks.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = block_seconds.BLOCKS.path
+    path.parent.mkdir()
     path.write_text(json.dumps({"key": entry, "other": {**OTHERS, "timed": [GOOD], "sizes": [1]}}))
-    assert block_seconds._read(path, "key") == block_seconds._Kept()
+    assert block_seconds._read("key") == block_seconds._Kept()
     said = capsys.readouterr().err
     assert reason in said
     assert said.count("\n") == 1
-    kept = block_seconds._read(path, "other")
+    kept = block_seconds._read("other")
     assert kept == block_seconds._Kept([BlockSeconds(1, [(0.1, 0.2)], 0.3, 7)], {1}, 0.0, "a")
-    block_seconds._write(path, "key", kept)
-    assert block_seconds._read(path, "key") == kept
+    block_seconds._write("key", kept)
+    assert block_seconds._read("key") == kept
 
 
 def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():

@@ -99,7 +99,6 @@ def test_the_version_is_asked_for_in_one_place() -> None:
     }
     assert names == {
         "versions.torch_versions",
-        "machine.rate_cache",
-        "prediction.residuals",
+        "machine.cache",
         "checkpoint.save",
     }

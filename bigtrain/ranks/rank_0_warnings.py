@@ -18,7 +18,7 @@ _VARIABLES = {
 """What these libraries read when they are imported; the user's own values stay."""
 
 
-def speak_once(rank: int) -> None:
+def warn_on_rank_0(rank: int) -> None:
     """Keep warnings of a rank to itself, unless it is rank 0; errors are never kept.
 
     Nothing is changed where the user has said what becomes of warnings (`python -W`,

@@ -1,4 +1,4 @@
-"""What `bigtrain doctor --check` runs, what it lets pass, and what it does not."""
+"""The runs of `bigtrain doctor --check`: their rules, their command and their file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bigtrain import cli
-from bigtrain.compare import checklist
-from bigtrain.compare.checklist import CHECKS, Check, CheckedRun, forecast_holds, same_losses
 from bigtrain.compare.rows import ComparisonRow
 from bigtrain.devices import accelerator
+from bigtrain.doctor import checks, command
+from bigtrain.doctor.checks import CHECKS, Check, CheckedRun, forecast_holds, same_losses
 from bigtrain.units import MIB
 
 FULL = pytest.mark.full
@@ -35,22 +35,26 @@ def like_single(**changes: object) -> CheckedRun:
         (
             forecast_holds,
             like_single(predicted_peak_bytes=1006),
-            r"\+0\.60% off \(6 B\); 0\.5% may be",
+            r"\+0\.60% off \(6 B\); 0\.5% is allowed",
         ),
         (forecast_holds, like_single(predicted_peak_bytes=None), "no forecast of its peak"),
         (forecast_holds, FAILED, "it crashed"),
         (same_losses("single"), like_single(losses=(5.0, 4.00001)), None),
-        (same_losses("single"), like_single(losses=(5.0, 4.001)), r"2\.5e-04 from those of single"),
+        (
+            same_losses("single"),
+            like_single(losses=(5.0, 4.001)),
+            r"by 2\.5e-04 from those of single",
+        ),
         (same_losses("single"), like_single(losses=(5.0,)), "has 1 losses, and single 2"),
         (same_losses("single"), like_single(losses=(5.0, float("nan"))), "nan from those of"),
         (same_losses("single"), FAILED, "it crashed"),
-        (checklist.smaller_than("single"), like_single(peak_bytes=999), None),
-        (checklist.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
-        (checklist.smaller_than("single"), FAILED, "a peak is missing"),
-        (checklist.ends_for_want_of_memory, GOOD, "status 0 and not with 1"),
-        (checklist.ends_for_want_of_memory, FAILED, "does not say 'out of memory'"),
+        (checks.smaller_than("single"), like_single(peak_bytes=999), None),
+        (checks.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
+        (checks.smaller_than("single"), FAILED, "a peak is missing"),
+        (checks.explains_out_of_memory, GOOD, "status 0 instead of 1"),
+        (checks.explains_out_of_memory, FAILED, "does not say 'out of memory'"),
         (
-            checklist.ends_for_want_of_memory,
+            checks.explains_out_of_memory,
             replace(FAILED, last_lines=["rank 0 ran out of memory", "what would fit:"]),
             None,
         ),
@@ -66,7 +70,7 @@ def test_rules(rule, run, wrong) -> None:
 
 
 def test_workspaces_that_are_no_larger_than_a_gpus_kernels_want_are_let_pass(monkeypatch) -> None:
-    monkeypatch.setattr(checklist, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(checks, "accelerator", lambda: "cuda")
     sizes = (200 * MIB, 263 * MIB, 7000 * MIB, 7069 * MIB, 7100 * MIB)
 
     def found(peak: int, predicted: int) -> str | None:
@@ -76,10 +80,10 @@ def test_workspaces_that_are_no_larger_than_a_gpus_kernels_want_are_let_pass(mon
     small, within, large, share, beyond = sizes
     assert found(within, small) is None  # 24 %, and 63 MiB
     assert found(small, within + 2 * MIB) == (
-        "its forecast is +32.50% off (65.0 MiB); 64.0 MiB may be"
+        "its forecast is +32.50% off (65.0 MiB); 64.0 MiB is allowed"
     )
     assert found(large, share) is None
-    assert found(large, beyond) == "its forecast is +1.43% off (100.0 MiB); 1.0% may be"
+    assert found(large, beyond) == "its forecast is +1.43% off (100.0 MiB); 1.0% is allowed"
 
 
 def test_what_others_are_held_against_comes_first() -> None:
@@ -104,8 +108,8 @@ def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
         ({"only": "accelerator"}, "torch sees no GPU"),
         ({"needs": "no_such_library"}, "no_such_library is not installed"),
     ):
-        run = checklist.run_check(Check("one", "", [], [], **changes), {}, tmp_path)
-        assert (run.verdict, run.told) == ("skipped", words)
+        run = checks.run_check(Check("one", "", [], [], **changes), {}, tmp_path)
+        assert (run.verdict, run.explanation) == ("skipped", words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,12 +137,15 @@ def test_checks_run_by_the_command_and_leave_one_file(tmp_path, monkeypatch, cap
 
 def test_a_promise_that_is_not_kept_fails_the_command(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong = replace(FAILED, name="single", verdict="failed", told="its forecast is wrong")
-    monkeypatch.setattr(checklist, "run_check", lambda *_: wrong)
+    wrong = replace(FAILED, name="single", verdict="failed", explanation="its forecast is wrong")
+    monkeypatch.setattr(command, "run_check", lambda *_: wrong)
     assert cli.main(["doctor", "--check", "--only", "single", "--output", "figures.json"]) == 1
     assert "1 failed" in capsys.readouterr().out
     (run,) = json.loads(Path("figures.json").read_text())["checks"]
-    assert (run["told"], run["last_lines"]) == ("its forecast is wrong", ["bigtrain: crashed"])
+    assert (run["explanation"], run["last_lines"]) == (
+        "its forecast is wrong",
+        ["bigtrain: crashed"],
+    )
 
 
 def test_a_list_that_is_cut_short_leaves_what_ran(tmp_path, monkeypatch) -> None:
@@ -151,8 +158,8 @@ def test_a_list_that_is_cut_short_leaves_what_ran(tmp_path, monkeypatch) -> None
         done.append(check.name)
         return replace(GOOD, name=check.name, memory={"peak_bytes": 1})
 
-    monkeypatch.setattr(checklist, "run_check", run)
+    monkeypatch.setattr(command, "run_check", run)
     with pytest.raises(KeyboardInterrupt):
-        checklist.main(["--only", "single,cap"])
+        command.main(["--check", "--only", "single,cap"])
     (kept,) = json.loads(Path("check.json").read_text())["checks"]
     assert (kept["name"], kept["memory"]) == ("single", {"peak_bytes": 1})

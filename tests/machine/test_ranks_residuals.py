@@ -6,7 +6,7 @@ import pytest
 from support.ranks import run_ranks
 from support.residual_files import entry, on_cpu
 
-from bigtrain.prediction.residuals import (
+from bigtrain.machine.residuals import (
     record_residuals,
 )
 

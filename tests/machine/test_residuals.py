@@ -18,29 +18,29 @@ from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.job.load import job_from_keys
+from bigtrain.machine import cache as cache_module
 from bigtrain.machine import rate_cache
 from bigtrain.machine.busy import CpuUse
 from bigtrain.machine.rates import MeasuredRates
+from bigtrain.machine.residuals import (
+    DEFAULT_MARGIN,
+    MAX_ENTRIES,
+    MIN_RUNS,
+    RESIDUALS,
+    StepRecord,
+    hardware_key,
+    record_residuals,
+    safety_margin,
+    step_uncertainty,
+)
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.prediction import residuals
 from bigtrain.prediction.memory_report import (
     MemoryReport,
     RankMemory,
     StepForecast,
     StepMeasurement,
-)
-from bigtrain.prediction.residuals import (
-    DEFAULT_MARGIN,
-    MAX_ENTRIES,
-    MIN_RUNS,
-    StepRecord,
     engine_of,
-    hardware_key,
-    record_residuals,
-    residuals_file,
-    safety_margin,
-    step_uncertainty,
 )
 from bigtrain.report.tables import memory_notes
 
@@ -92,13 +92,13 @@ RATES = MeasuredRates(
 
 
 def kept(key=None):
-    return json.loads(residuals_file().read_text())[key or hardware_key("cpu")]
+    return json.loads(RESIDUALS.path.read_text())[key or hardware_key("cpu")]
 
 
 def test_without_runs_the_stated_defaults_apply():
     for engine, margin in (("torch", 0.005), ("deepspeed", 0.05), ("fairscale", 0.05)):
         found = on_cpu(engine)
-        assert (found.margin, found.beside_bytes, found.runs, found.ranks) == (margin, 0, 0, 0)
+        assert (found.margin, found.non_tensor_bytes, found.runs, found.ranks) == (margin, 0, 0, 0)
     assert on_cpu("torch").explanation == (
         "margin 0.5 %: the default of torch, as fewer than 20 ranks (0) have run on this device"
     )
@@ -144,9 +144,9 @@ def test_runs_are_told_apart_by_their_end():
 
 def test_bytes_beside_the_tensors_are_the_same_quantile():
     record_residuals([entry(1000, process_bytes=size) for size in (1500, 1700, None, 400)])
-    assert on_cpu("torch").beside_bytes == 700
+    assert on_cpu("torch").non_tensor_bytes == 700
     record_residuals([entry(1000, process_bytes=1600)] * 98)
-    assert on_cpu("torch").beside_bytes == 600  # of 101 that have told
+    assert on_cpu("torch").non_tensor_bytes == 600  # of 101 that have told
 
 
 def test_engines_and_devices_are_kept_apart():
@@ -164,11 +164,11 @@ def test_a_device_is_its_hardware_and_torch(monkeypatch):
     first = hardware_key("cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert hardware_key("cpu") == first
-    monkeypatch.setattr(residuals.torch, "__version__", "0.1")
+    monkeypatch.setattr(cache_module.torch, "__version__", "0.1")
     assert hardware_key("cpu") != first
-    monkeypatch.setattr(residuals.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(residuals.torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(residuals.torch.cuda, "get_device_name", lambda _: "Alpha")
+    monkeypatch.setattr(cache_module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cache_module.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cache_module.torch.cuda, "get_device_name", lambda _: "Alpha")
     two = hardware_key("cuda")
     assert json.loads(two) == {"device": "cuda", "names": ["Alpha"], "torch": "0.1"}
     record_residuals([entry(1100, device="cuda")] * 20)
@@ -193,11 +193,11 @@ def test_the_newest_five_hundred_of_a_device_are_kept():
 )
 def test_a_damaged_file_is_begun_anew(cache, text):
     cache.mkdir(parents=True)
-    residuals_file().write_text(text)
+    RESIDUALS.path.write_text(text)
     assert on_cpu("torch").ranks == 0
     record_residuals([entry()])
     assert on_cpu("torch").ranks == 1
-    residuals_file().write_bytes(b"\xff\xfe{}")
+    RESIDUALS.path.write_bytes(b"\xff\xfe{}")
     assert on_cpu("torch").ranks == 0
 
 
@@ -215,7 +215,7 @@ def test_what_is_no_entry_does_not_count(cache):
         7,
     ]
     cache.mkdir(parents=True)
-    residuals_file().write_text(json.dumps({hardware_key("cpu"): [*wrong, good], "other": 5}))
+    RESIDUALS.path.write_text(json.dumps({hardware_key("cpu"): [*wrong, good], "other": 5}))
     assert on_cpu("torch").ranks == 1
 
 
@@ -229,7 +229,7 @@ def test_a_folder_that_takes_no_files_hurts_nobody(monkeypatch, tmp_path):
 
 def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
     record_residuals([entry(1100)])
-    before = residuals_file().read_text()
+    before = RESIDUALS.path.read_text()
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", full)
         record_residuals([entry(1200)])
-    assert residuals_file().read_text() == before
+    assert RESIDUALS.path.read_text() == before
     assert sorted(p.name for p in cache.iterdir()) == ["residuals.json", "residuals.lock"]
 
 
@@ -245,12 +245,12 @@ def test_a_file_that_cannot_be_read_is_not_replaced(cache):
     (cache / "residuals.json").mkdir(parents=True)  # reading it fails, also for the superuser
     record_residuals([entry()])
     assert on_cpu("torch").ranks == 0
-    assert residuals_file().is_dir()
+    assert RESIDUALS.path.is_dir()
 
 
 def test_a_lock_that_others_keep_is_waited_for_and_given_up(cache, monkeypatch):
     record_residuals([entry()])
-    monkeypatch.setattr(residuals, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cache_module, "LOCK_TIMEOUT_S", 0.1)
     with (cache / "residuals.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         record_residuals([entry()])
@@ -264,7 +264,7 @@ def test_without_locks_the_last_writer_wins(monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     locks = SimpleNamespace(flock=none, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
-    monkeypatch.setattr(rate_cache, "fcntl", locks)
+    monkeypatch.setattr(cache_module, "fcntl", locks)
     record_residuals([entry()])
     record_residuals([entry()])
     assert len(kept()) == 2
@@ -306,7 +306,7 @@ def test_a_report_gives_entries_for_ranks_with_both_figures():
     )
     found = MemoryReport("ddp", "cpu", ranks).residuals("torch", "bf16")
     assert [e.process_bytes for e in found] == [2000, 1500, None]
-    assert [e.beside_bytes for e in found] == [1000, 500, None]
+    assert [e.non_tensor_bytes for e in found] == [1000, 500, None]
     assert [e.residual for e in found] == pytest.approx([1 / 9, 1 / 9, 0])
     assert {(e.engine, e.strategy, e.device, e.precision) for e in found} == {
         ("torch", "ddp", "cpu", "bf16")
@@ -329,7 +329,7 @@ def test_seconds_are_kept_by_engine_and_by_what_they_go_by():
     record_residuals([step_entry(0.7, engine="deepspeed"), step_entry(0.8), step_entry(0.6)])
     assert step_uncertainty("torch", "blocks", "cpu") == (
         "3 earlier runs of torch by timed blocks: predicted 0.80 of the measured (median); "
-        f"from {MIN_RUNS} on there is a ± here"
+        f"a ± is shown after {MIN_RUNS} runs"
     )
     assert step_uncertainty("torch", "rates", "cpu").startswith("1 earlier run of torch by rates")
     assert on_cpu("torch").ranks == 1  # bytes are kept beside them
@@ -341,7 +341,7 @@ def test_the_uncertainty_of_seconds_is_a_quantile_from_ten_runs_on():
     )
     found = step_uncertainty("torch", "blocks", "cpu")
     assert found == (
-        "± 30.0 %: so far off at most were 90% of 10 earlier runs of torch by timed blocks; "
+        "± 30.0 %, the error of 90% of 10 earlier runs of torch by timed blocks; "
         "predicted 1.00 of the measured (median)"
     )
     record_residuals(step_entry() for _ in range(1))
@@ -377,7 +377,7 @@ def train(folder, *words, ranks=1):
     own = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
     command = ["train", "-n", str(ranks), *own, *size, *steps, *words]
     done = forked_cli(command, cwd=folder)
-    return done, kept() if residuals_file().exists() else []
+    return done, kept() if RESIDUALS.path.exists() else []
 
 
 def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
@@ -400,7 +400,7 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
     assert memory["step"]["measured_seconds"] is None  # all of its three steps were tracked
     assert "predicted step: none (the rates of this machine are not known" in done.stdout
     assert "memory was tracked in every step" in done.stdout
-    rate_cache._keep(RATES)
+    rate_cache._store(RATES)
     done, found = train(tmp_path, "log.name=again", "memory.track_steps=1", ranks=2)
     assert done.returncode == 0, done.stderr
     assert len(found) == 4
@@ -415,7 +415,7 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
     plan = yaml.safe_load((folder / "plan.yaml").read_text())
     assert plan["predicted"]["step_seconds"] == step["predicted_seconds"]
     assert "by the rates of this machine" in done.stdout
-    stored = json.loads(residuals_file().read_text())
+    stored = json.loads(RESIDUALS.path.read_text())
     seconds = [one for key in stored if "step_seconds" in key for one in stored[key]]
     expected = [] if step["busy"] else [step["measured_seconds"]]
     assert [one["measured_seconds"] for one in seconds] == expected

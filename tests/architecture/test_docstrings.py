@@ -1,0 +1,497 @@
+"""Docstrings name what exists: names in backticks, `Args:` and `Raises:`.
+
+A renamed function lives on in the sentences about it unless something reads them. A name counts as
+existing where a reader would look for it: in the function, its class or its module, among all
+definitions of bigtrain, among the words of a job, or in Python, torch and the other libraries.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import keyword
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+from support.rooms import ROOT, sources, tree
+
+from bigtrain import cli
+from bigtrain.job.schema import Job
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+LIBRARIES = (
+    *("builtins", "torch", "torch.nn", "torch.nn.functional", "torch.nn.utils", "torch.Tensor"),
+    *("torch.nn.Module", "torch.optim", "torch.distributed", "torch.distributed.fsdp"),
+    *("torch.distributed.pipelining", "torch.distributed.tensor", "torch.autograd"),
+    *("torch.utils.data", "torch.utils.checkpoint", "torch.cuda", "torch.optim.Optimizer"),
+    *("torch.autograd.Function", "torch.UntypedStorage", "torch.library", "torch.profiler"),
+    *("torch.optim.lr_scheduler", "torch.cuda.Event", "torch.nn.parallel"),
+    "torch.nn.parallel.DistributedDataParallel",
+)
+"""Where a bare name that is not bigtrain's is looked for."""
+NOT_IMPORTED = ("deepspeed", "fairscale", "transformers", "timm", "horovod", "peft", "tensorboard")
+"""Libraries that are not installed everywhere, or change the process that imports them."""
+DATA = re.compile(r"\.(jsonl?|html|safetensors|lock|log|txt|bin|pt|index|idx)$")
+CODE = re.compile(r"\.(py|md|yaml|yml|toml|sh)$")
+FOREIGN_CODE = re.compile(r"\.(h|cpp|cu|c|so)$")
+
+
+@dataclass
+class Members:
+    """The names of a class: methods, fields, and attributes that its methods set."""
+
+    names: set[str] = field(default_factory=set)
+    bases: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """A docstring, and where its names are looked for first."""
+
+    module: str
+    line: int
+    text: str
+    owners: tuple[ast.AST, ...]
+    """The classes and functions around it, the innermost last."""
+
+    @property
+    def function(self) -> Function | None:
+        owner = self.owners[-1] if self.owners else None
+        return owner if isinstance(owner, Function) else None
+
+    @property
+    def place(self) -> str:
+        return f"{sources()[self.module].relative_to(ROOT)}:{self.line}"
+
+
+@cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree(sources()[module])))
+
+
+def docstrings(module: str) -> Iterator[Docstring]:
+    """Those of the module, its classes and functions, and those below an assignment."""
+
+    def walk(node: ast.AST, owners: tuple[ast.AST, ...]) -> Iterator[Docstring]:
+        body = list(ast.iter_child_nodes(node))
+        for before, inner in zip([None, *body], body, strict=False):
+            if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant):
+                text = inner.value.value
+                first = not isinstance(before, ast.stmt)
+                if isinstance(text, str) and (
+                    (first and isinstance(node, ast.Module | ast.ClassDef | Function))
+                    or isinstance(before, ast.Assign | ast.AnnAssign)
+                ):
+                    yield Docstring(module, inner.lineno, text, owners)
+            inside = isinstance(inner, ast.ClassDef | Function)
+            yield from walk(inner, (*owners, inner) if inside else owners)
+
+    yield from walk(tree(sources()[module]), ())
+
+
+@cache
+def classes() -> dict[str, Members]:
+    """Every class of the product by its name; two of one name share their members."""
+    found: dict[str, Members] = {}
+    for module in sources():
+        for node in nodes(module):
+            if isinstance(node, ast.ClassDef):
+                members = found.setdefault(node.name, Members())
+                members.bases += [ast.unparse(base).partition("[")[0] for base in node.bases]
+                members.names |= set(defined(node.body)) | attributes_set(node)
+    return found
+
+
+def attributes_set(node: ast.ClassDef) -> set[str]:
+    """Attributes that methods set on `self`, and those in `__slots__` or assigned in tuples."""
+    return {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id in ("self", "cls")
+    }
+
+
+def defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that statements define: also in branches, but not inside of functions."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | Function):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        else:
+            yield from (
+                inner.id
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            )
+            for part in ("body", "orelse", "finalbody", "handlers"):
+                yield from defined(getattr(node, part, []))
+
+
+@cache
+def module_names(module: str) -> frozenset[str]:
+    return frozenset(defined(tree(sources()[module]).body))
+
+
+@cache
+def definitions() -> frozenset[str]:
+    """Every name that the product defines outside of functions: modules, classes, members."""
+    names = {part for module in sources() for part in module.split(".")}
+    for module in sources():
+        names |= module_names(module)
+    for members in classes().values():
+        names |= members.names
+    return frozenset(names)
+
+
+@cache
+def words() -> frozenset[str]:
+    """Words that mean something to a job or on the command line, and texts of one word in code."""
+    found = {*cli.COMMANDS, "record", "pace"}
+    for path in [*ROOT.glob("configs/*/*.yaml")]:
+        found |= {path.stem, *re.findall(r"[\w.]+", path.read_text("utf-8"))}
+    for module in sources():
+        documents = {id(node.value) for node in nodes(module) if isinstance(node, ast.Expr)}
+        for node in nodes(module):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and id(node) not in documents and " " not in text:
+                found |= {text, *re.findall(r"[A-Za-z_][\w.]*", text)}
+    return frozenset(found)
+
+
+def is_job_key(name: str) -> bool:
+    """Whether it is a key of a job, whole ('train.steps') or from a section on ('optim')."""
+    model: Any = Job
+    for part in name.split("."):
+        fields = getattr(model, "model_fields", None)
+        if fields is None:
+            return True  # below `model.args` and the like the keys are the user's
+        if part not in fields:
+            return False
+        kinds = [fields[part].annotation, *get_args(fields[part].annotation)]
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+    return True
+
+
+@cache
+def library(name: str) -> Any:
+    """A module of the outermost level; None if there is none."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+@cache
+def foreign(dotted: str) -> bool:
+    """Whether a library has it; one of those that are not imported has everything."""
+    parts = dotted.split(".")
+    if parts[0] in NOT_IMPORTED:
+        return True
+    value = library(parts[0])
+    if value is None:
+        return False
+    for number, part in enumerate(parts[1:], start=2):
+        if hasattr(value, part):
+            value = getattr(value, part)
+            continue
+        if inspect.isclass(value) and part in getattr(value, "__annotations__", ()):
+            return True
+        try:
+            value = importlib.import_module(".".join(parts[:number]))
+        except ImportError:
+            return False
+    return True
+
+
+@cache
+def aliases() -> dict[str, set[str]]:
+    """What modules of the product call the modules of libraries: nn is torch.nn."""
+    found: dict[str, set[str]] = {"F": {"torch.nn.functional"}}
+    for module in sources():
+        for node in nodes(module):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name, set()).add(alias.name)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    found.setdefault(alias.asname or alias.name, set()).add(name)
+    return found
+
+
+def members_of(name: str) -> set[str]:
+    """The names of a class and of those bases that are the product's."""
+    if name not in classes():
+        return set()
+    inherited = (members_of(base.rpartition(".")[2]) for base in classes()[name].bases)
+    return classes()[name].names.union(*inherited)
+
+
+def has_member(name: str, member: str) -> bool:
+    """Whether a class or one of its bases, a library's included, has a member."""
+    if name not in classes():
+        head, _, rest = name.partition(".")
+        full = aliases().get(head, {head, f"builtins.{head}"})
+        return any(foreign(".".join(filter(None, (f, rest, member)))) for f in full)
+    own = classes()[name]
+    return member in own.names or any(has_member(base, member) for base in own.bases)
+
+
+def parameters(function: Function) -> set[str]:
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    every += [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
+    return {argument.arg for argument in every}
+
+
+def local_names(docstring: Docstring) -> set[str]:
+    """The names of the functions and classes around a docstring."""
+    names: set[str] = set()
+    for owner in docstring.owners:
+        if isinstance(owner, Function):
+            names |= parameters(owner)
+            names |= {
+                inner.id
+                for inner in ast.walk(owner)
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            }
+            names |= {n.name for n in ast.walk(owner) if isinstance(n, ast.ClassDef | Function)}
+        elif isinstance(owner, ast.ClassDef):
+            names |= members_of(owner.name)
+            for inner in owner.body:
+                if isinstance(inner, Function) and inner.name == "__init__":
+                    names |= parameters(inner)
+    return names
+
+
+@cache
+def repository_files() -> frozenset[str]:
+    folders = ("bigtrain", "strategies", "configs", "tests", "benchmarks", "docs")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    return frozenset(str(path.relative_to(ROOT)) for path in [*paths, *ROOT.glob("*.*")])
+
+
+def is_file(name: str) -> bool:
+    """Whether the repository has it, or the code names it; a library's file is not looked for."""
+    if FOREIGN_CODE.search(name):
+        return True
+    if CODE.search(name) and any(f"/{path}".endswith(f"/{name}") for path in repository_files()):
+        return True
+    return Path(name).name in words() or Path(name).stem in words()
+
+
+def exists(name: str, docstring: Docstring) -> bool:
+    """Whether a name means something where it is read."""
+    if "/" in name or any(kind.search(name) for kind in (DATA, CODE, FOREIGN_CODE)):
+        return is_file(name)
+    first, *rest = name.split(".")
+    near = local_names(docstring) | module_names(docstring.module)
+    if not rest:
+        return (
+            name in near
+            or is_placeholder(name)
+            or name in definitions()
+            or name in words()
+            or is_job_key(name)
+            or keyword.iskeyword(name)
+            or any(foreign(f"{library}.{name}") for library in LIBRARIES)
+        )
+    if is_placeholder(name) or is_job_key(name) or name in words() or has_product(name):
+        return True
+    libraries = aliases().get(first, {first, f"builtins.{first}"})
+    if any(foreign(".".join([full, *rest])) for full in libraries):
+        return True
+    if first in classes() or not (first in near or first in definitions()):
+        return False
+    last = rest[-1]
+    return last in definitions() or any(foreign(f"{library}.{last}") for library in LIBRARIES)
+
+
+def is_placeholder(name: str) -> bool:
+    """Whether a part in capitals stands for something: `model.NAME`, `first_WAY`."""
+    parts = re.split(r"[._]", name)
+    has_lower = "." in name or not name.isupper()
+    return has_lower and any(part.isupper() and len(part) > 1 for part in parts)
+
+
+def has_product(name: str) -> bool:
+    """Whether a module or a class of the product has it: 'rates.link_ranks', 'Job.train'."""
+    parts = name.removeprefix("bigtrain.").split(".")
+    for cut in range(len(parts), 0, -1):
+        head, rest = ".".join(parts[:cut]), parts[cut:]
+        for module in sources():
+            named = module == head or module.endswith(f".{head}")
+            if named and (not rest or (rest[0] in module_names(module) and has_members(rest))):
+                return True
+    return parts[0] in classes() and has_members(parts)
+
+
+def has_members(parts: list[str]) -> bool:
+    """Whether the second part is a member of the class that is the first; one part always is."""
+    if len(parts) == 1 or parts[0] not in classes():
+        return len(parts) == 1 or parts[1] in definitions()
+    return has_member(parts[0], parts[1])
+
+
+def quoted(text: str) -> Iterator[str]:
+    """The names in backticks: identifiers, dotted or called. Other words are the shell's."""
+    for word in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
+        match = re.fullmatch(r"([A-Za-z_][\w./]*?)(?:\(\)|\(\.\.\.\))?\.*", word)
+        if match:
+            yield match[1]
+        elif key := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)=\S+", word):
+            yield key[1]
+
+
+def missing_names(docstring: Docstring) -> list[str]:
+    return [name for name in quoted(docstring.text) if not exists(name, docstring)]
+
+
+def listed(text: str, heading: str) -> list[str]:
+    """The names before the colons of a section."""
+    section = re.search(rf"^( *){heading}:\n((?:(?:\1 +\S.*)?\n?)*)", text, re.MULTILINE)
+    if section is None:
+        return []
+    lines = [line for line in section[2].splitlines() if line.strip()]
+    indent = min(len(line) - len(line.lstrip()) for line in lines)
+    entries = [line.strip() for line in lines if len(line) - len(line.lstrip()) == indent]
+    return [entry.partition(":")[0].lstrip("*") for entry in entries]
+
+
+def missing_arguments(docstring: Docstring) -> list[str]:
+    """Entries of `Args:` that the function, or the class's constructor, does not take."""
+    entries = listed(inspect.cleandoc(docstring.text), "Args")
+    if not entries:
+        return []
+    owner = docstring.owners[-1] if docstring.owners else None
+    if isinstance(owner, Function):
+        taken = parameters(owner)
+    elif isinstance(owner, ast.ClassDef):
+        taken = local_names(docstring)
+    else:
+        return entries
+    return [one for entry in entries for one in entry.split(", ") if one not in taken]
+
+
+def missing_exceptions(docstring: Docstring) -> list[str]:
+    """Entries of `Raises:` that are no exception."""
+
+    def is_exception(name: str) -> bool:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type):
+            return issubclass(kind, BaseException)
+        head, _, rest = name.partition(".")
+        paths = {f"{full}.{rest}" if rest else full for full in aliases().get(head, {head})}
+        return name in classes() or any(
+            path.partition(".")[0] != "bigtrain" and foreign(path) for path in paths if "." in path
+        )
+
+    entries = listed(inspect.cleandoc(docstring.text), "Raises")
+    return [one for entry in entries for one in entry.split(", ") if not is_exception(one)]
+
+
+FIRST_WORD = re.compile(r"(?:\A|(?<=[.:;!?])\s|\n\s*\n)\s*(What\b[^.!?]*)([.!?]|\Z)")
+"""A sentence that begins with What, and its end."""
+CHECKED_ROOMS = (
+    *("machine", "compare", "verify", "speedup", "doctor", "ranks", "recorder"),
+    *("devices", "errors", "units"),
+)
+"""Rooms whose docstrings and comments are held to all rules of this file."""
+
+
+def checked_modules() -> list[str]:
+    return [module for module in sources() if module.split(".")[0] in CHECKED_ROOMS]
+
+
+def comments(module: str) -> Iterator[tuple[int, str]]:
+    """The comments of a module with their lines; lines that follow each other are one."""
+    last = -1
+    text = ""
+    with tokenize.open(sources()[module]) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type != tokenize.COMMENT:
+                continue
+            if text and token.start[0] != last + 1:
+                yield last, text
+                text = ""
+            last = token.start[0]
+            text = f"{text} {token.string.lstrip('# ')}".strip()
+    if text:
+        yield last, text
+
+
+def noun_sentences(text: str) -> list[str]:
+    """The sentences that begin with What and are no question."""
+    return [words for words, end in FIRST_WORD.findall(text) if end != "?"]
+
+
+@pytest.mark.parametrize(
+    "find", [missing_names, missing_arguments, missing_exceptions], ids=lambda f: f.__name__
+)
+def test_names_in_docstrings_exist(find):
+    wrong = [
+        f"{docstring.place}: {name}"
+        for module in checked_modules()
+        for docstring in docstrings(module)
+        for name in find(docstring)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_sentence_begins_with_what_unless_it_is_a_question():
+    wrong = []
+    for module in checked_modules():
+        wrong += [
+            f"{docstring.place}: {sentence}"
+            for docstring in docstrings(module)
+            for sentence in noun_sentences(inspect.cleandoc(docstring.text))
+        ]
+        wrong += [
+            f"{module}:{line}: {sentence}"
+            for line, text in comments(module)
+            for sentence in noun_sentences(text)
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_sentence_that_begins_with_what_is_found():
+    found = ["What lies", "What a save writes, in order"]
+    assert noun_sentences("A. What lies. What a save writes, in order") == found
+    assert noun_sentences("A way: What is it?\n\nSomewhat, and what follows.") == []
+    assert noun_sentences("Summary\n\nWhat goes\naway.") == ["What goes\naway"]
+
+
+def test_a_name_that_does_not_exist_is_found():
+    function = ast.parse("def scale(rate):\n    ratio = rate\n").body[0]
+    text = """Scale by `rate`, `ratio`, `gone`, `rates.link_ranks`, `rates.gone`, `Job.train`,
+    `Job.gone`, `train.steps`, `train.gone`, `torch.cuda.Event`, `torch.gone`, `--strategy ddp`,
+    `nn.Linear`, `nn.Gone`, `optimizer.NAME.KEY`, `unwritten.json`, `memory.json`.
+
+    Args:
+        rate: samples a second.
+        pace: is no parameter,
+            whatever follows: a colon.
+
+    Raises:
+        ValueError, torch.cuda.OutOfMemoryError: exist.
+        GoneError: does not.
+    """
+    docstring = Docstring("errors", 1, text, (function,))
+    gone = ["gone", "rates.gone", "Job.gone", "train.gone", "torch.gone", "nn.Gone"]
+    assert missing_names(docstring) == [*gone, "unwritten.json"]
+    assert missing_arguments(docstring) == ["pace"]
+    assert missing_exceptions(docstring) == ["GoneError"]
