@@ -101,7 +101,7 @@ class DeviceSpec(ConfigSection):
     """Seconds that an operation takes at least, however small."""
     processors: StrictCount | None = None
     """Of a GPU, its streaming multiprocessors: they share out the tiles of a product, see
-    `products.product_efficiency`. Null: products of every size reach the same rate."""
+    `step_time.product_efficiency`. Null: products of every size reach the same rate."""
 
     @model_validator(mode="after")
     def _leaves_room(self) -> DeviceSpec:

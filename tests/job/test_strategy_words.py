@@ -189,29 +189,29 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ddp+zero2", "--strategy ddp+zero2: ddp and zero2 both say strategy.replicate (ddp, "
+        ("ddp+zero2", "--strategy ddp+zero2: ddp and zero2 both set strategy.replicate (ddp, "
          "zero). Keep one of them."),
-        ("1f1b+full+gpipe", "1f1b and gpipe both say strategy.cut (pipeline schedule=1f1b, "
+        ("1f1b+full+gpipe", "1f1b and gpipe both set strategy.cut (pipeline schedule=1f1b, "
          "pipeline schedule=gpipe)"),
-        ("zero2+three.yaml", "zero2 and three.yaml:2 both say strategy.replicate (zero stage=2, "
+        ("zero2+three.yaml", "zero2 and three.yaml:2 both set strategy.replicate (zero stage=2, "
          "zero stage=3). Keep one"),
-        ("three.yaml+ddp", "three.yaml:2 and ddp both say strategy.replicate (zero, ddp)"),
+        ("three.yaml+ddp", "three.yaml:2 and ddp both set strategy.replicate (zero, ddp)"),
         ("zero1+zero1_torch", "(zero stage=1, zero stage=1 engine=torch)"),
-        ("ddp_checkpointing+zero2", "ddp_checkpointing and zero2 both say strategy.replicate"),
-        ("full+selective", "both say strategy.recompute.mode (full, selective)"),
-        ("offload_cpu+offload_disk", "both say strategy.offload.optimizer (cpu, disk)"),
-        ("1f1b_zero1+pp.yaml", "1f1b_zero1 and pp.yaml:1 both say mesh.pp (2, 4)"),
-        ("accumulation+accumulation_4", "both say train.accumulation_steps (2, 4)"),
-        ("ddp+clash.yaml", "clash.yaml:1: strategy=zero2+fsdp: zero2 and fsdp both say"),
-        ("ddp+", "--strategy: 'ddp+' has no word beside a +. Write words like ddp+full."),
-        ("ddp++full", "'ddp++full' has no word beside a +"),
+        ("ddp_checkpointing+zero2", "ddp_checkpointing and zero2 both set strategy.replicate"),
+        ("full+selective", "both set strategy.recompute.mode (full, selective)"),
+        ("offload_cpu+offload_disk", "both set strategy.offload.optimizer (cpu, disk)"),
+        ("1f1b_zero1+pp.yaml", "1f1b_zero1 and pp.yaml:1 both set mesh.pp (2, 4)"),
+        ("accumulation+accumulation_4", "both set train.accumulation_steps (2, 4)"),
+        ("ddp+clash.yaml", "clash.yaml:1: strategy=zero2+fsdp: zero2 and fsdp both set"),
+        ("ddp+", "--strategy: 'ddp+' has no word next to a +. Write words like ddp+full."),
+        ("ddp++full", "'ddp++full' has no word next to a +"),
         ("", "--strategy: '' names no strategy. Write words like ddp+full."),
-        ("ddp,full", "'ddp,full': between words stands a +, as in ddp+full."),
-        ("ddp full", "'ddp full': between words stands a +"),
+        ("ddp,full", "'ddp,full': join words by +, as in ddp+full."),
+        ("ddp full", "'ddp full': join words by +"),
         ("auto+full", "names auto, which chooses the whole strategy"),
         ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Near it: "),
         ("DDP+full", "unknown 'DDP', did you mean 'ddp'?"),
-        ("mylib:Net+full", "Use strategy.replicate=mylib:Net, or the role that it has"),
+        ("mylib:Net+full", "Use strategy.replicate=mylib:Net (or its role)"),
         ("every_x", "unknown 'every_x', did you mean 'every'?"),
         ("full_3", "unknown 'full_3', did you mean 'full'?"),
         ("zero2+none.yaml", "--strategy zero2+none.yaml: there is no file 'none.yaml'"),
@@ -241,13 +241,13 @@ def test_what_cannot_be_is_refused_with_both_sides(
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ("\nstrategy: ddp+zero2\n", [], "job.yaml:2: strategy=ddp+zero2: ddp and zero2 both say"),
+        ("\nstrategy: ddp+zero2\n", [], "job.yaml:2: strategy=ddp+zero2: ddp and zero2 both set"),
         ("strategy: ddp+fulll\n", [], "job.yaml:1: strategy=ddp+fulll: unknown 'fulll', did you"),
         ("strategy: {name: zeroo}\n", [], "job.yaml:1: strategy: unknown 'zeroo'"),
         ("strategy: [ddp]\n", [], "job.yaml:1: strategy: ['ddp'] names none."),
         ("strategy: auto\n", [], "job.yaml:1: strategy: 'auto' names auto, which chooses"),
-        ("{}", ["strategy=ddp+zero2"], "strategy=ddp+zero2: ddp and zero2 both say"),
-        ("{}", ["strategy=ddp", "+", "full"], "'+': a strategy's words have no space between"),
+        ("{}", ["strategy=ddp+zero2"], "strategy=ddp+zero2: ddp and zero2 both set"),
+        ("{}", ["strategy=ddp", "+", "full"], "'+': write a strategy's words without spaces"),
         ("{}", ["strategy="], "strategy: '' names no strategy."),
         ("{}", ["strategy.name=fdsp"], "strategy: unknown 'fdsp', did you mean 'fsdp'?"),
     ],
