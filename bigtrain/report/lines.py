@@ -25,8 +25,9 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> It
     context = engine.context
     yield from banner_lines(parts, context.world_size, context.device.type)
     if not engine.blueprint.deferred:
-        yield f"the model was built whole on rank 0 and sent to the others:
-    {engine.blueprint.reason}" if engine.layout is not None:
+        reason = engine.blueprint.reason
+        yield f"the model was built whole on rank 0 and sent to the others: {reason}"
+    if engine.layout is not None:
         yield from engine.layout.lines()
     yield from parts.resolved.notes
     limit = MemoryLimit.of(parts.job, context.device)

@@ -58,7 +58,7 @@ class StepLine:
         return "  ".join(words), "" if left is None else f"left {format_duration(left)}"
 
     def _left_seconds(self, step: int) -> float | None:
-        """The remaining seconds at the last steps' speed; None after the first and the last step."""
+        """The remaining seconds at the speed of the last steps; None if it is not known."""
         if len(self._ends) < 2 or step >= self._total:
             return None
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

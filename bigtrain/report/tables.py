@@ -91,12 +91,16 @@ def memory_notes(report: MemoryReport) -> list[str]:
     if any(r.measured.state.save for r in report.ranks):
         lines.append("save: the peak of the state and the copies made to write it")
     if any(r.measured.devices for r in report.ranks):
-        lines.append("peak: the sum over a process's devices, whose peaks may be at different
-    times") if len(report.ranks) > MOST_RANKS:
-        lines.insert(0, f"shown: the ranks with the highest and the lowest peak of
-    {len(report.ranks)}") notes = {r.note for r in report.ranks if r.note} lines += [f"no
-    prediction: {note}" for note in sorted(notes)] return [*lines, *_step_notes(report),
-    *_volume_notes(report)]
+        lines.append(
+            "peak: the sum over a process's devices, whose peaks may be at different times"
+        )
+    if len(report.ranks) > MOST_RANKS:
+        lines.insert(
+            0, f"shown: the ranks with the highest and the lowest peak of {len(report.ranks)}"
+        )
+    notes = {r.note for r in report.ranks if r.note}
+    lines += [f"no prediction: {note}" for note in sorted(notes)]
+    return [*lines, *_step_notes(report), *_volume_notes(report)]
 
 
 def _is_below_tensors(rank: RankMemory) -> bool:
@@ -111,8 +115,8 @@ def _volume_notes(report: MemoryReport) -> Iterator[str]:
     """Notes on the bytes that a step exchanges, and why they may be missing."""
     exchanges = [r for r in report.ranks if r.predicted_volume and r.predicted_volume.kinds]
     if any(r.volume and r.volume.kinds for r in report.ranks):
-        yield "sent, received: bytes between ranks in a step, each exchange by its textbook
-    algorithm" elif exchanges and all(r.volume is None for r in report.ranks):
+        yield "sent, received: between ranks in a step, each exchange by its textbook algorithm"
+    elif exchanges and all(r.volume is None for r in report.ranks):
         yield "sent, received: not counted; torch 2.14 and later has the hooks for that"
 
 

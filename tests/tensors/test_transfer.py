@@ -83,7 +83,7 @@ def test_a_mover_that_is_forgotten_closes_itself(tmp_path):
 
 
 def test_a_folder_that_takes_no_file(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere takes no file on .* Set it to a folder that"):
+    with pytest.raises(ConfigError, match="nowhere: no file can be made on .* Set it to a folder that"):
         ActivationOffloader("disk", CPU, str(tmp_path / "nowhere"))
 
 
