@@ -1,7 +1,8 @@
 """The search space: mesh, replicas, cut, slices, micro-batch, offload.
 
 The techniques list their own variants (`Strategy.variants`). Recomputation is not part of the
-space: each candidate gets the fastest policies that fit (`StageFitter`)."""
+space: each candidate gets the fastest policies that fit (`StageFitter`).
+"""
 
 from __future__ import annotations
 
