@@ -98,8 +98,8 @@ class PlannedAnswer:
         engine = engine_of(best.plan)
         if not self.question.at_hand:
             return (
-                f"seconds: predicted from the rates of {cluster.name}; their error is not known, as "
-                f"no run on {cluster.device.name} was measured here"
+                f"seconds: predicted from the rates of {cluster.name}; their error is not known, "
+                f"as no run on {cluster.device.name} was measured here"
             )
         error = f"; {step_uncertainty(engine, self.basis, cluster.device.kind)}" if engine else ""
         return f"seconds: {self.timed}{error}"

@@ -54,9 +54,7 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
 def test_a_file_that_is_no_plan_of_its_own_is_left_alone(here: Path, capsys: Any) -> None:
     words = ["-n", "2", "--cluster", "cpu", *SMALL]
     (here / "plan.yaml").write_text("mine: 1\n")
-    with pytest.raises(
-        ConfigError, match=r"plan.yaml exists, and bigtrain plan has not writ.*Use"
-    ):
+    with pytest.raises(ConfigError, match=r"plan.yaml exists, and bigtrain plan has not writ.*Use"):
         main(words)
     assert (here / "plan.yaml").read_text() == "mine: 1\n"
     (here / "folder.yaml").mkdir()
@@ -143,7 +141,10 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
         ),
         (["--devices", "4", "mesh.pp=3"], r"--devices 4 with mesh.pp=3"),
         (["--cluster", "h100"], r"unknown 'h100', did you mean 'h100-node'"),
-        (["--cluster", "cpu", "--devices", "64"], r"one node of 2 devices, without links between nodes"),
+        (
+            ["--cluster", "cpu", "--devices", "64"],
+            r"one node of 2 devices, without links between nodes",
+        ),
         (["--engines", "jax"], r"--engines jax: jax is not one of the planner's engines"),
         (["--picture", "front.pdf"], r"--picture front.pdf: name a file that ends in"),
         (["model.name=nothing"], r"nothing"),
@@ -169,7 +170,9 @@ def test_a_model_that_no_rank_has_room_to_build_is_refused(
     monkeypatch.syspath_prepend(here)
     words = ["model.name=built:Net", "data.name=synthetic", "data.args.kind=classification"]
     words += ["data.args.input_shape=[4096]", "data.args.num_classes=4096"]
-    with pytest.raises(ConfigError, match=r"builds the model whole .* takes 64\.0 MiB; its tensors may take 39\.5"):
+    with pytest.raises(
+        ConfigError, match=r"builds the model whole .* takes 64\.0 MiB; its tensors may take 39\.5"
+    ):
         main(["--devices", "2", "--cluster", "a100-node", "--cap", "326162325", *words])
 
 
