@@ -1,12 +1,12 @@
-"""How long the planner searches, and what it takes: two large models on many devices.
+"""Measure how long the planner searches, and how much memory it takes, on three models.
 
     python benchmarks/planner_search.py --output benchmarks/results/planner_search.json
 
-Each case is a process of its own, on one thread: a GPT of 175 billion parameters (96 layers of
-12,288) on 1,024 devices, and one of a trillion (128 layers of 25,600) on 4,096, both on nodes of
-8 x H100 with 80 GB, in bf16, sequences of 2,048 tokens. `search` is the search alone, `all` with
-imports and the description of the model, `memory` the process's highest resident memory. Nothing
-is run on a GPU and none is needed. The timings want an idle machine.
+Each case runs in its own process on one thread: GPTs of 1.3 billion parameters on 64 devices, of
+175 billion (96 layers of 12,288) on 1,024 devices, and of a trillion (128 layers of 25,600) on
+4,096, on nodes of 8 x H100 with 80 GB, in bf16, with sequences of 2,048 tokens. `search` is the
+search alone, `all` includes the description of the model, `memory` is the highest resident memory
+of the process. No GPU is used. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import keep
+
+from bigtrain.job.load import load_job
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.planner.ask import Question, ask, rank_limits
+from bigtrain.planner.show import plan_figures
 
 CASES: dict[str, dict[str, Any]] = {
     "gpt-1.3b on 64": {
@@ -72,26 +77,24 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def measured(name: str) -> dict[str, Any]:
-    """Plan one case in this process."""
-    began = time.perf_counter()
-    from bigtrain.job.load import load_job
-    from bigtrain.machine.cluster import load_cluster
-    from bigtrain.planner.ask import Question, ask, rank_limits
-    from bigtrain.planner.show import plan_figures
+def question_of(case: dict[str, Any]) -> Question:
+    """What the planner is asked of a case.
 
-    case = CASES[name]
-    shape = {**case["args"], "vocab_size": 51200, "sequence_length": 2048}
+    Args:
+        case: `devices`, `batch` and the model's `args`; `cluster` (left out, `h100-node`) and
+            `precision` (left out, bf16).
+    """
+    shape = {"vocab_size": 51200, "sequence_length": 2048, **case["args"]}
     words = [
         "model.name=gpt",
         f"model.args={json.dumps(shape)}",
         "data.name=synthetic",
         "data.args={kind: language, vocabulary: 51200}",
-        "train.precision=bf16",
+        f"train.precision={case.get('precision', 'bf16')}",
         f"train.global_batch_size={case['batch']}",
     ]
-    cluster = load_cluster("h100-node")
-    question = Question(
+    cluster = load_cluster(case.get("cluster", "h100-node"))
+    return Question(
         job=load_job(None, "single", words),
         cluster=cluster,
         devices=case["devices"],
@@ -99,7 +102,12 @@ def measured(name: str) -> dict[str, Any]:
         global_batch_size=case["batch"],
         margins={"torch": 0.0, "deepspeed": 0.0},
     )
-    planned = ask(question)
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Plan one case in this process."""
+    began = time.perf_counter()
+    planned = ask(question_of(CASES[name]))
     ended = time.perf_counter()
     best = planned.result.best[0]
     return {

@@ -98,7 +98,7 @@ def test_a_process_below_its_tensors_is_explained() -> None:
         )
         return "\n".join(memory_notes(MemoryReport("ddp", "cpu", (RankMemory(0, measured, None),))))
 
-    words = "it is below the peak where tensors lie in memory that was there before"
+    words = "it is below the peak if tensors use memory that the process had before"
     assert words in notes(99)
     assert words not in notes(100)
     assert words not in notes(5, reserved=200)  # a GPU's tensors are not the process's

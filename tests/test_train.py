@@ -248,11 +248,11 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
     assert run(tmp_path, *words).returncode == 0
     lost = run(tmp_path, *words)
     assert lost.returncode == 2
-    assert "log.name=r: runs/r holds a run already. Use --resume auto" in lost.stderr
+    assert "log.name=r: runs/r already has a run. Use --resume auto" in lost.stderr
     memory = (tmp_path / "runs/r/memory.json").read_text()
     again = run(tmp_path, *words, "--resume", "auto")
     assert again.returncode == 0, again.stderr
-    assert "no step was left to do" in again.stdout
+    assert "no steps remained" in again.stdout
     assert [row["step"] for row in metrics(tmp_path / "runs/r")] == [1, 2]
     assert (tmp_path / "runs/r/memory.json").read_text() == memory
     with (tmp_path / "runs/r/metrics.jsonl").open("a") as file:
@@ -263,7 +263,7 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
     assert run(tmp_path, *words, "log.name=s").returncode == 0
     mixed = run(tmp_path, *words, "log.name=s", "--resume", "runs/r")
     assert mixed.returncode == 2
-    assert "runs/s holds a run already, and checkpoint.resume=runs/r is not of" in mixed.stderr
+    assert "runs/s already has a run, and checkpoint.resume=runs/r is no" in mixed.stderr
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_a_model_that_cannot_be_described_is_built_whole_and_said_so(tmp_path):
     words = ["model.name=whole:Net", "data.path=corpus.txt", *SMALL[3:]]
     done = run(tmp_path, *words, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert "the model was built whole and sent from rank 0" in done.stdout
+    assert "the model was built whole on rank 0 and sent to the others" in done.stdout
 
 
 def test_tensorboard_files_are_written_when_asked_for(tmp_path, corpus):

@@ -1,5 +1,5 @@
-"""What a block keeps from its forward pass to its backward pass.
+"""The activations that a block saves between its forward and its backward pass.
 
-Activation checkpointing, full and selective; activation offload; the exact choice for each block
-under a budget.
+Activation checkpointing, full and selective; activation offload; the exact choice of a policy for
+each block under a budget.
 """

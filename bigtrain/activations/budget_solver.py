@@ -1,14 +1,15 @@
-"""Which block keeps what, so that a pass stays inside a budget at the least extra time: exactly.
+"""Choose a policy for each block so that a pass fits a budget in the least extra time, exactly.
 
-On a chain of blocks the peak has a simple shape. While block i works, forward or backward, what
-is alive is what the blocks before it have kept, and what itself needs at its highest moment. So
-the peak from block i on, counted from its start, is
+The peak of a chain of blocks has a simple form. While block i runs, forward or backward, the
+tensors saved by the blocks before it are alive, and its own at its highest moment. So the peak from
+block i on, counted from its start, is
 
     peak(i) = max(highest(i), saved(i) + peak(i + 1)),    peak(n) = tail
 
-and so is the time. Going from the last block to the first, the pairs of peak and time that no
-other beats in both are all that can still be part of the best answer. Where further micro-batches
-wait meanwhile, each with all that its blocks have saved, that sum is a third number.
+and seconds add up in the same order. From the last block to the first we keep the pairs of peak and
+seconds that no other pair dominates: only they can be part of the best solution. If further
+micro-batches wait, each with all tensors that its blocks have saved, the saved bytes are a third
+criterion.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_FRONT = 20_000
-"""Answers that are followed at once. Only beyond this number peaks are rounded, and up."""
+"""The most partial solutions that are kept exactly; if there are more, peaks are rounded up."""
 
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """What one way to run a block costs."""
+    """The cost of one policy for one block."""
 
     saved: int
-    """Bytes that stay from its forward to its backward pass."""
+    """Bytes saved from the forward to the backward pass."""
     peak: int
-    """Bytes at its highest moment, forward or backward, above what there was at its start."""
+    """Bytes at the highest moment, forward or backward, in addition to those at its start."""
     seconds: float
-    """On top of what the block takes when it keeps everything."""
+    """Seconds in addition to those of a block that keeps everything."""
 
 
 class BudgetSolution(NamedTuple):
-    """One price for each block."""
+    """One policy for each block, by its index among the block's costs."""
 
     picks: tuple[int, ...]
     peak: int
-    """Bytes above what there was at the first block's start, waiting micro-batches included."""
+    """Bytes in addition to those at the first block's start, waiting micro-batches included."""
     seconds: float
 
 
@@ -47,7 +48,7 @@ class _State(NamedTuple):
     saved: int
     seconds: float
     picks: Any
-    """A pick and those of the blocks after it, nested: shared by all answers that end alike."""
+    """A pick and those of the later blocks, as nested pairs: solutions with one ending share it."""
 
 
 def fastest_within(
@@ -56,18 +57,19 @@ def fastest_within(
     tail_bytes: int = 0,
     num_waiting: int = 0,
 ) -> BudgetSolution | None:
-    """The answer of the least time whose peak is inside the room; of those, the lowest peak.
+    """Return the fastest solution whose peak is within a limit; of several, that of lowest peak.
 
-    Exact but for rounding beyond `MAX_FRONT` answers.
+    It is exact, but for rounding beyond `MAX_FRONT` partial solutions.
 
     Args:
-        policy_costs: for each block, in the order of the forward pass, its prices.
-        limit: bytes above what there is at the start of the first block.
-        tail_bytes: bytes at the highest moment after the last block, above those at its end.
-        num_waiting: other micro-batches that have gone through all blocks and wait meanwhile.
+        policy_costs: by block, in the order of the forward pass, the costs of its policies.
+        limit: bytes in addition to those at the start of the first block.
+        tail_bytes: bytes at the highest moment after the last block, in addition to those at its
+            end.
+        num_waiting: other micro-batches that have run all blocks forward, and wait.
 
     Returns:
-        None where even the lowest peak is above the room.
+        None if even the lowest peak is above the limit.
     """
     feasible = [
         s
@@ -81,7 +83,7 @@ def fastest_within(
 def lowest_peak(
     policy_costs: Sequence[Sequence[PolicyCost]], tail_bytes: int = 0, num_waiting: int = 0
 ) -> BudgetSolution:
-    """The answer of the lowest peak; of those, the one of the least time."""
+    """Return the solution of lowest peak; of several, the fastest."""
     states = _pareto_front(policy_costs, None, tail_bytes, num_waiting)
     return _solution(min(states, key=lambda s: (_peak(s, num_waiting), s.seconds)), num_waiting)
 
@@ -92,11 +94,11 @@ def solution_peak(
     tail_bytes: int = 0,
     num_waiting: int = 0,
 ) -> int:
-    """The peak of given prices, in bytes as `BudgetSolution.peak`."""
+    """Return the peak of given picks, in bytes as `BudgetSolution.peak`."""
     held, highest = 0, 0
-    for prices, pick in zip(policy_costs, picks, strict=True):
-        highest = max(highest, held + prices[pick].peak)
-        held += prices[pick].saved
+    for costs, pick in zip(policy_costs, picks, strict=True):
+        highest = max(highest, held + costs[pick].peak)
+        held += costs[pick].saved
     return max(highest, held + tail_bytes) + num_waiting * held
 
 
@@ -120,23 +122,23 @@ def _pareto_front(
     tail_bytes: int,
     num_waiting: int,
 ) -> list[_State]:
-    least = [min(price.saved for price in prices) for prices in policy_costs]
+    least = [min(cost.saved for cost in costs) for costs in policy_costs]
     least_before = sum(least)
     front = [_State(tail_bytes, 0, 0.0, ())]
-    for prices, least_saved in zip(reversed(policy_costs), reversed(least), strict=True):
+    for costs, least_saved in zip(reversed(policy_costs), reversed(least), strict=True):
         least_before -= least_saved
         extended = []
-        for pick, price in enumerate(prices):
+        for pick, cost in enumerate(costs):
             for state in front:
-                saved = price.saved + state.saved
-                peak = max(price.peak, price.saved + state.peak)
-                # Whatever the blocks before do, they keep this much.
+                saved = cost.saved + state.saved
+                peak = max(cost.peak, cost.saved + state.peak)
+                # The blocks before save at least this much.
                 if (
                     limit is not None
                     and least_before + peak + num_waiting * (least_before + saved) > limit
                 ):
                     continue
-                seconds = price.seconds + state.seconds
+                seconds = cost.seconds + state.seconds
                 extended.append(_State(peak, saved, seconds, (pick, state.picks)))
         front = _undominated(extended, num_waiting)
         if len(front) > MAX_FRONT:
@@ -145,7 +147,7 @@ def _pareto_front(
 
 
 def _undominated(states: list[_State], num_waiting: int) -> list[_State]:
-    """Those that no other beats in time and peak, and, where some wait, in what is saved."""
+    """The states that no other dominates in seconds, peak and, if some wait, saved bytes."""
     states.sort(key=lambda s: (s.seconds, s.peak, s.saved))
     undominated: list[_State] = []
     if num_waiting == 0:
@@ -153,7 +155,7 @@ def _undominated(states: list[_State], num_waiting: int) -> list[_State]:
             if not undominated or state.peak < undominated[-1].peak:
                 undominated.append(state)
         return undominated
-    # By ascending time: of those before, only the pairs of peak and saved that are not beaten.
+    # By ascending seconds: of earlier states only undominated pairs of peak and saved bytes.
     frontier: list[tuple[int, int]] = []  # peak ascending, saved descending
     for state in states:
         if not any(peak <= state.peak and saved <= state.saved for peak, saved in frontier):
@@ -164,7 +166,7 @@ def _undominated(states: list[_State], num_waiting: int) -> list[_State]:
 
 
 def _rounded(states: list[_State]) -> list[_State]:
-    """Peaks and saved bytes up to a grid, so that near answers become one."""
+    """Round peaks and saved bytes up to a grid, so that similar states become one."""
     step = max(1, max(state.peak for state in states) // (MAX_FRONT // 4))
     return [
         state._replace(peak=-(-state.peak // step) * step, saved=-(-state.saved // step) * step)

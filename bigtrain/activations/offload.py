@@ -1,10 +1,10 @@
-"""Activations that leave: what autograd saves in a block is elsewhere until its backward pass.
+"""Activation offload: tensors that autograd saves in a block are elsewhere until its backward pass.
 
-When a block begins, what the block before it has saved begins to be copied away, and when it
-ends, that memory is let go of. In the backward pass a block's tensors come back when the first
-of them is wanted, and those of the block before it begin to. So two blocks' tensors are on the
-device at most, at moments that do not depend on how fast the copies are: a run on fake tensors
-makes and frees the same bytes at the same ticks.
+When a block begins, the saved tensors of the block before it start to be copied away, and when it
+ends, their memory is freed. In the backward pass a block's tensors are copied back when the first
+of them is needed, and those of the block before it start to be copied. So the tensors of at most
+two blocks are on the device, at moments that do not depend on the speed of the copies: a run on
+fake tensors makes and frees the same bytes at the same ticks.
 
 Source: Rhu et al. 2016, vDNN (arXiv 1602.08124), section III; Rajbhandari et al. 2021,
 ZeRO-Infinity (arXiv 2104.07857), section 5.1.2.
@@ -48,26 +48,26 @@ from bigtrain.tensors.transfer import (
 from bigtrain.units import KIB
 
 MIN_OFFLOADED_BYTES = 16 * KIB
-"""What is smaller stays: statistics of norms and the like, of which a call to the system each
-would take longer than the copy, and whose sum is a percent of what is saved."""
+"""Smaller tensors stay, such as statistics of norms: the system call for each would take longer
+than the copy, and all of them are about a percent of the saved bytes."""
 
 
 class ActivationOffloader:
-    """Saved activations of blocks, kept on the host or on disk between forward and backward.
+    """Moves saved activations of blocks to the host or to disk between forward and backward.
 
-    What was saved last stays until another block begins: mostly the backward pass comes first.
-    Parameters and buffers, small tensors and those of other devices stay. Counts are per rank.
+    The tensors saved last stay until another block begins: usually their backward pass comes first.
+    Parameters and buffers, small tensors and tensors of other devices stay. Counts are per rank.
 
     Args:
-        place: `cpu` for pinned memory of the host; on a CPU nothing moves there but on fakes,
-            whose run says whether it is to.
-        device: whose tensors move.
+        place: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
+            fake tensors, which stands for a run on another device.
+        device: whose tensors are moved.
         folder: where the file is made; left out, the system's folder for temporary files.
-        fake: for a run on fake tensors: nothing is copied, all else is the same.
-        carrier: copies; left out, what place and device ask for.
+        fake: for a run on fake tensors: nothing is copied, everything else is the same.
+        carrier: does the copies; left out, the one for this place and device.
 
     Raises:
-        ConfigError: the folder takes no file.
+        ConfigError: no file can be made in the folder.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ActivationOffloader:
         carrier: Transfer | None = None,
     ) -> None:
         self._device, self._fake = device, fake
-        # Fakes may be a CPU's in the forecast of a run on a device that is not here.
+        # Fake tensors may be a CPU's in the forecast of a run on a device that this machine lacks.
         if carrier is None and (fake or place == "disk" or is_accelerator(device)):
             if fake:
                 carrier = NullTransfer(pinned=place == "cpu")
@@ -90,37 +90,38 @@ class ActivationOffloader:
                 carrier = HostTransfer(device)
         self._transfer = carrier
         self.bytes_moved = 0
-        """Copied away and back so far."""
+        """Bytes copied in both directions so far."""
         self.bytes_freed = 0
-        """Of what was copied away so far, the storages that then died on the device."""
+        """Bytes of storages that were copied away so far and then freed on the device."""
         self.bytes_away = 0
-        """In the file or on the host now, as much as they take there."""
+        """Bytes taken in the file or on the host now."""
         self.peak_bytes_away = 0
-        """The most that was in the file or on the host at one moment."""
+        """The most bytes taken in the file or on the host at one moment."""
         self.waited_seconds = 0.0
-        """How long the training thread has waited for copies; on CUDA the device waits instead."""
-        # Autograd calls from a thread for each device.
+        """Seconds that the training thread has waited for copies; on CUDA the device waits
+        instead."""
+        # Autograd calls the hooks from one thread for each device.
         self._lock = threading.RLock()
         self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[SavedStorage]]] = {}
         self._staying: list[weakref.ref[BlockPass]] = []
         self._last: weakref.ref[BlockPass] | None = None
-        self._turn: weakref.ref[BlockPass] | None = None
+        self._in_backward: weakref.ref[BlockPass] | None = None
         self._brought: list[weakref.ref[SavedStorage]] = []
-        # Filled wherever the last reference goes, in any thread; emptied at fixed moments.
+        # Filled when a last reference is dropped, in any thread; emptied at fixed moments.
         self._leftovers: deque[PendingRelease] = deque()
 
     def offload(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
-        """Run a block's forward pass; what autograd saves in it leaves until its backward pass.
+        """Run a block's forward pass, and offload the tensors that autograd saves in it.
 
-        Nothing moves under `torch.no_grad`. Several forward passes may be under way at once.
+        Nothing moves under `torch.no_grad`. Several forward passes may be in flight.
 
         Args:
-            module: whose parameters and buffers stay.
+            module: its parameters and buffers stay.
             compute: the forward pass.
 
         Raises:
-            BigtrainError: the place took less than all; also in the backward pass, where what
-                is wanted back was changed in place after it was saved, or cannot be read.
+            BigtrainError: a tensor could not be written; also in the backward pass, if a tensor
+                was changed in place after it was saved, or cannot be read.
         """
         if self._transfer is None or not torch.is_grad_enabled():
             return compute()
@@ -131,9 +132,9 @@ class ActivationOffloader:
             with saved_tensors_hooks(self._packing(module, block_pass), self._unpack):
                 result = compute()
         except BaseException:
-            self._let_go(departing)
+            self._finish_leaving(departing)
             raise
-        error = self._let_go(departing)
+        error = self._finish_leaving(departing)
         if error is not None:
             raise error
         with self._lock:
@@ -143,15 +144,15 @@ class ActivationOffloader:
         return result
 
     def __deepcopy__(self, _memo: object) -> ActivationOffloader:
-        """A copy of a model shares the place that its blocks' activations go to."""
+        """Share the offloader: copies of a model offload to the same place."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A model that is written down moves nothing when it is read."""
+        """Pickle as an offloader that moves nothing."""
         return ActivationOffloader, ("cpu", torch.device("cpu"))
 
     def close(self) -> None:
-        """Let go of files and threads; a backward pass that wants something back fails then."""
+        """Release files and threads; a backward pass that needs an offloaded tensor then fails."""
         with self._lock:
             self._clear_up()
             if self._transfer is not None:
@@ -159,7 +160,7 @@ class ActivationOffloader:
             self._transfer, self.bytes_away = None, 0
 
     def _begin_leaving(self) -> list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]:
-        """Begin to copy away what the last blocks have saved."""
+        """Start to copy the saved tensors of the last blocks away."""
         self._clear_up()
         departing = []
         for visit in live_referents(self._staying):
@@ -174,10 +175,10 @@ class ActivationOffloader:
         self._staying.clear()
         return departing
 
-    def _let_go(
+    def _finish_leaving(
         self, departing: list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]
     ) -> BigtrainError | None:
-        """Wait for all of them and let go of what has left; the first failure."""
+        """Wait for all copies and free their sources; return the first failure."""
         first_error = None
         while departing:
             record_ref, _, wait = departing.pop(0)
@@ -195,7 +196,7 @@ class ActivationOffloader:
         owned: set[int] = set()
 
         def is_owned(storage: torch.UntypedStorage) -> bool:
-            if storage._cdata not in owned:  # sharded parameters are gathered in the midst of it
+            if storage._cdata not in owned:  # sharded parameters may be gathered during the pass
                 tensors = (*module.parameters(), *module.buffers())
                 owned.update(
                     found._cdata for found in map(untyped_storage_of, tensors) if found is not None
@@ -203,7 +204,7 @@ class ActivationOffloader:
             return storage._cdata in owned
 
         def pack(tensor: Tensor) -> ResidentTensor | OffloadedTensor:
-            # No function mode of the user's is to see what is done here.
+            # A user's function mode must not see these operations.
             with torch._C.DisableTorchFunction():
                 storage = untyped_storage_of(tensor) if self._may_move(tensor) else None
                 if storage is None or storage.nbytes() < MIN_OFFLOADED_BYTES or is_owned(storage):
@@ -216,7 +217,7 @@ class ActivationOffloader:
 
     def _may_move(self, tensor: Tensor) -> bool:
         if type(tensor) is not (FakeTensor if self._fake else Tensor):
-            return False  # parameters; subclasses know themselves what they are made of
+            return False  # parameters, and subclasses, which may hold several tensors
         device = tensor.device
         on_device = device.type == self._device.type and self._device.index in (None, device.index)
         is_plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
@@ -225,12 +226,12 @@ class ActivationOffloader:
     def _record(
         self, storage: torch.UntypedStorage, tensor: Tensor, visit: BlockPass
     ) -> SavedStorage:
-        """What stands for a storage, the same one for all that is saved of it."""
+        """The record of a storage: all tensors saved of it share one."""
         key: int = storage._cdata
         known = self._known.get(key)
         record = known[1]() if known is not None else None
-        # Until its block ends, a storage is held as it is. What an earlier block has saved may be
-        # copied already: it is the same only if it was not changed in between.
+        # Until its block ends, a storage is alive on the device. One that an earlier block saved
+        # may be copied already: the copy is valid only if the storage was not changed in between.
         if record is None or not (record.made_in(visit) or record.holds(tensor)):
             record = SavedStorage(tensor, visit, self._leftovers)
             record_ref, nbytes = weakref.ref(record), storage.nbytes()
@@ -259,15 +260,15 @@ class ActivationOffloader:
                 return saved.of(record.here)
 
     def _begin_backward_of(self, visit: BlockPass) -> None:
-        """A block's backward pass begins: it comes back, the one before it begins to."""
-        if self._turn is not None and self._turn() is visit:
+        """Begin a block's backward pass: start to load its tensors and the previous block's."""
+        if self._in_backward is not None and self._in_backward() is visit:
             return
-        self._turn, self._last = weakref.ref(visit), None
+        self._in_backward, self._last = weakref.ref(visit), None
         visit.backward_begun = True
         self._clear_up()
         previous = visit.before() if visit.before is not None else None
         needed = [*visit.records(), *(previous.records() if previous is not None else ())]
-        # Of a graph that is kept for another backward pass: it is read again then.
+        # Free the others, which a retained graph may need again: they are then loaded again.
         for record in live_referents(self._brought):
             if record not in needed:
                 self._wait_copy(record)
@@ -279,7 +280,7 @@ class ActivationOffloader:
             self._begin_load(record)
 
     def _begin_load(self, record: SavedStorage) -> None:
-        """Begin to bring a storage back, where it is away."""
+        """Start to load a storage unless it is on the device."""
         if record.data is not None:
             return
         record.data = record.original()
@@ -307,11 +308,11 @@ class ActivationOffloader:
             self.waited_seconds += time.perf_counter() - began
 
     def _clear_up(self) -> None:
-        """Free the spots of what nobody wants any more, once nothing is copied there or back."""
+        """Free the places of storages that are no longer needed, after their copies have ended."""
         while self._leftovers:
             spot, nbytes, _data, wait = self._leftovers.popleft()
             if wait is not None:
-                # What failed here is wanted by nobody; the error that matters has been raised.
+                # Nobody needs this copy; an error that matters has been raised before.
                 with contextlib.suppress(BigtrainError):
                     self._await(wait)
             if spot is not None and self._transfer is not None:
@@ -321,7 +322,7 @@ class ActivationOffloader:
     def _open_transfer(self) -> Transfer:
         if self._transfer is None:
             raise BigtrainError(
-                "A backward pass wants saved activations back from a mover that is closed. Run "
-                "the backward pass before `close`."
+                "A backward pass needs saved activations of an offloader that is closed. Run the "
+                "backward pass before `close`."
             )
         return self._transfer

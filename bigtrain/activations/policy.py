@@ -1,4 +1,4 @@
-"""What is kept of each block from its forward to its backward pass: all, less, or elsewhere."""
+"""The policy of each block: which activations it saves for its backward pass, and where."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.compiled import compile_blocks, remove_compiled
 
 BlockPolicy = Literal["keep", "selective", "full", "offload", "full_offload"]
-"""All stays; products stay and the rest is computed again; the inputs stay; all is moved away;
-the inputs are moved away."""
+"""`keep`: save everything. `selective`: save results of matrix products, recompute the rest.
+`full`: save the inputs, recompute everything. `offload`: offload everything. `full_offload`:
+offload the inputs, recompute everything."""
 BLOCK_POLICIES: tuple[BlockPolicy, ...] = get_args(BlockPolicy)
 
 
 def recomputed_names(choices: Mapping[str, BlockPolicy]) -> frozenset[str]:
-    """The modules that are computed again, whatever else becomes of what they keep."""
+    """The names of the modules that are recomputed."""
     again = ("selective", "full", "full_offload")
     return frozenset(name for name, choice in choices.items() if choice in again)
 
 
 class Offloader(Protocol):
-    """Who takes saved tensors away and back; see `offload.ActivationOffloader`."""
+    """Moves saved tensors away and back; see `offload.ActivationOffloader`."""
 
     def offload(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
-        """Compute; what is saved meanwhile leaves the device until it is wanted."""
+        """Run a forward pass, and offload its saved tensors until the backward pass."""
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Release files and threads."""
 
 
 def apply_policies(
@@ -42,15 +43,18 @@ def apply_policies(
     *,
     compiles: bool = False,
 ) -> None:
-    """Let the forward passes of modules keep what they are told to.
+    """Apply policies to modules, in place.
 
-    In place, without a change of any name. A copy of the model made afterwards does the same.
+    No name changes. A copy of the model that is made afterwards has the same policies.
 
     Args:
         root: a model, real or fake, or a stage of one.
-        choices: by the modules' names in the whole model.
-        mover: for what is moved.
+        choices: policies, by the modules' names in the whole model.
+        mover: offloads, for policies that need it.
         compiles: whether the blocks are compiled first, see `compile_blocks`.
+
+    Raises:
+        ConfigError: a block is compiled by torch.jit.script.
     """
     if compiles:
         compile_blocks(root, choices)
@@ -63,10 +67,10 @@ def apply_policies(
 
 
 def _uncut(root: nn.Module, name: str, through: frozenset[str]) -> Iterator[nn.Module]:
-    """The module, or, where a cut goes through it, what of it is whole."""
+    """The module, or if a cut goes through it, its children that are whole."""
     try:
         module = root.get_submodule(name)
-    except AttributeError:  # another stage's
+    except AttributeError:  # it is in another stage
         return
     if name not in through:
         yield module
@@ -80,16 +84,16 @@ def _apply_policy(module: nn.Module, choice: BlockPolicy, mover: Offloader | Non
         raise ValueError(f"{choice} needs a mover")
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
-            "strategy.recompute: a block that is compiled by torch.jit.script cannot be computed "
-            "again. Leave it uncompiled, or name others in strategy.recompute.layers."
+            "strategy.recompute: a block that is compiled by torch.jit.script cannot be "
+            "recomputed. Leave it uncompiled, or name others in strategy.recompute.layers."
         )
-    # The instance's own `forward` comes before the class's, and inside of all hooks: what wraps
-    # the module later (sharding) has the parameters together in both passes.
+    # The instance's `forward` is found before the class's, and runs inside all hooks: a wrapper
+    # that is applied later (sharding) gathers the parameters in both passes.
     module.forward = partial(_forward, module, module.forward, choice, mover)
 
 
 def remove_policies(root: nn.Module) -> None:
-    """Undo `apply_policies` and `compile_blocks`, for all modules of a tree."""
+    """Undo `apply_policies` and `compile_blocks` for all modules."""
     for module in root.modules():
         own = module.__dict__.get("forward")
         if isinstance(own, partial) and own.func is _forward:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: computing a forward pass again instead of keeping what it made."""
+"""Activation checkpointing: recompute a forward pass instead of saving its activations."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def checkpoint_block(
     selective: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Compute now, keep what goes in, and compute again when the backward pass wants the rest.
+    """Run a forward pass that saves its inputs, and is recomputed in the backward pass.
 
-    Random numbers are the same the second time, and running statistics do not move again.
+    The recomputation draws the same random numbers and does not update running statistics.
 
     Args:
-        module: whose statistics must not follow the second pass.
-        compute: the forward pass, called with `args` and `kwargs`; all that it is given is kept.
+        module: its running statistics are frozen in the recomputation.
+        compute: the forward pass, called with `args` and `kwargs`, which are saved.
         args: its arguments.
-        selective: keep the results of products and of attention, too, and compute only what is
-            between them again.
+        selective: save the results of matrix products and of attention, too, and recompute only
+            the operations between them.
         kwargs: its named arguments.
 
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174);
     Korthikanti et al. 2022, Reducing Activation Recomputation (arXiv 2205.05198), section 5, for
-    keeping what is dear.
+    saving the results that are expensive.
     """
     leaves, structure = tree_flatten((args, kwargs))
     scope, original = scope_state(), [(args, kwargs)]
     policy = _SelectivePolicy()
     sums = SavedSums(policy.keeps, policy.keep)
-    del args, kwargs  # what is kept is kept as leaves alone
+    del args, kwargs  # only the leaves are to be saved
 
     def run(*kept: Any) -> Any:
-        # The first time with the very objects, of which the block may change a list, say. torch
-        # keeps leaves: it checks that none is changed, and moves them if hooks want that.
+        # The first time with the caller's objects, because the block may change a list, say. torch
+        # saves the leaves: it checks that none is changed, and lets hooks offload them.
         with sums.known() if selective else nullcontext():
             if original:
                 args_now, kwargs_now = original.pop()
@@ -84,7 +84,7 @@ def checkpoint_block(
         again.__class__ = _only_saved_ops(kinds[1])
         return first, _ReentrantContexts(lambda: again, *same)
 
-    # Fakes draw nothing, and torch 2.11 copies a GPU's real state where all should be fake.
+    # Fake tensors draw nothing, and torch 2.11 would copy a GPU's real random state.
     keeps = not any(isinstance(leaf, FakeTensor) for leaf in leaves)
     options = {"use_reentrant": False, "preserve_rng_state": keeps, **CHECKPOINT_OPTIONS}
     return checkpoint(run, *leaves, context_fn=contexts, **options)
@@ -92,9 +92,9 @@ def checkpoint_block(
 
 @functools.cache
 def _noting(kind: type[Any]) -> type[Any]:
-    """Torch's mode that keeps results, with the policy told what was kept.
+    """Torch's mode that saves results, extended to report each result to the policy.
 
-    The policy itself is asked with the result from torch 2.12 on, and before it is there in 2.11.
+    torch 2.12 and later call the policy with the result, 2.11 before there is one.
     """
 
     class Noting(kind):  # type: ignore[misc]
@@ -110,12 +110,12 @@ def _noting(kind: type[Any]) -> type[Any]:
 
 @functools.cache
 def _only_saved_ops(kind: type[Any]) -> type[Any]:
-    """Torch's mode that hands kept results out, asked only about operations that may be kept.
+    """Torch's mode that returns saved results, restricted to operations that may be saved.
 
-    Others need not be the same both times: autocast leaves out a cast that it has done before.
+    Other operations may differ in the recomputation: autocast skips a cast that it has cached.
     """
 
-    class OnlyDear(kind):  # type: ignore[misc]
+    class OnlySavedOps(kind):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -123,15 +123,15 @@ def _only_saved_ops(kind: type[Any]) -> type[Any]:
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    return OnlyDear
+    return OnlySavedOps
 
 
 @contextmanager
 def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
-    """See that a forward pass changes no buffer but statistics, which are seen to.
+    """Refuse a forward pass that changes a buffer, except running statistics, which are frozen.
 
     Raises:
-        ConfigError: one was changed, and would be again when the block is computed again.
+        ConfigError: a buffer was changed, and would be again in the recomputation.
     """
     norms = {id(m) for m in module.modules() if isinstance(m, _NormBase)}
     tables = [(n, m._buffers) for n, m in module.named_modules() if id(m) not in norms]
@@ -143,20 +143,21 @@ def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
     ]
     yield
     for name, table, key, tensor, version in versions:
-        now: Any = dict(table.items()).get(key)  # by name a sliced one comes out as whole
+        now: Any = dict(table.items()).get(
+            key
+        )  # by its name a sliced buffer would be returned whole
         if now is not tensor or tensor._version != version:
             raise ConfigError(
                 f"strategy.recompute: the forward pass of a {type(module).__name__} changes its "
-                f"buffer {name}, and would do so again when it is computed again. Leave this "
-                "block out: name the others in strategy.recompute.layers."
+                f"buffer {name}, and would do so again when it is recomputed. Leave this block "
+                "out: name the others in strategy.recompute.layers."
             )
 
 
 def is_saved_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `selective` keeps the result of an operation: it does most of a model's work.
+    """Whether `selective` saves the result of an operation: those with most of a model's FLOPs.
 
-    Attention that draws random numbers is not kept: leaving it out the second time would move
-    the numbers that come after it.
+    Attention with dropout is recomputed: skipping it would shift all random numbers after it.
     """
     name = func._overloadpacket.__name__
     if name in _PRODUCTS:
@@ -173,22 +174,22 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class _SelectivePolicy:
-    """Says of each operation of a block whether its result is kept.
+    """Decides for each operation of a block whether its result is saved.
 
     Raises:
-        ConfigError: a kept result is changed in place. torch sees that itself, but not where it
-            happens inside of an autograd function, and would then compute with wrong numbers.
+        ConfigError: a saved result is changed in place. torch itself notices that, except inside of
+            an autograd function, and would then compute with wrong numbers.
     """
 
     def __init__(self) -> None:
         self._kept: set[int] = set()
 
     def keeps(self, storage: int) -> bool:
-        """Whether the storage with this number is that of a result that is kept."""
+        """Whether the storage with this id is that of a saved result."""
         return storage in self._kept
 
     def keep(self, storage: int) -> None:
-        """Take what has the storage with this number for a result that is kept."""
+        """Count the storage with this id as that of a saved result."""
         self._kept.add(storage)
 
     def __call__(
@@ -203,21 +204,21 @@ class _SelectivePolicy:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        """An operation has given this: its storages are kept where the operation is a saved one."""
+        """Note an operation's result: its storages are saved if `selective` saves it."""
         if isinstance(func, torch._ops.OpOverload) and is_saved_op(func, args, kwargs):
             leaves = tree_leaves(made)
             self._kept.update(_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 CHANGED_IN_PLACE = (
-    "strategy.recompute: selective keeps the results of products, and a block of this model "
-    "changes one in place (as nn.ReLU(inplace=True) behind a convolution does). "
+    "strategy.recompute: selective saves the results of matrix products, and a block of this model "
+    "changes one in place (as nn.ReLU(inplace=True) after a convolution does). "
     "Use strategy.recompute.mode=full, or inplace=False in the model."
 )
 
 
 def _storage(tensor: Tensor) -> int:
-    # What is kept stays alive, so that no other storage can get its number.
+    # A saved result stays alive, so that no other storage can get its id.
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -225,8 +226,8 @@ def _storage(tensor: Tensor) -> int:
 class _ReentrantContexts(AbstractContextManager[None]):
     """Contexts that are made anew at each entry.
 
-    Where the backward pass is split into one for inputs and one for weights, a block is computed
-    again for each of them.
+    If the backward pass is split, a block is recomputed once for the inputs and once for the
+    weights.
     """
 
     def __init__(self, *makes: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -245,7 +246,7 @@ class _ReentrantContexts(AbstractContextManager[None]):
 
 @contextmanager
 def freeze_running_statistics(module: nn.Module) -> Iterator[None]:
-    """BatchNorm and its like normalise as before, and their running statistics stay."""
+    """Freeze running statistics: BatchNorm and similar layers normalise as before."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     settings = [(norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]
     for norm in norms:

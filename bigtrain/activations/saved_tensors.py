@@ -1,8 +1,8 @@
-"""What stands in autograd's graph for the tensors that a block has saved.
+"""The objects in autograd's graph that stand for the tensors that a block has saved.
 
-`OffloadedTensor` is one tensor, `SavedStorage` a storage below one or more of them, `BlockPass`
-one forward pass through one block. The graph holds the first, which holds the
-others: what is dropped with the graph frees all of it.
+`OffloadedTensor` is one tensor, `SavedStorage` the storage of one or more of them, `BlockPass` one
+forward pass of one block. The graph references the first, which references the others: all are
+freed with the graph.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from bigtrain.errors import BigtrainError
 from bigtrain.tensors.transfer import WaitFn
 
 PendingRelease = tuple[Any, int, Tensor | None, WaitFn | None]
-"""Spot, bytes, and a copy back that may be under way, of what nobody wants any more."""
+"""Place, bytes, and a copy in flight, of a storage that is no longer needed."""
 
 
 class VersionedBase:
-    """A tensor that is not a view, known by its counter of changes and without holding it."""
+    """A tensor that is not a view: its version counter, and a weak reference."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
-        # A twin without memory: the counter stays common when the data are exchanged.
+        # A twin without memory: it shares the version counter even after its data are replaced.
         self.twin = tensor.detach()
         self.twin.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 class SavedStorage:
-    """A storage of which something was saved: on the device, away, or both."""
+    """A storage with saved tensors: on the device, away, or both."""
 
     def __init__(self, tensor: Tensor, visit: BlockPass, leftovers: deque[PendingRelease]) -> None:
         self.data: Tensor | None = _whole_storage(tensor)
-        """All of its bytes, where they are on the device."""
+        """All of its bytes; None while they are not on the device."""
         self.nbytes = self.data.numel()
         self.spot: Any = None
         self.wait: WaitFn | None = None
@@ -47,24 +47,28 @@ class SavedStorage:
         self._leftovers = leftovers
 
     def __del__(self) -> None:
-        """Leave the rest to the training thread: this may run anywhere, at any moment."""
+        """Leave the release to the training thread: this may run in any thread, at any moment."""
         if self.spot is not None or self.wait is not None:
             data = self.data if self.wait is not None else None
             self._leftovers.append((self.spot, self.nbytes, data, self.wait))
 
     def made_in(self, visit: BlockPass) -> bool:
-        """Whether this block was the first to save something of it, in this forward pass."""
+        """Whether this forward pass of a block was the first to save a tensor of it."""
         return self._visit() is visit
 
     @property
     def here(self) -> Tensor:
-        """Its bytes, which are on the device."""
+        """Its bytes on the device.
+
+        Raises:
+            BigtrainError: they are not there.
+        """
         if self.data is None:
             raise BigtrainError("A saved activation is not on the device. Please report this.")
         return self.data
 
     def note(self, tensor: Tensor) -> VersionedBase:
-        """Something of it is saved: remember whose counter tells of changes."""
+        """Note that a tensor of it is saved, and return the base whose version shows changes."""
         base = _base(tensor)
         for root, version in self._roots:
             if root.tensor() is base and version == tensor._version:
@@ -74,12 +78,12 @@ class SavedStorage:
         return root
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether what was saved of this tensor's storage is what is in it now."""
+        """Whether this tensor's storage has not changed since it was saved."""
         base = _base(tensor)
         return any(r.tensor() is base and v == tensor._version for r, v in self._roots)
 
     def original(self) -> Tensor | None:
-        """The storage itself, where somebody else has kept it."""
+        """The original storage, if something else has kept it alive; else None."""
         for root, version in self._roots:
             tensor = root.tensor()
             same = tensor is not None and tensor._version == version
@@ -89,7 +93,7 @@ class SavedStorage:
 
 
 class BlockPass:
-    """One forward pass through one block, alive as long as something that it has saved."""
+    """One forward pass of one block; it lives as long as a tensor that it has saved."""
 
     def __init__(self, before: weakref.ref[BlockPass] | None) -> None:
         self.before = before
@@ -98,30 +102,34 @@ class BlockPass:
         self.saved: list[weakref.ref[SavedStorage]] = []
 
     def save(self, record: SavedStorage) -> None:
-        """Something of this storage is saved by it."""
+        """Note that this pass saves a tensor of a storage."""
         if not any(ref() is record for ref in self.saved):
             self.saved.append(weakref.ref(record))
 
     def records(self) -> list[SavedStorage]:
-        """What it has saved and is still wanted, the last first, as a backward pass wants it."""
+        """The storages that are still needed, the last first: the order of the backward pass."""
         return list(live_referents(reversed(self.saved)))
 
 
 class ResidentTensor:
-    """A saved tensor that is left where it is."""
+    """A saved tensor that stays on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without its history, which would hold it: a saved output would never be freed.
+        # Without its history, which would reference it: a saved output would never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self._version = tensor._version
 
     def check(self) -> None:
-        """Complain where it was changed since, as autograd does."""
+        """Refuse a tensor that was changed in place since, as autograd does.
+
+        Raises:
+            BigtrainError: it was changed.
+        """
         _check(self.tensor._version, self._version, self.tensor.shape, self.tensor.dtype)
 
 
 class OffloadedTensor:
-    """A saved tensor whose storage may be away."""
+    """A saved tensor whose storage may be offloaded."""
 
     def __init__(self, tensor: Tensor, record: SavedStorage, visit: BlockPass) -> None:
         self.record, self.visit = record, visit
@@ -134,7 +142,7 @@ class OffloadedTensor:
         _check(self._root.twin._version, self._version, self._shape, self._dtype)
 
     def of(self, data: Tensor) -> Tensor:
-        """The tensor, from all bytes of its storage."""
+        """Make the tensor from all bytes of its storage."""
         whole = data[: data.numel() // self._dtype.itemsize * self._dtype.itemsize]
         return whole.view(self._dtype).as_strided(self._shape, self._stride, self._offset)
 
@@ -153,13 +161,13 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage, as one that counts changes with it."""
+    """All bytes of a tensor's storage, as a tensor with the same version counter."""
     numbers = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)
 
 
 def untyped_storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage below a tensor, or None where it has none of its own."""
+    """The storage of a tensor, or None if it has none."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):  # sparse, functorch's wrappers
@@ -167,5 +175,5 @@ def untyped_storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def live_referents(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
-    """What is still there of what was only referred to."""
+    """The objects of weak references that are still alive."""
     return (found for found in (reference() for reference in references) if found is not None)

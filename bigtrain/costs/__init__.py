@@ -1,5 +1,5 @@
-"""What a plan holds and sends, as data.
+"""The memory and the traffic of a plan, as data.
 
-Profile, forecast and traffic of a rank; what states take at the least; a pipeline rank's step
+Profile, forecast and traffic of a rank; lower bounds on its states; a pipeline rank's step
 replayed from recorded micro-batches.
 """

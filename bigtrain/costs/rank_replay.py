@@ -1,4 +1,4 @@
-"""One rank's forecast from those of its stages: a schedule's step laid out."""
+"""Join the forecasts of a rank's stages to that of the rank, in the order of its schedule."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from bigtrain.schedules.transfers import InTransit
 
 @dataclass(frozen=True)
 class RankActions:
-    """What one rank does in a step, in order."""
+    """The actions of one rank in a step, in order."""
 
     actions: Sequence[Action]
     in_transit: Sequence[InTransit] = ()
-    """For each action what is on its way to other ranks; see `transfers.transfers`."""
+    """By action the boundary tensors that are being sent or received; see `transfers.transfers`."""
     turns: Sequence[InTransit] = ()
-    """For each action what is so just before it; see `transfers.turns`."""
+    """By action those just before it; see `transfers.turns`."""
 
 
 def join_stages(
     rank_actions: RankActions, forecasts: Mapping[int, Forecast], bucket: int | None = None
 ) -> Forecast:
-    """Put the stages of a rank together in the order of its schedule.
+    """Join the stages of a rank in the order of its schedule.
 
     Args:
         rank_actions: of this rank.
-        forecasts: of its stages, each of one micro-batch.
+        forecasts: by stage, for one micro-batch.
         bucket: see `Traits.averaging_bucket`.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
     turns = rank_actions.turns
     if any("first_resumed" in stage_forecast.passes for stage_forecast in forecasts.values()):
-        # What frees and fills parameters does so around whole backward passes only.
+        # Stages that gather parameters do so around whole backward passes only.
         pairs = zip(actions, in_transit, strict=bool(in_transit))
-        in_transit = [ways for action, ways in pairs if action.kind != "W"]
+        in_transit = [transit for action, transit in pairs if action.kind != "W"]
         actions = merge_split_backward(actions)
     records = {
-        stage: {way: RecordedPass.of(timeline) for way, timeline in found.passes.items()}
-        for stage, found in forecasts.items()
+        stage: {kind: RecordedPass.of(timeline) for kind, timeline in forecast.passes.items()}
+        for stage, forecast in forecasts.items()
     }
     states, own_records, gradients = _merge_states(forecasts, records)
     stage_forecasts = list(forecasts.values())
@@ -52,13 +52,13 @@ def join_stages(
         span for stage_forecast in stage_forecasts for span in stage_forecast.step.spans
     )
     if bucket is not None:
-        # One tick before the step: all gradients are there, and a bucket of them once more.
+        # One tick before the step all gradients exist, and a bucket of them twice.
         tick = phases[0][0] - 1
         copied = Span(_fullest(stage_forecasts, bucket), "temporary", tick, tick + 1)
         step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
     extra_bytes = _extra_bytes(actions, forecasts, in_transit)
-    sizes = _wire_bytes(forecasts)
-    turn_bytes = [_sent(ways, forecasts, sizes, {}) for ways in turns]
+    sizes = _boundary_bytes(forecasts)
+    turn_bytes = [_sent(transit, forecasts, sizes, {}) for transit in turns]
     return Forecast(
         states=states,
         passes={"first": replay_actions(actions, own_records, extra_bytes, turn_bytes)},
@@ -68,10 +68,10 @@ def join_stages(
 
 
 def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
-    """The most that `replicas.GradientAverager` has in copies at one moment.
+    """The most bytes of copies that `replicas.GradientAverager` has at one moment.
 
-    Neighbours of one type that fit in together are copied into one tensor, what is alone is not;
-    and a copy is let go when the next one is there.
+    It copies neighbours of one dtype that fit the bucket into one tensor; a single gradient is not
+    copied. A copy is freed when the next one has been made.
     """
     named = {name: (size, kind) for found in stage_forecasts for name, size, kind in found.tensors}
     copies, number, filled, before = [0], 0, 0, ""
@@ -87,10 +87,10 @@ def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
 def _merge_states(
     forecasts: Mapping[int, Forecast], pieces: Mapping[int, StageRecord]
 ) -> tuple[Breakdown, dict[int, StageRecord], int]:
-    """The states of a rank's stages, their pieces, and bytes of gradients.
+    """The states of a rank, the records of its stages, and its bytes of gradients.
 
-    What several of them use is there once: with the last of them, whose gradient comes first. All
-    have been told of the same batch.
+    A parameter that several stages share is counted with the last of them, whose gradient is made
+    first. The batch, which is in every stage's states, is counted once.
     """
     states, gradients = Breakdown(), 0
     records: dict[int, StageRecord] = {}
@@ -115,14 +115,14 @@ def _merge_states(
 
 
 def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
-    """A stage of which some gradients are added to those that another stage has made."""
+    """The records of a stage some of whose gradients are added to those of another stage."""
 
     def without_gradients(passes: RecordedPass) -> RecordedPass:
         spans = list(passes.timeline.spans)
         for size in sizes:
             matching = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
             if matching:
-                # Of several the last one made: a lower stage begins with what it shares.
+                # Of several the last one made: a lower stage begins with the shared parameter.
                 number = max(matching, key=lambda n: spans[n].birth)
                 span = spans[number]
                 spans[number] = span._replace(kind="temporary", death=span.birth + 1)
@@ -131,34 +131,34 @@ def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
     if not sizes:
         return piece
     firsts = piece.keys() & {"first", "first_split"}
-    return {**piece, **{way: without_gradients(piece[way]) for way in firsts}}
+    return {**piece, **{kind: without_gradients(piece[kind]) for kind in firsts}}
 
 
 class _SharedBoundaries:
-    """What one stage of the rank hands to the next one, and is given back: the same storages.
+    """Boundary tensors between two stages of one rank: both stages' recordings contain them.
 
-    A recording has a stage's inputs from its forward pass to its last action, the gradients of its
-    outputs from the beginning of its backward pass to its last action, and those of its inputs
-    until W.
+    A recording contains a stage's inputs from its forward pass to its last action, the gradients of
+    its outputs from the beginning of its backward pass to its last action, and the gradients of its
+    inputs until W.
     """
 
     def __init__(self, forecasts: Mapping[int, Forecast]) -> None:
         self._forecasts = forecasts
         self.progress: dict[tuple[int, int], int] = {}
-        """By stage and micro-batch how far it is: 1 from its forward pass on, 2 from the beginning
-        of its backward pass on, 3 when the inputs' gradients are there and the weights' are not."""
+        """By stage and micro-batch its progress: 1 from its forward pass on, 2 from the beginning
+        of its backward pass on, 3 after the input gradients and before the weight gradients."""
         self._finished: set[tuple[int, int]] = set()
         self._parts: dict[tuple[int, int], int] = {}
         self.nbytes = 0
-        """Beside what the recordings have, less what two of them have."""
+        """Bytes to add to those of the recordings: tensors in none of them, less those in two."""
 
     def go_on(self, stage: int, number: int, progress: int) -> None:
-        """A micro-batch is so far in a stage."""
+        """Set the progress of a micro-batch in a stage."""
         self.progress[stage, number] = progress
         self._count(stage, number)
 
     def finish(self, stage: int, number: int) -> None:
-        """It has gone back through a stage."""
+        """End a micro-batch in a stage: its backward pass is complete."""
         del self.progress[stage, number]
         self._finished.add((stage, number))
         self._count(stage, number)
@@ -171,41 +171,41 @@ class _SharedBoundaries:
                 self._parts[first, number] = nbytes
 
     def _between(self, stage: int, number: int) -> int:
-        """Of one micro-batch between a stage and the next."""
+        """The bytes to add for one micro-batch between a stage and the next."""
         stage_progress = self.progress.get((stage, number), 0)
         if not stage_progress:
             return 0
         next_progress = self.progress.get((stage + 1, number), 0)
         begun, ended = next_progress > 0, (stage + 1, number) in self._finished
-        wires, theirs = (self._forecasts[place].boundary for place in (stage, stage + 1))
+        boundary, theirs = (self._forecasts[n].boundary for n in (stage, stage + 1))
         total = 0
         if not begun and not ended:
-            total += wires.outgoing  # nobody has it yet
+            total += boundary.outgoing  # the next stage has not received it yet
         elif begun:
-            total -= theirs.incoming - wires.outgoing
+            total -= theirs.incoming - boundary.outgoing
         if stage_progress == 1:
             total += theirs.incoming_gradients * ended
             total += theirs.incoming_copied * (next_progress == 3)
         elif ended:
-            total -= wires.outgoing_gradients - theirs.incoming_gradients
+            total -= boundary.outgoing_gradients - theirs.incoming_gradients
         elif begun:
-            total -= wires.outgoing_gradients - theirs.incoming_copied
+            total -= boundary.outgoing_gradients - theirs.incoming_copied
         return total
 
 
 def _extra_bytes(
-    actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[InTransit]
+    actions: Sequence[Action], forecasts: Mapping[int, Forecast], in_transit: Sequence[InTransit]
 ) -> list[int]:
-    """Bytes beside each action that no stage's own recording has, less what two of them have."""
-    shared, sizes = _SharedBoundaries(forecasts), _wire_bytes(forecasts)
+    """By action the bytes to add to the recordings: in none of them, less those in two."""
+    shared, sizes = _SharedBoundaries(forecasts), _boundary_bytes(forecasts)
     awaiting_weights = dict.fromkeys(forecasts, 0)
     extra_bytes = []
     for moment, (stage, kind, number) in enumerate(actions):
         progress = shared.progress.get((stage, number), 0)
         shared.go_on(stage, number, 1 if kind == "F" else max(progress, 2))
         transit_bytes = 0
-        if underway and underway[moment]:
-            transit_bytes = _sent(underway[moment], forecasts, sizes, awaiting_weights)
+        if in_transit and in_transit[moment]:
+            transit_bytes = _sent(in_transit[moment], forecasts, sizes, awaiting_weights)
         extra_bytes.append(transit_bytes + shared.nbytes)
         if kind == "I":
             shared.go_on(stage, number, 3)
@@ -216,12 +216,12 @@ def _extra_bytes(
     return extra_bytes
 
 
-def _wire_bytes(forecasts: Mapping[int, Forecast]) -> dict[tuple[int, str], int]:
-    """Of one micro-batch, by stage and way."""
+def _boundary_bytes(forecasts: Mapping[int, Forecast]) -> dict[tuple[int, str], int]:
+    """The bytes of one micro-batch, by stage and message."""
     return {
-        (stage, way): nbytes
+        (stage, message): nbytes
         for stage, forecast in forecasts.items()
-        for way, nbytes in (
+        for message, nbytes in (
             ("RECV_F", forecast.boundary.incoming),
             ("SEND_F", forecast.boundary.outgoing),
             ("RECV_B", forecast.boundary.outgoing_gradients),
@@ -231,19 +231,26 @@ def _wire_bytes(forecasts: Mapping[int, Forecast]) -> dict[tuple[int, str], int]
 
 
 def _sent(
-    underway: InTransit,
+    in_transit: InTransit,
     forecasts: Mapping[int, Forecast],
     sizes: Mapping[tuple[int, str], int],
     awaiting_weights: Mapping[int, int],
 ) -> int:
-    """What goes to other ranks or comes from them; of each stage how many wait for their W."""
+    """Bytes that are being sent or received.
+
+    Args:
+        in_transit: messages by stage and kind.
+        forecasts: by stage.
+        sizes: of `_boundary_bytes`.
+        awaiting_weights: by stage the micro-batches that wait for their W.
+    """
     total = 0
-    for way, count in underway.items():
-        total += count * sizes[way]
-        stage, kind = way
+    for message, count in in_transit.items():
+        total += count * sizes[message]
+        stage, kind = message
         if kind == "SEND_B" and awaiting_weights.get(stage):
-            # A gradient is kept with its input until W, sent or not.
-            wires = forecasts[stage].boundary
-            kept = min(count, awaiting_weights[stage])
-            total -= kept * (wires.incoming_gradients - wires.incoming_copied)
+            # An input gradient lives until W, sent or not, and is in the recording.
+            boundary = forecasts[stage].boundary
+            recorded = min(count, awaiting_weights[stage])
+            total -= recorded * (boundary.incoming_gradients - boundary.incoming_copied)
     return total

@@ -1,8 +1,8 @@
-"""One rank's step through a pipeline, from one micro-batch of each of its stages.
+"""Replay one rank's step of a pipeline from one recorded micro-batch of each of its stages.
 
-A stage's micro-batch is recorded once, forward and backward one after the other. In the
-schedule's order other work comes between the two: what is alive where the forward pass ends waits.
-The memory of an action is then what its own ticks hold, on top of what all others have waiting.
+A stage's micro-batch is recorded once, its forward and backward pass one after the other. In the
+schedule's order other actions come in between: storages alive at the end of the forward pass wait.
+The memory of an action is then that of its own ticks, plus all storages that wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bigtrain.schedules.orders import Action
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One micro-batch through a stage and back, recorded in one go.
+    """One micro-batch of a stage, its forward and backward pass recorded together.
 
     Raises:
         ValueError: the ticks are not in order.
@@ -26,19 +26,19 @@ class RecordedPass:
 
     timeline: Timeline
     starts: tuple[int, ...]
-    """The tick at which the backward pass begins: what is born before it and dies after it is in
-    flight. Two ticks where the backward pass is split: of its inputs' part, and its weights'."""
+    """The tick at which the backward pass begins: a storage made before and freed after it is in
+    flight. Two ticks if the backward pass is split: for the inputs, and for the weights."""
     end: int
-    """The last tick; gradients that die later stay until the optimizer has used them."""
+    """The last tick; gradients that are freed later stay until the optimizer has used them."""
 
     def __post_init__(self) -> None:
         ticks = (self.begin, *self.starts, self.end + 1)
         if len(self.starts) not in (1, 2) or any(a > b for a, b in pairwise(ticks)):
-            raise ValueError(f"the passes of a micro-batch lie between the ticks {ticks}")
+            raise ValueError(f"the ticks of a micro-batch's passes are not in order: {ticks}")
 
     @classmethod
     def of(cls, timeline: Timeline) -> RecordedPass:
-        """One whose backward phases are its parts, up to where the last storage goes."""
+        """Make it from a timeline whose backward phases are the parts of the backward pass."""
         weights_begin = timeline.phases[0][0]
         end = max((span.death for span in timeline.spans), default=weights_begin + 1) - 1
         starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
@@ -51,18 +51,17 @@ class RecordedPass:
 
 
 StageRecord = Mapping[str, RecordedPass]
-"""A stage as the replay needs it, by the ways of `forecast.Passes`.
+"""The recordings of a stage, by the kinds of `forecast.Passes`.
 
-Without `split` its parts are made up, and hold no less than the real ones. For stage 0 that is
-exact: torch leaves its I out, and its W is the whole backward pass. Elsewhere I and W have the
-ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
-or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
-`last` is whole, also in a schedule that splits the backward pass.
-"""
+Without `split` the two parts are derived, and hold no less than the real ones. For stage 0 they are
+exact: torch leaves its I out, and its W is the whole backward pass. For other stages I and W have
+the ticks of the whole backward pass each. Parameter gradients are made in W; everything else that
+is alive or made in I stays until the end of W, because torch keeps the graph, and any gradient may
+be in it. `last` is whole even if the schedule splits the backward pass. """
 
 
 class _PassCase(NamedTuple):
-    """How one micro-batch goes through a stage: all that go alike are one."""
+    """The kind of pass of a micro-batch through a stage; equal ones share a recording."""
 
     stage: int
     order: Literal["first", "later"]
@@ -72,41 +71,41 @@ class _PassCase(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recording:
-    """A `RecordedPass` cut where its actions end."""
+    """A `RecordedPass` divided into its actions."""
 
     ticks: tuple[int, ...]
     """The first tick of each action, and the one after the last."""
     actions: tuple[tuple[Span, ...], ...]
-    """What is alive during each action, within its ticks."""
+    """By action the storages alive in it, clipped to its ticks."""
     waiting: tuple[tuple[tuple[MemoryKind, int], ...], ...]
-    """Bytes by kind from the end of each action to the next, or to the end of the step."""
+    """By action the bytes of each kind that wait from its end to the next action or the step."""
     gathered: int
-    """Bytes of kind `parameters` from the end of the forward pass on: once for the stage."""
+    """Bytes of kind `parameters` after the forward pass: once for the stage."""
 
 
 _Course = Literal["usual", "resumed", "strayed"]
-"""Whether it is the case's recording, or another way: see `forecast.Passes`."""
+"""Which variant of the recording: see `forecast.Passes`."""
 
 
 _TURN = -1
-"""In place of an action: a moment between two, in which nothing is computed."""
+"""Instead of an action: a moment between two actions in which nothing is computed."""
 
 
 class _Act(NamedTuple):
-    """An action of a way; all that have the same recording are one."""
+    """An action of a kind of pass; equal ones share a recording."""
 
-    way: _PassCase
+    case: _PassCase
     point: int
     course: _Course
 
 
 _Slot = tuple[_PassCase, int] | int
-"""What waits: a micro-batch that goes so and has done this action and not the next; or, by its
-number, a stage that has its parameters gathered."""
+"""Waiting storages: of a micro-batch of this kind between this action and the next; or, by its
+number, of a stage that has its parameters gathered."""
 
 
 class _Held:
-    """What waits beside the actions: how often each of its parts is there, and bytes of all."""
+    """The waiting storages: how many of each slot, and the bytes of all."""
 
     def __init__(self, sizes: Mapping[_Slot, Sequence[tuple[MemoryKind, int]]]) -> None:
         self._sizes = sizes
@@ -115,13 +114,13 @@ class _Held:
         self.nbytes = 0
 
     def change(self, slot: _Slot, by: int) -> None:
-        """One more or one less, of what holds anything."""
+        """Change the count of a slot; slots without storages are ignored."""
         if slot in self.counts:
             self.counts[slot] += by
             self.nbytes += by * self._sums[slot]
 
     def spans(self, counts: Mapping[_Slot, int], end: int) -> list[Span]:
-        """What was counted so, as long as one action lasts."""
+        """The spans of these counts, for the length of one action."""
         return [
             Span(size * count, kind, 0, end)
             for slot, count in counts.items()
@@ -131,7 +130,7 @@ class _Held:
 
 
 class _Highest(NamedTuple):
-    """The highest moment so far."""
+    """The highest moment found so far."""
 
     nbytes: int = -1
     act: _Act | None = None
@@ -145,23 +144,23 @@ def replay_actions(
     beside: Sequence[int] = (),
     before: Sequence[int] = (),
 ) -> Timeline:
-    """The action of a rank's step in which most is alive: its peak is that of the whole step.
+    """Return the timeline of the action with the highest peak, which is that of the whole step.
 
-    What an action of a stage holds itself is the same each time; what waits beside it is one span
-    for each kind, stage and point. Spans of kind `parameters` that outlive a forward pass are what
-    a sharded stage has gathered: they are there once, from a forward pass to the next backward
-    pass of the stage, which frees them.
+    The storages of an action itself are the same each time; those that wait are one span for each
+    kind, stage and action. Spans of kind `parameters` that outlive a forward pass are gathered
+    parameters of a sharded stage: they exist once, from a forward pass to the next backward pass of
+    the stage, which frees them.
 
     Args:
-        actions: what the rank does, as `orders.schedule_orders` has it.
-        pieces: the rank's stages.
-        beside: for each action the bytes of what is on its way meanwhile.
-        before: for each action those of what is on its way just before it, where that is more.
+        actions: of the rank, as in `orders.schedule_orders`.
+        pieces: by stage its recordings.
+        beside: by action the bytes in transit during it.
+        before: by action the bytes in transit just before it, if those are more.
 
     Returns:
         The timeline, from tick 0.
     """
-    case_of = _ways(actions, pieces)
+    case_of = _pass_cases(actions, pieces)
     recordings = _Recordings(pieces, set(case_of.values()))
     held = _Held(recordings.waiting())
     forwards: dict[int, int] = {}  # of each stage since its last backward pass
@@ -173,7 +172,7 @@ def replay_actions(
             act = _Act(case, _TURN, "usual")
             highest = recordings.higher(highest, act, held, before[moment])
         held.change((case, action_index - 1), -1)
-        if kind != "F" and held.counts.get(stage):  # what it frees is in its own ticks
+        if kind != "F" and held.counts.get(stage):  # its own ticks contain what it frees
             held.change(stage, -1)
         act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
         highest = recordings.higher(highest, act, held, beside[moment] if beside else 0)
@@ -181,11 +180,11 @@ def replay_actions(
         if kind == "F" and held.counts.get(stage) == 0:
             held.change(stage, 1)
         held.change((case, action_index), 1)
-    return recordings.laid_out(highest, held)
+    return recordings.timeline(highest, held)
 
 
 class _Recordings:
-    """What the micro-batches of a rank's stages hold while they go through."""
+    """The storages of each action of a rank's stages."""
 
     def __init__(self, pieces: Mapping[int, StageRecord], cases: Collection[_PassCase]) -> None:
         self._pieces = pieces
@@ -193,7 +192,7 @@ class _Recordings:
         self._found: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
 
     def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
-        """What is alive between actions, but for what holds nothing."""
+        """By slot the storages alive between actions, without empty slots."""
         found: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
         for case in sorted(self._usual):
             for action_index, parts in enumerate(self._usual[case].waiting):
@@ -204,15 +203,15 @@ class _Recordings:
         return found
 
     def higher(self, known: _Highest, act: _Act, held: _Held, extra: int) -> _Highest:
-        """An action, where more is alive than at the highest moment before it."""
+        """Return the higher of the highest moment so far and an action."""
         _, length, own = self._of(act)
         nbytes = held.nbytes + extra + own
         if not length or nbytes <= known.nbytes:
             return known
         return _Highest(nbytes, act, extra, dict(held.counts))
 
-    def laid_out(self, highest: _Highest, held: _Held) -> Timeline:
-        """One action, and what waits beside it."""
+    def timeline(self, highest: _Highest, held: _Held) -> Timeline:
+        """The timeline of the highest action, with the storages that wait."""
         if highest.act is None:
             return Timeline((), ((0, "forward"),))
         own, end, _ = self._of(highest.act)
@@ -223,14 +222,18 @@ class _Recordings:
         return Timeline(tuple(spans), ((0, phase),))
 
     def _of(self, act: _Act) -> tuple[tuple[Span, ...], int, int]:
-        """What is alive during an action, from tick 0 on; how many ticks it has; most bytes."""
+        """The storages of an action, from tick 0 on; its number of ticks; its most bytes."""
         if act.point == _TURN:
             return (), 1, 0
         if act not in self._found:
-            recording = self._usual[act.way]
-            way = f"{act.way.order}_{act.course}"
-            if act.course != "usual" and not act.way.split and way in self._pieces[act.way.stage]:
-                recording = _cut_by_action(self._pieces[act.way.stage][way])
+            recording = self._usual[act.case]
+            kind = f"{act.case.order}_{act.course}"
+            if (
+                act.course != "usual"
+                and not act.case.split
+                and kind in self._pieces[act.case.stage]
+            ):
+                recording = _cut_by_action(self._pieces[act.case.stage][kind])
             start, stop = recording.ticks[act.point : act.point + 2]
             spans = recording.actions[act.point]
             own = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
@@ -245,10 +248,10 @@ def _course(kind: str, forwards: int) -> _Course:
     return "usual" if forwards == 1 else "strayed" if forwards else "resumed"
 
 
-def _ways(
+def _pass_cases(
     actions: Sequence[Action], pieces: Mapping[int, StageRecord]
 ) -> dict[tuple[int, int], _PassCase]:
-    """How each (stage, micro-batch) goes; the first whose B or W comes makes the gradients."""
+    """The case of each (stage, micro-batch): the first to reach its B or W makes the gradients."""
     split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
     firsts: dict[int, int] = {}
     for stage, kind, number in actions:
@@ -282,9 +285,9 @@ def _torch_first_stage(whole: RecordedPass) -> RecordedPass:
 
 
 def _split_conservatively(whole: RecordedPass) -> RecordedPass:
-    """The backward pass twice: see `StageRecord`."""
+    """Repeat the backward pass, for I and for W: see `StageRecord`."""
     boundary, again = whole.starts[0], whole.end + 1 - whole.starts[0]
-    end = whole.end + again + 1  # a tick more, at which all but the gradients is gone
+    end = whole.end + again + 1  # one more tick, at which only the gradients are alive
     spans = []
     for span in whole.timeline.spans:
         stays = span.kind == "gradients" and span.death > whole.end
@@ -300,7 +303,7 @@ def _split_conservatively(whole: RecordedPass) -> RecordedPass:
 
 
 def _cut_by_action(passes: RecordedPass) -> _Recording:
-    """Sort the spans by the actions that they are alive in."""
+    """Assign the spans to the actions that they are alive in."""
     ticks = (passes.begin, *passes.starts, passes.end + 1)
     spans_by_action, waiting = [], []
     gathered = 0

@@ -1,7 +1,7 @@
-"""What a rank sends, and what it moves out of its device's memory and back, over one step.
+"""The messages that a rank sends in one step, and its transfers between device and host.
 
-Each technique states its own (`Strategy.traffic`), as it does it: how often, in which precision, in
-how many messages. How long that takes, `bigtrain.machine.collective_cost` says of a cluster.
+Each technique states its traffic (`Strategy.traffic`): how often, in which precision, in how many
+messages. `bigtrain.machine.collective_cost` predicts the seconds on a cluster.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ EXCHANGES: tuple[TrafficKind, ...] = (
     "send",
     "receive",
 )
-"""Those that go between ranks."""
+"""The kinds that are between ranks."""
 HOST_TRANSFERS: tuple[TrafficKind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
-"""Those that go between a device, its host and the host's disk."""
+"""The kinds between a device, its host and the host's disk."""
 OverlapPhase = Literal["forward", "backward", "step", "nothing", "schedule", "passes"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of message, or of move, of one rank."""
+    """Messages or transfers of one kind, of one rank."""
 
     kind: TrafficKind
     nbytes: int
-    """Of all calls together: of an exchange the whole tensors, as they are before a
-    reduce-scatter and after an all-gather; of a move this rank's bytes; of copies in the device's
-    own memory (into what is sent, out of what came) those that are copied."""
+    """All calls together. Of an exchange, the whole tensors: those before a reduce-scatter, those
+    after an all-gather. Of a transfer, this rank's bytes. Of copies within the device (into
+    messages and out of them), the copied bytes."""
     calls: int
-    """Messages; each has the latency of the link once more."""
+    """The number of messages; each adds the latency of the link."""
     every: Literal["micro_batch", "step"]
     overlaps: OverlapPhase
-    """The computation that it may hide behind: the forward or backward pass of one micro-batch (the
-    last one of a step, where `every` is a step), the optimizer's step, or none. What a `schedule`
-    of stages sends takes its time in that; so does what stands in the middle of `passes`, behind
-    nothing."""
+    """The computation that it may overlap with: the forward or the backward pass of one micro-batch
+    (of the last one, if `every` is a step), the optimizer's step, or nothing. Messages of a
+    pipeline `schedule` and exchanges in the middle of `passes` overlap with nothing, and are
+    counted in the seconds of the schedule and of the passes."""
     ranks: int = 1
-    """Of the group that exchanges."""
+    """The size of the group that exchanges."""
     stride: int = 1
-    """From one rank of the group to the next; axes are (dp, pp, tp), the last the fastest."""
+    """The distance between neighbours of the group; axes are (dp, pp, tp), the last the fastest."""
     in_process: bool = False
-    """Whether it is between devices of one process: no process group sees it."""
+    """Whether it is between devices of one process, and so in no process group."""
     nothing_sent: bool = False
-    """Of a receive: whether its rank sends nothing meanwhile, so that it takes time of its own."""
+    """Of a receive: whether its rank sends nothing at the same time, so that its seconds count."""
     in_hooks: bool = False
-    """Whether hooks of `fully_shard` issue it, which on a CPU take time of their own."""
+    """Whether hooks of `fully_shard` issue it, whose seconds count on a CPU."""
 
     def step_bytes(self, micro_batches: int) -> int:
         """Bytes over a step of so many micro-batches."""
@@ -85,11 +85,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepVolume:
-    """What one rank sends and receives over a step, in bytes, by the kind of exchange.
+    """The bytes that one rank sends and receives in a step, by the kind of exchange.
 
-    Of a collective that is the share of its textbook algorithm, whatever the backend does: of S
+    Of a collective it counts the share of the textbook algorithm, whatever the backend does: of S
     bytes among n ranks (n-1)/n S for an all-gather, a reduce-scatter, an all-to-all (a ring), twice
-    that for an all-reduce, all S for a broadcast and a reduce (a rank amid a chain).
+    that for an all-reduce, all S for a broadcast and a reduce (a rank inside a chain).
     """
 
     sent: Mapping[str, int]
@@ -97,22 +97,22 @@ class StepVolume:
 
     @property
     def sent_bytes(self) -> int:
-        """Of all kinds together."""
+        """The sent bytes of all kinds."""
         return sum(self.sent.values())
 
     @property
     def received_bytes(self) -> int:
-        """Of all kinds together."""
+        """The received bytes of all kinds."""
         return sum(self.received.values())
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of exchange there are, in order."""
+        """The kinds of exchange, sorted."""
         return sorted({*self.sent, *self.received})
 
     @classmethod
     def of(cls, whole: Mapping[tuple[str, int], int]) -> StepVolume:
-        """From the bytes of whole tensors, by kind and ranks of the group."""
+        """Make it from the bytes of whole tensors, by kind and size of the group."""
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
         for (kind, ranks), nbytes in whole.items():
@@ -125,7 +125,7 @@ class StepVolume:
 
     @classmethod
     def stated(cls, traffic: Iterable[Traffic], micro_batches: int) -> StepVolume:
-        """From what techniques say that they exchange, over a step of so many micro-batches."""
+        """Make it from the techniques' traffic, for a step of so many micro-batches."""
         whole: Counter[tuple[str, int]] = Counter()
         for one in traffic:
             if one.kind in EXCHANGES and not one.in_process:
@@ -142,7 +142,7 @@ def _share(kind: str, nbytes: int, ranks: int) -> int:
 
 
 def comm_units(profile: Profile) -> list[BlockTicks]:
-    """What is gathered or reduced as one: the blocks, then what is in none; with parameters."""
+    """The units that are gathered or reduced as one: blocks, then the rest; with parameters."""
     units = [first for first, _ in profile.blocks]
     if profile.outside_blocks is not None:
         units.append(profile.outside_blocks)
@@ -150,7 +150,7 @@ def comm_units(profile: Profile) -> list[BlockTicks]:
 
 
 def parameter_shapes(profile: Profile, *, trained: bool = True) -> list[tuple[int, ...]]:
-    """The shapes of the parameters, tied ones once; one long tensor where nobody knows them."""
+    """The shapes of the parameters, tied ones once; one long shape if they are not known."""
     units = comm_units(profile)
     if not units:
         return [(profile.trained_elements,)]
@@ -163,12 +163,12 @@ def parameter_shapes(profile: Profile, *, trained: bool = True) -> list[tuple[in
 
 
 def message_count(sizes: Iterable[int], capacity: int, *, may_exceed: bool = False) -> int:
-    """In how many messages tensors go, neighbours together.
+    """The number of messages for tensors of which neighbours are sent together.
 
     Args:
-        sizes: of the tensors, in the order in which they come.
-        capacity: what goes together; a larger one goes by itself.
-        may_exceed: whether the tensor that reaches `capacity` goes with those before it, as in
+        sizes: of the tensors, in order.
+        capacity: bytes of one message; a larger tensor has its own message.
+        may_exceed: whether the tensor that reaches `capacity` still joins the message, as in
             torch's buckets.
     """
     messages, filled = 0, 0
@@ -189,19 +189,19 @@ def gradient_average_traffic(
     overlaps: bool,
     buffers: bool = True,
 ) -> tuple[Traffic, ...]:
-    """Gradients averaged once a step, in buckets, in their own precision.
+    """The traffic of averaging gradients once a step, in buckets, in the gradients' precision.
 
-    By torch's DistributedDataParallel in the backward pass of the last micro-batch, or by
-    `replicas.GradientAverager` when all of them are through. Buffers follow the first replica's
-    once a step either way.
+    torch's DistributedDataParallel does it in the backward pass of the last micro-batch,
+    `replicas.GradientAverager` after all backward passes. Both also copy the first replica's
+    buffers to the others once a step.
 
     Args:
-        profile: of what is on the rank.
+        profile: of the rank's part of the model.
         ranks: replicas.
         stride: from one replica to the next.
         bucket: bytes that are averaged together.
         overlaps: whether it is done in the backward pass.
-        buffers: whether buffers follow.
+        buffers: whether buffers are copied.
     """
     total = max(1, sum(math.prod(shape) for shape in parameter_shapes(profile)))
     size = profile.gradient_bytes / total
@@ -217,30 +217,31 @@ def gradient_average_traffic(
 def buffer_broadcast_traffic(
     profile: Profile, ranks: int, stride: int, every: Literal["micro_batch", "step"]
 ) -> Traffic:
-    """Buffers that follow the first replica's, in one message: a profile does not count them."""
+    """Copying the first replica's buffers: one message, as their number is not known."""
     return Traffic("broadcast", profile.buffer_bytes, 1, every, "nothing", ranks, stride)
 
 
 def offloaded_activations(profile: Profile) -> tuple[int, int]:
-    """What the blocks of one micro-batch save and have moved away: (bytes, tensors)."""
+    """The saved activations of one micro-batch that are offloaded: (bytes, tensors)."""
     moved_sizes = _moved_sizes(profile)
     return sum(moved_sizes), len(moved_sizes)
 
 
 def pinned_activations(profile: Profile) -> int:
-    """Bytes that what `offloaded_activations` counts takes in pinned memory of the host."""
+    """The bytes of pinned host memory that `offloaded_activations` take."""
     return sum(map(pinned_bytes, _moved_sizes(profile)))
 
 
 def _moved_sizes(profile: Profile) -> list[int]:
-    """Bytes of each tensor that the blocks of one micro-batch save and have moved away.
+    """The bytes of each saved tensor of one micro-batch that is offloaded.
 
-    Read off a profile whose run on fake tensors has moved them: what was there when a block began
-    and is gone before the backward pass has left the device, as what a block saves is let go of
-    while the next one runs. What the last block saves stays. A tensor that lives across the
-    beginning of a block and that nobody saves is counted, too: blocks save what they are given.
+    They are read off a profile whose run on fake tensors has offloaded them: a tensor that was
+    alive when a block began and is freed before the backward pass has left the device, because a
+    block's saved tensors are freed while the next block runs. Those of the last block stay. A
+    tensor that is alive when a block begins and that no block saves is counted as well: blocks save
+    their inputs.
     """
-    # Of a profile that was put together of sections the windows are of what is computed again.
+    # In a composed profile the windows are those of recomputed blocks.
     windows, named = [w[1] for w in profile.windows], [first for first, _ in profile.blocks]
     blocks = named if len(named) > len(windows) else windows
     begins = sorted(block.forward[0] for block in blocks)[1:]

@@ -1,4 +1,4 @@
-"""The arguments of `train.py` and `bigtrain train`: few and frozen; the rest are keys of a job."""
+"""The options of the commands: few, and fixed; all other settings are keys of a job."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import TypeVar
 from bigtrain.job.command_parser import CommandParser
 
 TRAIN_HELP = """\
-JOB is a YAML file, or a name in configs/jobs; left out, the default job. Any key can be set on
-the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
+JOB is a YAML file or a name in configs/jobs (default: the job "default"). Any key of the job can
+be set on the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
+JOB_HELP = 'JOB is a YAML file or a name in configs/jobs (default: the job "default").'
 
 
 OWN_CHECKPOINTS = "a checkpoint (step-N), a run's folder, or its checkpoints/"
-"""Where the commands on checkpoints find one."""
+"""The paths by which the checkpoint commands find a checkpoint."""
 
 
 class TrainOptions(argparse.Namespace):
-    """What `train.py` and `bigtrain train` were given."""
+    """Options of `train.py` and `bigtrain train`."""
 
     config: str | None
     strategy: str | None
@@ -36,12 +37,13 @@ class TrainOptions(argparse.Namespace):
 def train_arguments(
     arguments: list[str], *, starts_ranks: bool = False, records: bool = False
 ) -> TrainOptions:
-    """Read the arguments of train.py; what launchers add is accepted and ignored.
+    """Read the arguments of train.py; options that launchers add are accepted and ignored.
 
     Args:
         arguments: without the program's name.
-        starts_ranks: also accept `-n`, which only `bigtrain train` has.
-        records: demand `--record`, the folder that `bigtrain.verify.record` writes to; take
+        starts_ranks: accept the options of `bigtrain train`, which starts its ranks: `-n`,
+            `--restarts`, `--min-ranks`.
+        records: require `--record`, the folder that `bigtrain.verify.record` writes to, and accept
             `--trace` and `--no-dropout`.
 
     Raises:
@@ -50,7 +52,7 @@ def train_arguments(
     parser = CommandParser(
         prog="bigtrain train" if starts_ranks else "train.py",
         usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
-        description="Train a model under a strategy, and show what memory it took.",
+        description="Train a model with a strategy, and report the memory it takes.",
         epilog=TRAIN_HELP,
     )
     add_train_options(parser, starts_ranks=starts_ranks)
@@ -64,7 +66,7 @@ def train_arguments(
         options.config, rest = _one_job(parser, options.config, rest[0]), rest[1:]
     if starts_ranks and options.num_ranks is None and options.restarts + (options.min_ranks or 0):
         option = "--restarts" if options.restarts else "--min-ranks"
-        parser.error(f"{option} is of ranks that bigtrain starts itself. Add -n N")
+        parser.error(f"{option} needs ranks that bigtrain starts itself. Add -n N")
     if options.resume is not None:
         rest += [f"checkpoint.resume={options.resume}"]
     if options.cap is not None:
@@ -74,7 +76,7 @@ def train_arguments(
 
 
 def _names_a_job(words: list[str]) -> bool:
-    """Whether the first word is a job's, and not a key whose value comes next."""
+    """Whether the first word names a job, and is not a key whose value comes next."""
     first = words[0]
     if "=" in first or first.startswith(("+", "-")):
         return False
@@ -85,49 +87,50 @@ def _names_a_job(words: list[str]) -> bool:
 
 
 _KEYS_ALONE = ("device", "strategy")
-"""The keys of a job that stand in no section, so that no dot is in them."""
+"""The keys of a job outside its sections, which have no dot."""
 
 
 def _one_job(parser: CommandParser, config: str | None, word: str) -> str:
     if config is not None:
-        parser.error(f"--config {config} and {word}: one job at a time")
+        parser.error(f"--config {config} and {word} both name a job. Leave one of them out")
     return word
 
 
 def add_train_options(parser: CommandParser, *, starts_ranks: bool) -> None:
-    """Add the frozen list of options; everything else is a key of the job."""
+    """Add the options of train.py; all other settings are keys of the job."""
     if starts_ranks:
         parser.add_argument(
             "-n", "--num-ranks", type=int, metavar="N", help="start N ranks on this machine"
         )
         parser.add_argument(
-            *("--restarts",),
+            "--restarts",
             type=int,
             default=0,
             metavar="K",
-            help="with -n: start the ranks again, up to K times, where one is lost",
+            help="with -n: restart the ranks up to K times if one of them is lost",
         )
         parser.add_argument(
-            *("--min-ranks",),
+            "--min-ranks",
             type=int,
             metavar="M",
-            help="with --restarts: go on with as few as M ranks where others are gone",
+            help="with --restarts: continue with as few as M ranks if the others are lost",
         )
-    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument("--config", metavar="JOB", help="same as JOB")
     parser.add_argument(
-        *("--strategy",),
+        "--strategy",
         metavar="WORDS",
-        help="names in configs/strategies and YAML files with + between them, or auto",
+        help="presets (bigtrain strategies lists them) or YAML files joined by +, such as "
+        "1f1b+fsdp, or auto to let the planner choose",
     )
-    parser.add_argument("--plan", metavar="FILE", help="a plan.yaml to follow")
+    parser.add_argument("--plan", metavar="FILE", help="follow a plan file of bigtrain plan")
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="continue from the newest checkpoint, or from PATH"
     )
+    parser.add_argument("--cap", metavar="SIZE", help="limit each rank's memory, such as 2GiB")
     parser.add_argument(
-        "--cap", metavar="SIZE", help="the most memory that a rank may take, such as 2GiB"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the job and the predicted peak, run nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the job and its predicted peak, and run nothing",
     )
     ignored = parser.add_argument_group("accepted from launchers and ignored")
     ignored.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -136,7 +139,7 @@ def add_train_options(parser: CommandParser, *, starts_ranks: bool) -> None:
 
 
 class ComparisonOptions(argparse.Namespace):
-    """What `bigtrain compare` and `bigtrain verify` were given."""
+    """Options of `bigtrain compare` and `bigtrain verify`."""
 
     job: str | None
     strategies: str
@@ -151,9 +154,9 @@ class ComparisonOptions(argparse.Namespace):
     picture: str | None = None
     optimizer: str = "sgd"
     fuzz: int = 0
-    """Plans to draw; 0 where strategies are named."""
+    """How many plans to draw at random; 0 if strategies are named."""
     script: str | None = None
-    """A script of the user's own with its arguments, which is checked in place of a job."""
+    """A user's script with its arguments, to verify instead of a job."""
     seed: int = 0
 
 
@@ -167,16 +170,17 @@ def compare_arguments(arguments: list[str]) -> ComparisonOptions:
         SystemExit: 2 for an unknown option, 0 after --help.
     """
     parser = _side_parser(
-        "compare", "Run strategies side by side on one job: memory, time, losses."
+        "compare", "Run strategies on one job and compare their memory, time and losses."
     )
     parser.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
-    parser.add_argument("--cap", metavar="SIZE", help="the most memory that a rank may take")
+    parser.add_argument("--cap", metavar="SIZE", help="limit each rank's memory, such as 2GiB")
     parser.add_argument(
         "--largest",
         metavar="KEY",
-        help="find how far each strategy can raise a key (micro_batch_size, n_layer, ...)",
+        help="find the largest value of a key (micro_batch_size, n_layer, ...) that each "
+        "strategy can run",
     )
-    parser.add_argument("--picture", metavar="FILE", help="also write the bars as .svg or .png")
+    parser.add_argument("--picture", metavar="FILE", help="also draw the table as .svg or .png")
     return _side_options(parser, arguments, ComparisonOptions())
 
 
@@ -187,45 +191,45 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
         SystemExit: 2 for an unknown option, 0 after --help.
     """
     parser = _side_parser(
-        "verify", "Compare strategies with one process on the same global batches."
+        "verify", "Check that strategies compute the same numbers as one process."
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to compare (default 3)")
     parser.add_argument(
         "--optimizer",
         choices=("sgd", "job"),
         default="sgd",
-        help="SGD lets every number be compared (default); the job's own lets losses be",
+        help="sgd (default) compares every number, job (the job's own optimizer) the losses",
     )
     parser.add_argument(
         "--fuzz",
         type=int,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="draw N plans on at most -n ranks instead",
+        help="verify N plans drawn at random, of at most -n ranks each",
     )
     parser.add_argument(
-        "--seed", type=int, default=argparse.SUPPRESS, help="of what --fuzz draws (default 0)"
+        "--seed", type=int, default=argparse.SUPPRESS, help="seed of --fuzz (default 0)"
     )
     parser.add_argument(
         "--script",
         metavar="'FILE ARGUMENTS'",
-        help="a script that calls bigtrain.prepare: its first steps beside a plain torch loop",
+        help="verify the first steps of a script that calls bigtrain.prepare",
     )
     options = _side_options(parser, arguments, ComparisonOptions())
     given = vars(options)
     if "seed" in given and "fuzz" not in given:
-        parser.error("--seed is of what --fuzz draws: add --fuzz N, or set train.seed of the job")
+        parser.error("--seed is the seed of --fuzz. Add --fuzz N, or set train.seed=N of the job")
     if "fuzz" in given and options.fuzz < 1:
-        parser.error(f"--fuzz {options.fuzz}: at least 1 is needed")
+        parser.error(f"--fuzz {options.fuzz}: at least 1 is needed. Use --fuzz 1")
     if options.script is not None and "fuzz" in given:
-        parser.error("--fuzz draws plans for a job; leave --script out, or --fuzz")
+        parser.error("--fuzz draws plans for a job, and --script names none. Leave one of them out")
     if options.fuzz and options.strategies != "all":
-        parser.error("--fuzz draws the strategies; leave --strategy out, or --fuzz")
+        parser.error("--fuzz draws strategies, and --strategy names some. Leave one of them out")
     return options
 
 
 class SpeedupOptions(ComparisonOptions):
-    """What `bigtrain speedup` was given."""
+    """Options of `bigtrain speedup`."""
 
     cluster: str | None
 
@@ -238,22 +242,22 @@ def speedup_arguments(arguments: list[str]) -> SpeedupOptions:
     """
     parser = _side_parser(
         "speedup",
-        "Measure what ranks compute and exchange in a step, and say whether more of them pay.",
+        "Measure computing and communication of a step, and tell whether more ranks pay off.",
         strategies="ddp",
-        ranks="the most ranks (default: GPUs, or cores)",
+        ranks="the most ranks to run (default: one for each GPU, or core)",
     )
-    parser.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
+    parser.add_argument("--steps", type=int, default=8, help="steps to time (default 8)")
     parser.add_argument(
-        *("--cluster",),
+        "--cluster",
         metavar="FILE",
-        help="predict by these figures, also for more ranks (default: this machine's)",
+        help="predict with this cluster's rates, also for more ranks (default: this machine's)",
     )
-    parser.add_argument("--picture", metavar="FILE", help="the speed-up as .svg or .png")
+    parser.add_argument("--picture", metavar="FILE", help="draw the speedup as .svg or .png")
     return _side_options(parser, arguments, SpeedupOptions())
 
 
 class PlanOptions(argparse.Namespace):
-    """What `bigtrain plan` was given."""
+    """Options of `bigtrain plan`."""
 
     job: str | None
     devices: int | None
@@ -277,91 +281,136 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     parser = CommandParser(
         prog="bigtrain plan",
         usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
-        description="Find the fastest plan that fits: nothing is run, and no device is needed.",
-        epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
+        description="Find the fastest plan that fits the memory. No GPU is needed.",
+        epilog=JOB_HELP,
     )
-    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument("--config", metavar="JOB", help="same as JOB")
     parser.add_argument(
-        *("-n", "--num-ranks", "--devices"),
+        "-n",
+        "--num-ranks",
+        "--devices",
         dest="devices",
         type=int,
         metavar="N",
-        help="ranks (default: one node)",
+        help="devices, one rank each (default: one node)",
     )
-    parser.add_argument("--memory", metavar="SIZE", help="of a device (default: the cluster's)")
-    parser.add_argument("--cap", metavar="SIZE", help="what a rank may take, as train's --cap")
     parser.add_argument(
-        "--cluster", metavar="FILE", help="a name in configs/clusters, or a file (default: here)"
+        "--memory", metavar="SIZE", help="memory of a device (default: the cluster's)"
     )
-    parser.add_argument("--global-batch-size", type=int, metavar="B", help="samples of a step")
+    parser.add_argument(
+        "--cap", metavar="SIZE", help="limit each rank's memory, as train --cap does"
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="a name in configs/clusters or a YAML file (default: this machine)",
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="B",
+        help="samples of an optimizer step, over all ranks",
+    )
     parser.add_argument(
         "--engines",
         default="torch,deepspeed",
         metavar="A,B",
-        help="who may do it (default torch,deepspeed; fairscale is the third)",
+        help="libraries to choose from: torch, deepspeed, fairscale (default torch,deepspeed)",
     )
-    parser.add_argument("--output", metavar="FILE", help="the best plan (default plan.yaml)")
-    parser.add_argument("--picture", metavar="FILE", help="memory against time as .svg or .png")
     parser.add_argument(
-        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+        "--output", metavar="FILE", help="where to write the best plan (default plan.yaml)"
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE", help="draw memory against time as .svg or .png"
+    )
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print one JSON document on standard output",
     )
     options, rest = parser.parse_known_args(arguments, namespace=PlanOptions())
     if options.memory is not None and options.cap is not None:
-        parser.error("--memory and --cap both say what a rank may take; give one of them")
+        parser.error("--memory and --cap both limit a rank's memory. Leave one of them out")
     options.job, options.overrides = _job_and_words(parser, options.config, rest)
     return options
 
 
 def checkpoint_parser() -> CommandParser:
-    """The frozen options of `bigtrain checkpoint` and of what it does."""
+    """The parser of `bigtrain checkpoint` and its actions."""
     parser = CommandParser(
         prog="bigtrain checkpoint",
-        description="Look at a checkpoint, check it, make one, take one apart, compare two.",
+        description="Inspect, verify, convert, export or compare checkpoints.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def action(name: str, summary: str) -> CommandParser:
         made = actions.add_parser(name, help=summary, description=summary)
         made.add_argument(
-            "--json", dest="as_json", action="store_true", help="one JSON document, on stdout"
+            "--json",
+            dest="as_json",
+            action="store_true",
+            help="print one JSON document on standard output",
         )
         return made
 
-    inspect = action("inspect", "what is in a checkpoint")
+    inspect = action("inspect", "list the contents of a checkpoint")
     inspect.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    verify = action("verify", "compare every file with its hashes; status 1 where one is damaged")
+    verify = action("verify", "compare every file with its hashes; exit status 1 if one is damaged")
     verify.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    made = action("convert", "make a checkpoint of another library's, or of an older one")
-    made.add_argument("source", metavar="SOURCE", help="see docs/checkpoints.md")
-    made.add_argument("target", metavar="TARGET", help="step-N, or the folder that is to have it")
-    made.add_argument("--step", type=int, metavar="N", help="optimizer steps done")
-    made.add_argument("--samples", type=int, metavar="N", help="samples seen: where data go on")
+    made = action("convert", "convert a checkpoint of another library, or an older one of bigtrain")
     made.add_argument(
-        *("--tie",),
+        "source", metavar="SOURCE", help="its file or folder; docs/checkpoints.md lists the formats"
+    )
+    made.add_argument(
+        "target", metavar="TARGET", help="the new checkpoint: step-N, or the folder to put it in"
+    )
+    made.add_argument(
+        "--step", type=int, metavar="N", help="optimizer steps that the model was trained for"
+    )
+    made.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="samples that it was trained on: the data continue after them",
+    )
+    made.add_argument(
+        "--tie",
         action="append",
         default=[],
         metavar="NAME=OTHER",
-        help="NAME is tied to OTHER, and left out: lm_head.weight=transformer.wte.weight",
+        help="NAME is tied to OTHER and left out: lm_head.weight=transformer.wte.weight",
     )
-    made.add_argument("--key", metavar="NAME", help="of the model in a trainer's file: ema, nets.g")
     made.add_argument(
-        "--strip", metavar="PREFIX", help="take tensors whose names begin with it, without it"
+        "--key", metavar="NAME", help="key of the model in the file of a trainer: ema, nets.g"
     )
-    export = action("export", "write the tensors into one file")
+    made.add_argument(
+        "--strip",
+        metavar="PREFIX",
+        help="convert tensors whose names begin with PREFIX, and drop it from the names",
+    )
+    export = action("export", "write the tensors of a checkpoint to one file")
     export.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    export.add_argument("output", metavar="OUT", help="a .safetensors, or .pt for torch.load")
     export.add_argument(
-        "--part", choices=("model", "optimizer"), default="model", help="(default model)"
+        "output", metavar="OUT", help="a .safetensors file, or a .pt file for torch.load"
     )
     export.add_argument(
-        "--dtype", choices=("fp64", "fp32", "fp16", "bf16"), help="of floats (default: as saved)"
+        "--part",
+        choices=("model", "optimizer"),
+        default="model",
+        help="which tensors (default model)",
     )
-    diff = action("diff", "the largest differences of two checkpoints, by tensor")
+    export.add_argument(
+        "--dtype",
+        choices=("fp64", "fp32", "fp16", "bf16"),
+        help="dtype of floating-point tensors (default: as saved)",
+    )
+    diff = action("diff", "print the largest differences of two checkpoints, by tensor")
     diff.add_argument("first", metavar="A", help=OWN_CHECKPOINTS)
     diff.add_argument("second", metavar="B", help=OWN_CHECKPOINTS)
     diff.add_argument(
-        "--exit-code", action="store_true", help="status 1 where they differ, as git diff has it"
+        "--exit-code", action="store_true", help="exit status 1 if they differ, as git diff"
     )
     return parser
 
@@ -370,30 +419,40 @@ def _side_parser(
     command: str,
     description: str,
     strategies: str = "all",
-    ranks: str = "ranks of each run (default: GPUs, or 2)",
+    ranks: str = "ranks of each run (default: one for each GPU, or 2)",
 ) -> CommandParser:
-    words = "as train's --strategy, with commas between them"
+    words = "strategies separated by commas, each as in train --strategy"
     parser = CommandParser(
         prog=f"bigtrain {command}",
         usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
         description=description,
-        epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
+        epilog=JOB_HELP,
     )
-    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument("--config", metavar="JOB", help="same as JOB")
     parser.add_argument(
-        *("--strategy", "--strategies"),
+        "--strategy",
+        "--strategies",
         dest="strategies",
         default=strategies,
         metavar="A,B+C",
-        help=f"{words}, or all (default)" if strategies == "all" else f"{words} (default ddp)",
+        help=f"{words} (default all)" if strategies == "all" else f"{words} (default ddp)",
     )
     parser.add_argument("-n", "--num-ranks", type=int, metavar="N", help=ranks)
     parser.add_argument(
-        "--time-limit", type=float, default=600.0, metavar="S", help="seconds a run (default 600)"
+        "--time-limit",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="stop a run after S seconds (default 600)",
     )
-    parser.add_argument("--output", metavar="DIR", help=f"folder (default runs/{command}-NUMBER)")
     parser.add_argument(
-        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+        "--output", metavar="DIR", help=f"where to write results (default runs/{command}-NUMBER)"
+    )
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print one JSON document on standard output",
     )
     return parser
 
@@ -403,7 +462,10 @@ def _side_options(parser: CommandParser, arguments: list[str], options: SideOpti
     for name, least in (("steps", 1), ("time_limit", 1)):
         if getattr(options, name) < least:
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} {getattr(options, name):g}: at least {least} is needed")
+            parser.error(
+                f"{option} {getattr(options, name):g}: at least {least} is needed. "
+                f"Use {option} {least}"
+            )
     options.job, options.overrides = _job_and_words(parser, options.config, rest)
     return options
 
@@ -411,7 +473,7 @@ def _side_options(parser: CommandParser, arguments: list[str], options: SideOpti
 def _job_and_words(
     parser: CommandParser, config: str | None, rest: list[str]
 ) -> tuple[str | None, list[str]]:
-    """The job, named with or without --config, and the overrides as KEY=VALUE."""
+    """Return the job, named with or without --config, and the overrides as KEY=VALUE."""
     parser.refuse_unknown(rest)
     job, words = config, list(rest)
     if words and _names_a_job(words):
@@ -420,7 +482,7 @@ def _job_and_words(
 
 
 def _joined(parser: CommandParser, words: list[str]) -> list[str]:
-    """Every override as KEY=VALUE; a whole strategy is named elsewhere."""
+    """Return the overrides as KEY=VALUE, and refuse a whole strategy among them."""
     remaining, overrides = list(words), []
     while remaining:
         word = remaining.pop(0)
@@ -431,8 +493,8 @@ def _joined(parser: CommandParser, words: list[str]) -> list[str]:
         if word.startswith("strategy="):
             fix = f"Write --strategy {word[9:]}"
             if parser.prog.endswith(" plan"):
-                fix = "bigtrain plan chooses it; leave it out"
-            parser.error(f"{word} would be every row's strategy. {fix}")
+                fix = "Leave it out: bigtrain plan chooses the strategy"
+            parser.error(f"{word} would be the strategy of every row. {fix}")
         overrides.append(word)
     return overrides
 
@@ -447,4 +509,4 @@ READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "verify": verify_arguments,
     "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),
 }
-"""Of the commands whose options stand here: reads them, or ends with 2, or with 0 after --help."""
+"""By command, the function that reads its options. It raises SystemExit as `train_arguments`."""

@@ -1,7 +1,7 @@
-"""From YAML files and the command line to a `Job`, with every complaint naming file and line.
+"""Make a `Job` from YAML files and the command line; every complaint names file and line.
 
-The order of precedence, lowest first: the defaults of `config`, the job file, the strategy
-(or plan) file, the command line. Each value remembers where it came from.
+The order of precedence, lowest first: the defaults of `schema`, the job file, the strategy
+(or plan) file, the command line. Each value remembers where it was written.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
 
 _MOST_DOTS = 16
-"""In a key: deeper than anything in a job."""
+"""The most dots of a key; no key of a job has as many."""
 
 
 def parse_overrides(words: Sequence[str]) -> ConfigTree:
-    """Read `optim.lr=3e-4` and `OPTIM.LR 3e-4`, in any mixture.
+    """Read overrides such as `optim.lr=3e-4` and `OPTIM.LR 3e-4`, in any mixture.
 
     Raises:
         ConfigError: a key without a value, or a value that is not YAML.
@@ -46,7 +46,7 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
     while rest:
         word = rest.pop(0)
         if word.startswith("+"):
-            raise ConfigError(f"{word!r}: a strategy's words have no space between: ddp+full.")
+            raise ConfigError(f"{word!r}: write a strategy's words without spaces, as in ddp+full.")
         key, equals, text = word.partition("=")
         if not equals:
             if is_file(word) or word in preset_names("jobs"):
@@ -80,7 +80,7 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
 
 
 def _why(error: yaml.YAMLError) -> str:
-    """What is wrong with a value, where that is no matter of quotes alone."""
+    """The problem of a value that is not YAML, unless missing quotes are the only one."""
     problem = getattr(error, "problem", None)
     own = problem is not None and getattr(error, "context", None) is None
     return f" ({plain_text(problem)})" if own else ""
@@ -93,11 +93,11 @@ def load_job(
     *,
     plan: str | None = None,
 ) -> Job:
-    """Read a job: a file or preset, with a strategy, a plan and overrides laid over it.
+    """Read a job: a file or preset, overridden by a strategy, a plan and single keys.
 
     Args:
-        config: a path, or the name of a preset under configs/jobs; None is `default`.
-        strategy: presets under configs/strategies and paths, with `+` between them.
+        config: a path, or the name of a preset in configs/jobs; None is `default`.
+        strategy: presets in configs/strategies and paths, joined by `+`.
         overrides: words as on the command line.
         plan: a plan file.
 
@@ -115,7 +115,7 @@ def load_job(
         if text is not None:
             tree.merge(read_strategy(str(text), asked))
     if all(text is None for _, text in named):
-        if ("strategy", "deepspeed") in words.origins:  # the file says which, not the job
+        if ("strategy", "deepspeed") in words.origins:  # the file names the strategy, not the job
             tree.values["strategy"] = {"name": "deepspeed"}
         else:
             _resolve_strategy(tree)
@@ -123,9 +123,9 @@ def load_job(
 
 
 def _check_sections(tree: ConfigTree) -> None:
-    """Drop empty sections, and refuse one that is no mapping.
+    """Drop empty sections, and refuse a section that is no mapping.
 
-    A word for one of its keys would displace it unsaid.
+    Otherwise an override of one of its keys would replace it silently.
     """
     for name, value in list(tree.values.items()):
         if name not in Job.model_fields or name in ("strategy", "device"):
@@ -137,20 +137,20 @@ def _check_sections(tree: ConfigTree) -> None:
 
 
 def _is_own(words: ConfigTree) -> bool:
-    """Whether words name a model by its import path."""
+    """Whether the overrides name a model by its import path."""
     model = words.values.get("model")
     return isinstance(model, Mapping) and ":" in str(model.get("name"))
 
 
 def _forget_optimizer(tree: ConfigTree) -> None:
-    """Leave `optim` to the schema's defaults: what the default job says is for its own model."""
+    """Drop `optim` of the default job, which is meant for its own model, for the defaults."""
     tree.values.pop("optim", None)
     for path in [path for path in tree.origins if path[0] == "optim"]:
         del tree.origins[path]
 
 
 def _resolve_strategy(tree: ConfigTree) -> None:
-    """Put what a job's own words for its strategy mean in their place; keys beside them stay."""
+    """Replace the words of a job's `strategy` by the roles they mean, and keep its other keys."""
     asked = f"{tree.origin(('strategy',))}: strategy"
     text, beside = words_in(tree.values.get("strategy", {}), asked)
     if text is not None:
@@ -159,7 +159,7 @@ def _resolve_strategy(tree: ConfigTree) -> None:
 
 
 def override_job(job: Job, words: Sequence[str]) -> Job:
-    """A job with some keys changed, by words as on the command line; a strategy comes whole.
+    """Return a job with some keys changed; `strategy=WORDS` replaces the whole strategy.
 
     Raises:
         ConfigError: with the key and the fix.
@@ -172,7 +172,7 @@ def override_job(job: Job, words: Sequence[str]) -> Job:
 
 
 def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
-    # First they displace what lower layers say, then all of them are there, in whatever order.
+    # First the overrides replace keys of lower layers, then all are set, whatever their order.
     for beside in (False, True):
         for path, origin in words.origins.items():
             tree.put(path, _value_at(words.values, path), origin, beside=beside)
@@ -182,10 +182,10 @@ def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
 
 
 def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
-    """Put what a DeepSpeed file says over the job file; words of the command line stay.
+    """Override the job file by a DeepSpeed file, except for keys of the command line.
 
-    Of the three keys of the batch, one that only a lower layer says is left to the others, and the
-    accumulation where all are said: the plan's is compared with the file's.
+    A batch key that only a lower layer sets is dropped if the other two are set, and so is the
+    accumulation if all three are: the plan's accumulation is compared with the file's later.
     """
     path = deepspeed_file_in(tree.values.get("strategy"))
     if path is None:
@@ -212,7 +212,7 @@ def _is_given(values: Any, path: KeyPath) -> bool:
 
 
 def job_from_keys(strategy: str, keys: Mapping[str, Any]) -> Job:
-    """A job from a strategy and dotted keys alone, without a job file."""
+    """Make a job from a strategy and dotted keys, without a job file."""
     tree, words = read_strategy(strategy, "strategy"), ConfigTree()
     for key, value in keys.items():
         words.put(tuple(key.split(".")), value, f"{key}={value!r}", beside=True)
@@ -226,7 +226,11 @@ def _value_at(values: Any, path: KeyPath) -> Any:
 
 
 def validate_job(kind: type[Job], tree: ConfigTree) -> Job:
-    """Make the typed job, or say the first thing that is wrong with it."""
+    """Make the typed job.
+
+    Raises:
+        ConfigError: the first complaint.
+    """
     try:
         return kind.model_validate(tree.values)
     except ValidationError as error:
@@ -239,13 +243,13 @@ def format_validation_error(
     tree: ConfigTree | None = None,
     section: str = "",
 ) -> str:
-    """One line for the first of pydantic's complaints: place, key, reason, fix.
+    """Return pydantic's first complaint in one line: place, key, reason, fix.
 
     Args:
         error: of pydantic.
-        kind: what was to be made.
+        kind: the class that the values were checked against.
         tree: knows where each key was written.
-        section: what stands before each key, with its dot.
+        section: a prefix of all keys, with its dot.
     """
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
@@ -273,11 +277,10 @@ def format_validation_error(
 def _place(
     fault: ErrorDetails, path: KeyPath, kind: type[BaseModel], tree: ConfigTree
 ) -> str | None:
-    """Where the key stands that is at fault.
+    """Where the faulty key was written; None if nobody wrote it.
 
-    Of a whole section, whose keys contradict each other, it is the last of those that the complaint
-    names: who says something over a preset is told of his own words. Where nobody has said them, no
-    place is named.
+    If the keys of a section contradict each other, it is one of those that the complaint names:
+    preferably one of the command line, then one of the user's files, then one of a preset.
     """
     known = _fields_at(kind, path)
     if len(path) != 1 or fault["type"] != "value_error" or not known:
@@ -290,18 +293,18 @@ def _place(
 
 
 def _is_preset(place: str) -> bool:
-    """Whether a place is in a file that comes with bigtrain."""
+    """Whether a place is in one of bigtrain's presets."""
     return place.startswith(("jobs/", "strategies/"))
 
 
 def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:
-    """Whether a value is a DeepSpeed file's, which no word of the command line may displace."""
+    """Whether a value was written in the DeepSpeed file, where no override can replace it."""
     path = deepspeed_file_in(tree.values.get("strategy"))
     return path is not None and str(place).startswith(f"{path}: ")
 
 
 def describe_fault(fault: ErrorDetails, name: str) -> str:
-    """A value that pydantic refuses: its key, what is needed, what was got, the words to type."""
+    """Describe a value that pydantic refuses: its key, needed, got, and the words to paste."""
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
         return f"{name}: {message[:1].lower()}{message[1:]}."
@@ -319,7 +322,7 @@ _KINDS = {
     "tuple": "a list",
     "list": "a list",
 }
-"""What is needed, by the beginning of pydantic's word for its complaint."""
+"""The needed value, by the beginning of pydantic's error type."""
 _BOUNDS = {
     "greater_than_equal": ("ge", "{:g} or more", "{}={:g}"),
     "greater_than": ("gt", "more than {:g}", ""),
@@ -329,7 +332,7 @@ _BOUNDS = {
 
 
 def _needed(fault: ErrorDetails) -> str:
-    """What would be right, in place of pydantic's sentence where there is a plainer one."""
+    """The needed value, in plainer words than pydantic's where possible."""
     kind = str(fault["type"])
     if kind in _BOUNDS:
         key, words, _ = _BOUNDS[kind]
@@ -344,7 +347,7 @@ def _needed(fault: ErrorDetails) -> str:
 
 
 def _fix(fault: ErrorDetails, name: str) -> str:
-    """Words to type, where the complaint tells which."""
+    """The words to paste, if the complaint tells which."""
     kind = str(fault["type"])
     if kind in _BOUNDS and _BOUNDS[kind][2]:
         key, _, words = _BOUNDS[kind]
@@ -358,7 +361,7 @@ def _fix(fault: ErrorDetails, name: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """What was given, short."""
+    """The value, shortened."""
     text = str(value) if isinstance(value, date) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -393,4 +396,4 @@ ONE_PROCESS = (
     *("mesh.pp=null", "mesh.dp=-1", "mesh.tp=1", "train.accumulation_steps=null"),
     "train.micro_batch_size=null",
 )
-"""The words that leave of a job what one process can do: its global batch at once."""
+"""Overrides that make a job run in one process, with the global batch as one micro-batch."""

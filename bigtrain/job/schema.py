@@ -1,7 +1,7 @@
-"""One job as types: every key of a YAML file, its default, its unit, and the batch arithmetic.
+"""The typed configuration of one run: every key of a job, with its default and its unit.
 
-Defaults stand here and nowhere else; YAML files hold differences. Nothing here imports torch,
-so a wrong key is answered in milliseconds.
+Defaults are written here and nowhere else; YAML files hold what differs from them. This module does
+not import torch, so a wrong key is refused within milliseconds.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ DEFAULT_TECHNIQUE = {
     "offload": "offload",
     "accumulate": "accumulation",
 }
-"""What a role means where its `name` is left out: these have one technique each."""
+"""The technique of a role whose `name` is left out: these roles have one technique each."""
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
-"""A size: written '25MiB' or as a number, kept as an integer of bytes."""
+"""A size in bytes: an integer, or text such as '25MiB'."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -> object:
-    """A value, unless it is or holds `true`, `false` or what is beyond 64 bits where numbers are.
+    """Return a value, and refuse booleans and integers beyond 64 bits where a number is needed.
+
+    pydantic would take `true` for 1, and a larger integer for a number that no float holds.
 
     Args:
-        kind: the annotation of what it is for; one with a check of its own is left to that.
-        value: as it was given.
-        metadata: that pydantic keeps beside the annotation of a field.
+        kind: the annotation of the key; an annotation with its own check is left to that check.
+        value: of the key.
+        metadata: pydantic's metadata of the field.
 
     Raises:
-        ValueError: it is one: for pydantic that would be 1 or 0, or a number that no float holds.
+        ValueError: it is, or has in a list, a boolean or an integer that is too large.
     """
     if any(isinstance(one, BeforeValidator) for one in metadata):
         return value
@@ -61,19 +63,19 @@ def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -
         shown = str(value).lower() if isinstance(value, bool) else value
         raise ValueError(f"needs a number (got {shown})")
     if any(isinstance(one, int) and abs(one) > MOST_WHOLE for one in held):
-        raise ValueError(f"a whole number is at most {MOST_WHOLE:,}, and this is beyond it")
+        raise ValueError(f"a whole number is at most {MOST_WHOLE:,}, and this one is larger")
     return value
 
 
 MOST_WHOLE = 2**63 - 1
-"""The largest whole number of a key: what torch's integers hold."""
+"""The largest whole number of a key: the largest of torch's 64-bit integers."""
 
 
 _ANYTHING: set[object] = {bool, Any, object}
 
 
 def _plain_kinds(kind: object) -> set[object]:
-    """The types in an annotation, those inside of unions and lists, too."""
+    """Return the types in an annotation, including those inside unions and lists."""
     inner = get_args(kind)
     if any(isinstance(one, BeforeValidator) for one in inner):
         return {Any}
@@ -83,7 +85,7 @@ def _plain_kinds(kind: object) -> set[object]:
 
 
 class ConfigSection(BaseModel):
-    """The base of every section: frozen, and an unknown key is an error."""
+    """The base class of sections: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -95,115 +97,118 @@ class ConfigSection(BaseModel):
 
 
 class ModelConfig(ConfigSection):
-    """Which model is trained."""
+    """The model."""
 
     name: str = "gpt"
     """A built-in name (gpt-10m, lenet, resnet50, ...) or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Arguments of its constructor; what the data decides (number of classes) may be left out."""
+    """Arguments of its constructor. Those that follow from the data (number of classes) may be left
+    out."""
     pretrained: str | None = None
-    """The state dict that it begins with: a file, or `cache` for the one that torchvision has
-    fetched before (nothing is downloaded)."""
+    """Initial weights: a file with a state dict, or `cache` for weights that torchvision has
+    downloaded before (nothing is downloaded here)."""
     pretrained_except: tuple[str, ...] = ()
-    """Modules, by their names, that begin with initial weights all the same: a head for other
-    classes."""
+    """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
+    a head for other classes."""
     loss: str | None = None
-    """`package.module:function`, a mean loss of (output, target); left out, the task's own."""
+    """`package.module:function`, a mean loss of (output, target); left out, the task's loss."""
     chunked_loss: bool | None = None
-    """Cross entropy in chunks, without the whole logits; left out, for the built-in gpt models."""
+    """Compute cross entropy in chunks, so that the logits never exist as a whole; left out, true
+    for the built-in gpt models."""
     chunk_size: Bytes | None = Field(None, gt=0)
     """Bytes of the logits in one chunk; left out, 32 MiB on a CPU and 256 MiB elsewhere."""
     auxiliary_weight: float | None = Field(None, ge=0)
-    """What the loss of each auxiliary head (`aux`) counts for beside that of the main one; left
-    out, what is customary for the model's kind."""
+    """The weight of each auxiliary head's loss (`aux`), where the main head's is 1; left out, the
+    customary weight for the kind of model."""
     head: str | None = None
-    """The linear layer that makes the logits, by its name; left out, it is found."""
+    """The name of the linear layer that makes the logits; left out, it is found."""
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> ModelConfig:
         if self.pretrained_except and self.pretrained is None:
             raise ValueError(
-                f"{as_word('pretrained_except', self.pretrained_except)} leaves out parts of a "
-                "file, and there is none. Set model.pretrained=FILE, or leave it out"
+                f"{as_word('pretrained_except', self.pretrained_except)} excludes parts of a "
+                "file, and no file is given. Set model.pretrained=FILE, or leave it out"
             )
         return self
 
 
 class DataConfig(ConfigSection):
-    """What it is trained on."""
+    """The data."""
 
     name: str = "text"
     """A built-in source (text, digits, cifar10, ...) or `package.module:function`."""
     path: str | None = None
-    """The file or folder of the source; for text, left out, the Python library's own source."""
+    """The file or folder of the source; left out for text, the source code of Python's library."""
     args: dict[str, Any] = {}
     """Arguments of the source."""
     workers: int | None = Field(None, ge=0)
-    """Processes per rank that read samples ahead; 0 reads in the training process. Left out, none
-    on a CPU, and on a GPU as many as there are cores for each rank, 4 at most."""
+    """Processes per rank that read samples ahead; 0 reads in the training process. Left out, 0 on a
+    CPU, and on a GPU the number of cores for each rank, at most 4."""
     batch_dims: dict[str, int | None] = {}
-    """In a loop of your own: the dim of a tensor that goes along the rows, by its name in the batch
-    (inputs, inputs.position_ids, inputs[1], targets); null for one that belongs to all rows. Left
-    out, tensors begin with their rows, or belong to all where they have one row or no dim."""
+    """In a custom training loop: the batch dim of a tensor, by its name in the batch (inputs,
+    inputs.position_ids, inputs[1], targets); null for a tensor that all rows share. Left out, 0; a
+    tensor with one row or no dim is shared."""
 
 
 class OptimConfig(ConfigSection):
-    """How the parameters are updated."""
+    """The optimizer and its learning rate."""
 
     name: Literal["adamw", "adam", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
-    """adam adds weight decay to the gradient, adamw takes it from the weight; adafactor keeps a row
-    and a column of its second moment; the last two keep 8 or 4 bits for each moment, in torchao's
-    formats."""
+    """adam adds weight decay to the gradient, adamw subtracts it from the weight; adafactor stores
+    a row and a column of its second moment; the last two store each moment in 8 or 4 bits, in
+    torchao's formats."""
     lr: float = Field(1e-3, ge=0)
-    """The highest learning rate, for a global batch of `base_batch_size` where that is given."""
+    """The highest learning rate; if `base_batch_size` is given, for a global batch of that size."""
     base_batch_size: int | None = Field(None, ge=1)
     """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled from the gradient, except for adam and sgd, as in torch."""
+    """Decoupled from the gradient, except with adam and sgd, as in torch."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the first and second moments, for adamw and adam in all their forms."""
+    """Decay rates of the first and second moments, for all variants of adam and adamw."""
     eps: float = Field(1e-8, ge=0)
-    """Added to the root of the second moment, for adamw and adam in all their forms."""
+    """Added to the root of the second moment, for all variants of adam and adamw."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """For sgd."""
     dampening: float = Field(0.0, ge=0, le=1)
-    """For sgd: what of a new gradient is left out of the momentum."""
+    """For sgd: the share of a new gradient that is not added to the momentum."""
     nesterov: bool = False
-    """For sgd: the step looks ahead along the momentum."""
+    """For sgd: Nesterov momentum."""
     decay_norms_and_biases: bool = True
-    """False: weight decay leaves out parameters of one dim, those of norms and biases (He et al.
+    """False: no weight decay for parameters with one dim, those of norms and biases (He et al.
     2018, arXiv 1812.01187, section 3.1)."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps in which the learning rate rises linearly to `lr`."""
+    """Steps over which the learning rate rises linearly to `lr`."""
     warmup_epochs: float = Field(0.0, ge=0)
-    """The same in passes over the training data, whatever the batch; give one of the two."""
+    """The warm-up in epochs, whatever the batch size; give this or `warmup_steps`."""
     warmup_factor: float | None = Field(None, ge=0, le=1)
-    """The share of the rate in the first step, from which it rises to all of it in the step after
-    the warm-up; left out, one warm-up step's share, and all of it in the warm-up's last step."""
+    """The share of `lr` in the first step; the rate reaches `lr` in the step after the warm-up.
+    Left out, the first step has 1 / warm-up steps, and the warm-up's last step has all of `lr`."""
     schedule: Literal["constant", "cosine", "linear", "poly", "step", "deepspeed"] = "constant"
-    """The rate after warm-up: held, let down to `final_lr_share` by the end of the last step (as a
-    power of what remains: poly), multiplied by `step_factor` at each of `milestones`, or with its
-    warm-up what the scheduler of `strategy.deepspeed` sets (written by bigtrain itself)."""
+    """The rate after warm-up: constant; decayed to `final_lr_share` by the end of the last step
+    (cosine, linear, or poly: a power of the remaining share); multiplied by `step_factor` at each
+    of `milestones` (step); or with its warm-up as the scheduler of `strategy.deepspeed` says,
+    computed by bigtrain."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
-    """For schedule=cosine, linear and poly: the rate at the end, as a share of `lr`."""
+    """For schedule=cosine, linear and poly: the final rate, as a share of `lr`."""
     poly_power: float = Field(0.9, gt=0)
     """For schedule=poly: the power."""
     milestones: tuple[float, ...] = ()
-    """For schedule=step: in epochs, ascending."""
+    """For schedule=step: epochs, ascending."""
     step_factor: float = Field(0.1, gt=0, le=1)
-    """For schedule=step: the rate is multiplied by it at each milestone."""
+    """For schedule=step: the factor of the rate at each milestone."""
     clip_norm: float | None = Field(None, gt=0)
-    """Gradients are scaled down to this global norm where they exceed it."""
+    """Gradients are scaled down to this global norm if they exceed it."""
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
-    """torch's kernels for the step; auto is fused, which needs no temporary copies."""
+    """torch's kernels of the optimizer's step; auto is fused, which needs no temporary copies."""
     state: Literal["fp32", "bf16"] = "fp32"
-    """The dtype of adamw's moments; bf16 halves them."""
+    """The dtype of adamw's moments; bf16 halves their memory."""
     master_weights: bool = True
     """False: with train.precision=bf16 the parameters themselves are bf16, without fp32 copies."""
     stochastic_rounding: bool | None = None
-    """What is kept in bf16 is rounded up or down by chance; left out, true where there is any."""
+    """Round values stored in bf16 stochastically; left out, true if there are any."""
     release_gradients: bool = False
-    """Each parameter is updated in the backward pass, as soon as its gradient is there."""
+    """Update each parameter in the backward pass, as soon as its gradient is computed."""
 
     @model_validator(mode="after")
     def _fits(self) -> OptimConfig:
@@ -214,7 +219,7 @@ class OptimConfig(ConfigSection):
 
     @property
     def lean(self) -> bool:
-        """Whether the update is bigtrain's own, a piece at a time, and not one of torch's."""
+        """Whether bigtrain's own update is used, which works in pieces, and not torch's."""
         own = self.state == "bf16" or not self.master_weights
         return self.name in LOW_BIT or (self.name == "adamw" and own)
 
@@ -230,16 +235,16 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "dampening": ("sgd",),
     "nesterov": ("sgd",),
 }
-"""Keys that not every optimizer has, and which have them."""
+"""Keys that not every optimizer has, with the optimizers that have them."""
 
 
 def keys_without_use(name: object) -> list[str]:
-    """The keys that an optimizer of this name has not."""
+    """The keys of `optim` that an optimizer of this name does not have."""
     return [key for key, names in _OWN_KEYS.items() if name not in names]
 
 
 def foreign_key_fault(optim: OptimConfig) -> str | None:
-    """What is given that the optimizer has not; None where nothing is."""
+    """The complaint about a key that the optimizer does not have; None if there is none."""
     for key in keys_without_use(optim.name):
         value = getattr(optim, key)
         if value != type(optim).model_fields[key].default:
@@ -250,7 +255,7 @@ def foreign_key_fault(optim: OptimConfig) -> str | None:
             )
     if optim.nesterov and (not optim.momentum or optim.dampening):
         return (
-            f"nesterov=true looks ahead along a momentum without dampening, and "
+            f"nesterov=true needs momentum without dampening, and "
             f"momentum={optim.momentum:g} dampening={optim.dampening:g}. Use optim.momentum=0.9 "
             "optim.dampening=0, or optim.nesterov=false"
         )
@@ -258,7 +263,7 @@ def foreign_key_fault(optim: OptimConfig) -> str | None:
 
 
 def optimizer_fault(optim: OptimConfig) -> str | None:
-    """What is wrong with these keys together, with the fix; None where nothing is."""
+    """The complaint about keys that contradict each other, with the fix; None if none do."""
     name, rounded = optim.name, optim.state == "bf16" or not optim.master_weights
     foreign = foreign_key_fault(optim)
     if foreign is not None:
@@ -268,20 +273,20 @@ def optimizer_fault(optim: OptimConfig) -> str | None:
     if not optim.master_weights and name in ("sgd", "adam", "adafactor"):
         return (
             f"master_weights=false is for adamw, adamw_8bit and adamw_4bit, and name is {name}, "
-            "which would lose every change below 1/256 of a weight. Use optim.name=adamw, or "
-            "optim.master_weights=true"
+            "whose bf16 weights would lose every change below 1/256 of a weight. Use "
+            "optim.name=adamw, or optim.master_weights=true"
         )
     if optim.stochastic_rounding and not rounded:
         return (
-            "stochastic_rounding=true rounds what is kept in bf16, and nothing is. Set "
+            "stochastic_rounding=true rounds values stored in bf16, and there are none. Set "
             "optim.state=bf16 or optim.master_weights=false, or leave it out"
         )
     if optim.implementation == "fused" and name == "adafactor":
-        return "implementation=fused: torch has no such adafactor. Use optim.implementation=auto"
+        return "implementation=fused: torch has no fused adafactor. Use optim.implementation=auto"
     if optim.lean and optim.implementation != "auto":
         return (
             f"implementation={optim.implementation} chooses among torch's kernels, and name={name} "
-            "with these keys has one of its own. Use optim.implementation=auto"
+            "with these keys uses bigtrain's. Use optim.implementation=auto"
         )
     if optim.release_gradients and optim.clip_norm is not None:
         return (
@@ -293,22 +298,22 @@ def optimizer_fault(optim: OptimConfig) -> str | None:
 
 
 def schedule_fault(optim: OptimConfig) -> str | None:
-    """What is wrong with the keys of the learning rate together; None where nothing is."""
+    """The complaint about keys of the learning rate that contradict each other, or None."""
     if optim.warmup_steps and optim.warmup_epochs:
         return (
             f"warmup_steps={optim.warmup_steps} and warmup_epochs={optim.warmup_epochs} both say "
-            "how long the rate rises. Give one, as optim.warmup_steps=0"
+            "how long the warm-up is. Give one of them, as with optim.warmup_steps=0"
         )
     if optim.warmup_factor is not None and not (optim.warmup_steps or optim.warmup_epochs):
         return (
-            f"warmup_factor={optim.warmup_factor:g} is where a warm-up begins, and there is none. "
+            f"warmup_factor={optim.warmup_factor:g} is for a warm-up, and there is none. "
             "Give optim.warmup_steps or optim.warmup_epochs, or leave optim.warmup_factor out"
         )
     given = list(optim.milestones)
     if (optim.schedule == "step") != bool(given):
         return (
             f"schedule={optim.schedule} with milestones={given}: schedule=step needs the epochs "
-            "after which the rate falls, and no other schedule has them. Use "
+            "at which the rate falls, and no other schedule takes them. Use "
             "optim.schedule=step optim.milestones=[30,60,80], or optim.milestones=[]"
         )
     if given != sorted(set(given)) or (given and given[0] <= 0):
@@ -317,41 +322,42 @@ def schedule_fault(optim: OptimConfig) -> str | None:
 
 
 class TrainConfig(ConfigSection):
-    """How long, in what batches, in what precision."""
+    """Length, batches and precision of training."""
 
     steps: int | None = Field(None, ge=1)
     """Optimizer steps."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the training data; give steps or epochs (neither means one epoch)."""
+    """Passes over the training data. Give steps or epochs; without either, one epoch."""
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples per optimizer step over all ranks; any two of these three give the third."""
+    """Samples of an optimizer step over all ranks. Any two of the three batch keys give the
+    third."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per rank that go through the model at once."""
+    """Samples per rank in one forward pass."""
     accumulation_steps: int | None = Field(None, ge=1)
     """Micro-batches per rank and optimizer step."""
     seed: int = Field(0, ge=0)
-    """Initial weights, the order of the samples and dropout depend on it."""
+    """Seed of initial weights, the order of samples, and dropout."""
     precision: Precision = "fp32"
     """bf16 is autocast with fp32 parameters; fp64 is for proofs."""
     eval_every: int = Field(0, ge=0)
-    """Steps between validations, besides the one at the end; 0 for that one alone."""
+    """Steps between validations; there is one at the end in any case. 0: only that one."""
     sync_batchnorm: bool = False
-    """BatchNorm statistics over all ranks (CUDA only)."""
+    """Compute BatchNorm statistics over all ranks (CUDA only)."""
     check_finite: bool = True
-    """A step whose loss or norm is not finite is refused before the update. False: it is not, and
-    a GPU has no pause between the backward pass and the update."""
+    """Stop before the update if the loss or the gradient norm is not finite. False: do not check,
+    so that a GPU need not wait between the backward pass and the update."""
     check_first_steps: int = Field(0, ge=0)
-    """Steps whose loss and gradient norm are compared with those of a plain torch loop on the whole
-    global batch, which rank 0 runs on its CPU beside them; a difference ends the run."""
+    """Compare the loss and the gradient norm of this many first steps with a plain torch loop over
+    the whole global batch, which rank 0 runs on its CPU; a difference ends the run."""
     deterministic: bool = False
-    """Only deterministic kernels (torch.use_deterministic_algorithms)."""
+    """Use deterministic kernels only (torch.use_deterministic_algorithms)."""
     matmul: Literal["highest", "high"] = "highest"
-    """On a GPU: products and convolutions of fp32 numbers in fp32, or in TF32 (`high`), which keeps
-    10 bits of each factor and is several times as fast."""
+    """On a GPU: compute matrix products and convolutions of fp32 tensors in fp32 (`highest`), or in
+    TF32 (`high`), which keeps 10 bits of each factor's mantissa and is several times faster."""
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
-    """How images lie in memory, and the weights of convolutions where no technique shards them."""
+    """Memory format of images, and of convolution weights that no technique shards."""
     compile: Literal["none", "blocks"] = "none"
-    """torch.compile of each repeated block; blocks that are alike share one program."""
+    """Compile each repeated block with torch.compile; equal blocks share one program."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -364,23 +370,23 @@ class TrainConfig(ConfigSection):
 
 
 BATCH_KEYS = ("global_batch_size", "micro_batch_size", "accumulation_steps")
-"""Any two of them give the third."""
+"""The keys of the batch; any two of them give the third."""
 
 
 class MeshConfig(ConfigSection):
-    """The ranks as axes, and how they talk."""
+    """The device mesh, and how its ranks communicate."""
 
     pp: int | None = Field(None, ge=1)
-    """Stages of a cut model; left out, all ranks that dp and tp leave where a technique cuts."""
+    """Pipeline stages; left out, with a pipeline all ranks that dp and tp leave, otherwise 1."""
     dp: int = Field(-1, ge=-1)
-    """-1 is what remains of the world."""
+    """Replicas; -1 is all ranks that pp and tp leave."""
     tp: int | None = Field(None, ge=1)
-    """Ranks that hold slices of the same layers; left out, 1, and where a technique slices all
-    ranks, or 2 beside replicas or stages."""
+    """Ranks that slice the same layers. Left out: with tensor parallelism all ranks, or 2 if there
+    are replicas or stages as well; otherwise 1."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """The library that exchanges tensors; auto is nccl on GPUs and gloo on a CPU."""
+    """The communication backend; auto is nccl on GPUs and gloo on a CPU."""
     setup_timeout: float = Field(300.0, gt=0)
-    """Seconds the ranks wait for each other at the start."""
+    """Seconds that ranks wait for each other at the start."""
     timeout: float = Field(100.0, gt=0)
     """Seconds a collective may take afterwards; at least 1800 with train.compile=blocks."""
 
@@ -388,12 +394,12 @@ class MeshConfig(ConfigSection):
     @classmethod
     def _not_zero(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("dp=0 has no ranks; use -1 for what remains")
+            raise ValueError("dp=0 has no ranks. Use -1 for all that remain")
         return value
 
 
 class RoleConfig(BaseModel):
-    """One technique: its name, and its own options, which its module checks."""
+    """One technique: its name and its options, which its module checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -409,20 +415,20 @@ class StrategyConfig(ConfigSection):
     """At most one technique for each role."""
 
     name: str = "single"
-    """What the reports call it: the words that it was named by. Without a cut, replicas or
-    DeepSpeed's file beside it, it names them: {name: ddp+full}."""
+    """The label in reports: the words that named the strategy. Without `cut`, `replicate` and
+    `deepspeed` it names the strategy itself: {name: ddp+full}."""
     deepspeed: str | None = None
-    """A DeepSpeed configuration file (JSON): `zero` on DeepSpeed, as the file says."""
+    """A DeepSpeed configuration file (JSON), which `zero` on DeepSpeed then follows."""
     cut: RoleConfig | None = None
-    """Lays the model's layers over ranks or devices: stages of a pipeline."""
+    """How the model is cut into pipeline stages on ranks or devices."""
     slice: RoleConfig | None = None
-    """Lays each layer over ranks: tensor parallelism."""
+    """How each layer is sliced over ranks: tensor parallelism."""
     replicate: RoleConfig | None = None
     """How replicas share gradients, optimizer state and parameters."""
     recompute: RoleConfig | None = None
-    """Which activations are kept for the backward pass, and which are computed again."""
+    """Which activations are saved for the backward pass, and which are recomputed."""
     offload: RoleConfig | None = None
-    """Keeps optimizer state or activations on the host or on disk."""
+    """What is moved to the host or to disk: optimizer state, parameters, activations."""
     accumulate: RoleConfig | None = None
     """How many micro-batches make a step."""
 
@@ -433,17 +439,17 @@ class StrategyConfig(ConfigSection):
 
     @property
     def deepspeed_file(self) -> str | None:
-        """The DeepSpeed configuration that is followed, however it is named.
+        """The path of the DeepSpeed configuration in use, by whichever key it is named.
 
         Raises:
-            ConfigError: `deepspeed` and what stands beside it contradict each other.
+            ConfigError: `deepspeed` and `replicate` contradict each other.
         """
         if self.deepspeed is not None:
             return _file_of(zero_from_file(self.replicate, self.deepspeed))
         return _file_of(self.replicate)
 
     def roles(self) -> dict[Role, RoleConfig]:
-        """The roles that are filled, in the order of composition."""
+        """The techniques by role, in the order of composition."""
         filled: dict[Role, RoleConfig] = {}
         for role in ROLES:
             config: RoleConfig | None = getattr(self, role)
@@ -455,7 +461,7 @@ class StrategyConfig(ConfigSection):
 
 
 def _file_of(replicate: RoleConfig | None) -> str | None:
-    """The DeepSpeed file that `zero` on DeepSpeed is given."""
+    """The path of the DeepSpeed file among the options of `zero` on DeepSpeed."""
     if replicate is None or replicate.name != "zero":
         return None
     options = replicate.options
@@ -465,7 +471,7 @@ def _file_of(replicate: RoleConfig | None) -> str | None:
 
 
 def deepspeed_file_in(strategy: object) -> str | None:
-    """The DeepSpeed file that a `strategy` names, before it is checked; None without one."""
+    """The path of the DeepSpeed file in an unchecked `strategy` section; None without one."""
     if not isinstance(strategy, dict):
         return None
     path, replicate = strategy.get("deepspeed"), strategy.get("replicate")
@@ -477,7 +483,7 @@ def deepspeed_file_in(strategy: object) -> str | None:
 
 
 def long_form(role: str, value: object) -> object:
-    """What a role says as a mapping with its technique's name, where it is a word or has none."""
+    """Return a role's value as a mapping with a name, from a word or a mapping without a name."""
     if isinstance(value, str) and role == "recompute" and ":" not in value:
         return _recompute(value)
     if isinstance(value, str):
@@ -489,7 +495,7 @@ def long_form(role: str, value: object) -> object:
 
 
 def _recompute(word: str) -> dict[str, Any]:
-    """`full`, `selective`, or a budget as `6GiB` or `80%`."""
+    """The options of a word: `full`, `selective`, or a budget such as `6GiB` or `80%`."""
     if word == "checkpointing":
         return {"name": word}
     key = "budget" if word[:1].isdigit() else "mode"
@@ -497,7 +503,7 @@ def _recompute(word: str) -> dict[str, Any]:
 
 
 def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:
-    """`zero` on DeepSpeed with its file; a preset may stand beside it that says no other.
+    """Return `zero` on DeepSpeed with its file, and the options of a preset that agrees with it.
 
     Raises:
         ConfigError: the preset names another technique, engine or file.
@@ -517,35 +523,35 @@ class MemoryConfig(ConfigSection):
     """How memory is measured and predicted."""
 
     track_steps: int = Field(3, ge=0)
-    """Steps from the start during which every tensor is tracked; 0 tracks none."""
+    """Steps from the start during which all tensors are tracked; 0 tracks none."""
     predict: bool = True
-    """Predict the peak from a pass over fake tensors, and print it beside the measured one."""
+    """Predict the peak from a run on fake tensors, and print it next to the measured one."""
     cap: Bytes | None = Field(None, gt=0)
-    """The most that a rank may take: of the GPU, or on a CPU above what it held before the model
-    was built."""
+    """The most memory a rank may take: of the GPU, or on a CPU on top of what it held before the
+    model was built."""
     on_oom: Literal["stop", "adapt"] = "stop"
-    """When memory runs out: stop with an explanation, or go on from the last checkpoint with half
-    the micro-batch and the same global batch."""
+    """If memory runs out: stop with an explanation, or continue from the last checkpoint with half
+    the micro-batch size and the same global batch."""
 
 
 class CheckpointConfig(ConfigSection):
-    """When the state is saved and where it is taken from."""
+    """When the state is saved, and from where it is loaded."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0: only at the end."""
     at_end: bool = True
     """Save after the last step."""
     keep: int = Field(3, ge=1)
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     best: str | None = None
-    """A figure of the validation, such as `loss` or `top1`: a state that is better in it than all
-    before is saved, and kept beside the newest. Lower is better of a loss, higher of a share."""
+    """A validation metric, such as `loss` or `top1`. A state that improves on all before is saved,
+    and kept in addition to the newest. Of a loss lower is better, of a share higher."""
     asynchronous: bool = False
-    """Training goes on while files are written, from a copy on the host."""
+    """Continue training while the files are written, from a copy on the host."""
     snapshot_bytes: Bytes | None = Field(None, ge=0)
-    """The most that a rank copies for that; what is more is written before. None: no limit."""
+    """The most bytes that a rank copies for that; the rest is written first. None: no limit."""
     resume: str | None = None
-    """`auto`: the run's newest, if there is one; or the path of a checkpoint."""
+    """`auto`: the newest checkpoint of the run, if there is one; or the path of a checkpoint."""
 
     @property
     def saves(self) -> bool:
@@ -554,10 +560,10 @@ class CheckpointConfig(ConfigSection):
 
 
 class LogConfig(ConfigSection):
-    """What is written while it runs."""
+    """What a run writes."""
 
     dir: str = "runs"
-    """The folder that holds the runs' folders."""
+    """The folder of all runs."""
     name: str | None = None
     """The run's folder below `dir`; left out, model-strategy-number."""
     every: int = Field(10, ge=1)
@@ -565,8 +571,8 @@ class LogConfig(ConfigSection):
     tensorboard: bool = False
     """Write TensorBoard files into the run's folder; needs the package tensorboard."""
     accuracy: bool = False
-    """`top1` of each training step in metrics.jsonl: the share of the global batch that was right,
-    from the outputs of the step itself. For data with a class for each sample."""
+    """Write `top1` of each training step to metrics.jsonl: the share of the global batch that was
+    classified correctly, from the outputs of the step. For data with one class a sample."""
 
     @field_validator("dir", "name")
     @classmethod
@@ -581,7 +587,7 @@ class LogConfig(ConfigSection):
         parts = PurePath(value or "").parts
         if value is not None and (not parts or ".." in parts or PurePath(value).is_absolute()):
             raise ValueError(
-                f"{value!r} leads out of log.dir. Give a name such as log.name=first, and "
+                f"{value!r} is not below log.dir. Give a name such as log.name=first, and "
                 "the folder above it as log.dir=FOLDER"
             )
         return value
@@ -600,7 +606,7 @@ class Job(ConfigSection):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """The kind of device to train on; auto takes an accelerator where there is one."""
+    """The kind of device to train on; auto is an accelerator if there is one."""
 
     @model_validator(mode="after")
     def _deepspeed_agrees(self) -> Job:
@@ -609,7 +615,7 @@ class Job(ConfigSection):
             check_agreement(path, {"optim": dict(self.optim), "train": dict(self.train)})
         elif self.optim.schedule == "deepspeed":
             raise ConfigError(
-                "optim.schedule=deepspeed is the scheduler of a DeepSpeed file, and there is none. "
+                "optim.schedule=deepspeed needs the scheduler of a DeepSpeed file. "
                 "Set strategy.deepspeed=FILE, or another optim.schedule."
             )
         return self

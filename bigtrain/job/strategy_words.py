@@ -1,10 +1,10 @@
-"""Strategies by words: presets and files with `+` between them, laid over one another in order.
+"""Strategies by words: presets and files joined by `+`, merged in order.
 
     --strategy 1f1b+fsdp+full          three presets of one role each
     strategy: zero2+my.yaml            in a job, a strategy file or a plan
     strategy: {name: fsdp, recompute: {every: 2}}
 
-A preset or file may itself name its strategy by words; what else it says lies over them.
+A preset or file may itself name its strategy by words; its other keys override them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, rea
 from bigtrain.job.schema import ROLES, long_form
 
 _MOST_LETTERS = 5000
-"""Of words with paths among them."""
+"""The most letters of a strategy, including paths."""
 KIND = "strategies"
-"""The folder of the presets, below configs/."""
+"""The folder of the presets in configs/."""
 PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
-"""What a strategy or plan file may say about a job."""
+"""The sections of a job that a strategy or plan file may have."""
 REMOVED = {
     "autotp": "Use --strategy tensor (or zero1_torch+tensor, which shards optimizer state, too).",
 }
-"""Strategies of earlier versions: the fix."""
+"""Strategies of earlier versions, with the fix to show."""
 _WHOLE = (("strategy", "cut"), ("strategy", "replicate"))
-"""Roles with several techniques are said by one word; to the options of the others words add."""
+"""Roles that only one word may set; words may add options to the other roles."""
 _SPELLED_OUT = frozenset({"cut", "replicate", "deepspeed"})
-"""Beside one of these `strategy.name` is a label."""
+"""With one of these keys `strategy.name` is a label only."""
 
 
 def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
-    """The words by which a `strategy:` section names its strategy, and what it says beside them.
+    """Split a `strategy:` section into the words that name the strategy and its other keys.
 
     Returns:
-        None in place of words where the section has the roles themselves.
+        The words, or None if the section spells out its roles; and the other keys.
 
     Raises:
         ConfigError: it is neither words nor a mapping.
@@ -58,26 +58,26 @@ def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def split_words(text: str, asked: str) -> list[str]:
-    """The words of a strategy.
+    """Split a strategy into its words.
 
     Raises:
-        ConfigError: there is nothing beside a `+`, something else between words, or `auto`, which
-            is none.
+        ConfigError: a word is missing next to a `+`, words are joined by something else, or one
+            is `auto`.
     """
     if is_file(text) and is_regular(text):  # a path may have a + in it
         return [text]
     words = [word.strip() for word in text.split("+")]
     if len(text) > _MOST_LETTERS:
         raise ConfigError(
-            f"{asked}: a strategy of {len(text)} letters, {_MOST_LETTERS} are the most. Write "
+            f"{asked}: a strategy of {len(text)} letters; it may have {_MOST_LETTERS}. Write "
             "words like ddp+full."
         )
     if "" in words:
-        fault = "has no word beside a +" if text.strip() else "names no strategy"
+        fault = "has no word next to a +" if text.strip() else "names no strategy"
         raise ConfigError(f"{asked}: {text!r} {fault}. Write words like ddp+full.")
     for word in words:
         if not is_file(word) and re.search(r"[,;&|\s]", word):
-            raise ConfigError(f"{asked}: {word!r}: between words stands a +, as in ddp+full.")
+            raise ConfigError(f"{asked}: {word!r}: join words by +, as in ddp+full.")
     if "auto" in words:
         raise ConfigError(
             f"{asked}: {text!r} names auto, which chooses the whole strategy, and only on the "
@@ -87,7 +87,7 @@ def split_words(text: str, asked: str) -> list[str]:
 
 
 def strategy_label(text: str) -> str:
-    """Words as tables and folders show them: of a file the name, without folder and ending."""
+    """The label of a strategy in tables and folders: files count by their stem."""
     return "+".join(map(_label, split_words(text, "strategy")))
 
 
@@ -96,7 +96,7 @@ def _label(word: str) -> str:
 
 
 def whole_strategies() -> list[str]:
-    """The presets that say how a model is laid over ranks; the others are words that add to one."""
+    """The presets that are strategies by themselves; the other presets are added to one."""
     found = {name: read_strategy(name, "").values["strategy"] for name in preset_names(KIND)}
     lays = {*_SPELLED_OUT, "slice"}
     return [name for name, strategy in found.items() if lays & strategy.keys()]
@@ -106,16 +106,17 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
     """Read a strategy by its words.
 
     Args:
-        text: names of presets and paths of YAML files, with `+` between them.
-        asked: the argument or key that named it, for the message.
-        within: the files and presets that are being read.
+        text: names of presets and paths of YAML files, joined by `+`.
+        asked: the argument or key that named it, for messages.
+        within: the files and presets that are being read, to find cycles.
 
     Returns:
-        What they say about a job, with every role in its long form; `strategy.name` is the words.
+        The keys of a job that the words set, every role in its long form; `strategy.name` is the
+        words.
 
     Raises:
-        ConfigError: an unknown word (with the nearest), a file that is not there, or two words
-            that say unequal things of one key.
+        ConfigError: a word is unknown, a file does not exist, or two words set one key to
+            different values.
     """
     words = split_words(text, asked)
     if len(words) > 1:
@@ -130,7 +131,7 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
             if first != value:
                 one, other = _sides(first, value)
                 raise ConfigError(
-                    f"{asked}: {before} and {shown} both say {'.'.join(path)} ({one}, {other}). "
+                    f"{asked}: {before} and {shown} both set {'.'.join(path)} ({one}, {other}). "
                     "Keep one of them."
                 )
         whole.lay(tree)
@@ -139,19 +140,19 @@ def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> Config
 
 
 def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
-    """One preset or file; where it names words itself, those with its other keys over them."""
+    """Read one preset or file; words in it are read first, and its other keys override them."""
     if is_file(word):
         check_name(word, asked)
-    key = os.path.realpath(word) if is_file(word) else word  # of a loop of links, too
+    key = os.path.realpath(word) if is_file(word) else word  # finds cycles of links, too
     if key in within:
         raise ConfigError(f"{asked}: {word} names itself. Name another strategy there.")
     tree = read_preset(KIND, word, asked) if is_file(word) else _read_preset_word(word, asked)
-    tree.values.pop("predicted", None)  # a plan file tells what it expects
+    tree.values.pop("predicted", None)  # for readers of a plan file
     for section in tree.values:
         if section not in PLAN_KEYS:
             raise ConfigError(
                 f"{tree.origin((section,))}: a strategy file has no key {section!r}"
-                f"{did_you_mean(section, PLAN_KEYS)} It may say {', '.join(PLAN_KEYS)}."
+                f"{did_you_mean(section, PLAN_KEYS)} It may have {', '.join(PLAN_KEYS)}."
             )
     place = f"{tree.origin(('strategy',))}: strategy"
     inner, own = words_in(tree.values.get("strategy", {}), place)
@@ -167,11 +168,11 @@ def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
 
 
 def _read_preset_word(word: str, asked: str) -> ConfigTree:
-    """A preset by name, or with a value after it for the key that it `takes`: every_2."""
+    """Read a preset by name, with a value for the key that it `takes` in words such as every_2."""
     if ":" in word:
         raise ConfigError(
-            f"{asked}: {word!r} is a class, and here are the names of presets and files. "
-            f"Use strategy.replicate={word}, or the role that it has, or name a YAML file with it."
+            f"{asked}: {word!r} is a class, and words are names of presets and files. "
+            f"Use strategy.replicate={word} (or its role), or name a YAML file with it."
         )
     if word in REMOVED:
         raise ConfigError(f"{asked}: {word} was removed. {REMOVED[word]}")
@@ -199,7 +200,7 @@ def _leaves(values: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[Ke
 
 
 def _sides(one: object, other: object) -> tuple[str, str]:
-    """Two techniques by their names, or where these are equal with their options."""
+    """Show two techniques by their names, or with their options if the names are equal."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return str(one), str(other)
     if one.get("name") != other.get("name"):

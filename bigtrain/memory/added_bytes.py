@@ -1,8 +1,8 @@
-"""What a stretch of work holds in tensors beside those that were there before it.
+"""Count the bytes of tensors that a save or a resume adds to those of the run.
 
-The tracker knows every storage from the run's beginning, and is closed after the first steps. A
-save or a resume comes later, or earlier, and may go on in a thread: this counts only what it makes
-itself, at no cost to what runs beside it.
+The tracker knows every storage from the beginning of a run, and is closed after the first steps. A
+save or a resume comes later, or earlier, and may run in a thread: `AddedBytes` counts only the
+storages that it makes itself, and does not slow down other threads.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class StatePeak:
-    """The highest moment of a save or of a resume on one rank, measured or predicted. All bytes."""
+    """The peak of a save or of a resume on one rank, measured or predicted, in bytes."""
 
     bytes: int
-    """Of tensors on the device: those that were there before, and what it adds."""
+    """Tensors on the device: those from before, and those that it adds."""
     host_bytes: int = 0
-    """Beside an accelerator: what it adds on the host. On a CPU that is in `bytes`."""
+    """With an accelerator: the bytes it adds on the host. On a CPU they are in `bytes`."""
 
     def or_higher(self, other: StatePeak | None) -> StatePeak:
-        """The higher of both, of either kind of bytes."""
+        """The maximum of two peaks, for each kind of bytes."""
         if other is None:
             return self
         return StatePeak(max(self.bytes, other.bytes), max(self.host_bytes, other.host_bytes))
@@ -38,7 +38,7 @@ class StatePeak:
 
 @dataclass(frozen=True)
 class StatePeaks:
-    """Of the saves and of the resume of one rank; None where there was none, or it is not known."""
+    """The peaks of saves and of the resume of one rank; None if there was none or it is unknown."""
 
     save: StatePeak | None = None
     resume: StatePeak | None = None
@@ -47,30 +47,30 @@ class StatePeaks:
 class AddedBytes:
     """Bytes of the storages that operations make inside `counting`, by type of device.
 
-    A storage that is seen first as an operation's argument was there before, and is not counted.
-    What is made in one thread may go in another.
+    A storage that first appears as an operation's argument existed before, and is not counted.
+    Storages made in one thread may be freed in another.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a storage may go while another is counted
+        self._lock = threading.RLock()  # a storage may be freed while another is counted
         self._seen: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._live: Counter[str] = Counter()
         self._peak: Counter[str] = Counter()
         self.active = 0
-        """In how many threads it is being counted."""
+        """The number of threads that are being counted."""
 
     def peak_bytes(self, device_type: str) -> int:
-        """The most that was held at once on devices of a type since the last `restart`."""
+        """The most bytes alive at once on devices of a type since the last `restart`."""
         return self._peak[device_type]
 
     def restart(self) -> None:
-        """Begin anew with what is held now as the peak."""
+        """Reset the peak to the bytes that are alive now."""
         with self._lock:
             self._peak = Counter(self._live)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what this thread makes inside."""
+        """Count the storages that this thread makes inside."""
         self.active += 1
         try:
             with _Watch(self._see):
@@ -102,11 +102,11 @@ class AddedBytes:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of the tensors that operations of this thread take and return."""
+    """Reports the tensors that operations of this thread take and return."""
 
     def __init__(self, see: Callable[[Tensor, bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = see
+        self._report = see
 
     def __torch_dispatch__(
         self,
@@ -115,14 +115,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation, and tell of its tensors."""
+        """Run the operation, and report its tensors."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # see `StorageTracker`: its plain tensors come by themselves
+            return NotImplemented  # see `StorageTracker`: its plain tensors follow
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._tell(leaf, False)
+                self._report(leaf, False)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._tell(leaf, True)
+                self._report(leaf, True)
         return result

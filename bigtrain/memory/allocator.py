@@ -1,9 +1,9 @@
-"""Which allocator hands memory out on Linux, so that a process is little more than its tensors.
+"""The memory allocator on Linux, so that a process takes little more than its tensors.
 
-glibc keeps a heap for each thread and gives little of it back: where gloo's threads make and free
-tensors beside the main one, a process holds up to 2.5 times its tensors. tcmalloc shares what is
-free among threads (`benchmarks/process_memory.py` has the figures). It must be there when a process
-begins, so only processes that bigtrain starts are given it.
+glibc keeps a heap for each thread and returns little of it: if gloo's threads make and free tensors
+as the main thread does, a process takes up to 2.5 times its tensors. tcmalloc shares free memory
+among threads (`benchmarks/process_memory.py` has the figures). It must be loaded when a process
+starts, so only processes that bigtrain starts use it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-# mallopt's numbers for what is set.
+# mallopt's numbers of its parameters.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _REPORTS = "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"
 
 
 def tcmalloc() -> str | None:
-    """The name under which the system's linker knows tcmalloc; None where it is not installed."""
+    """The name by which the system's linker finds tcmalloc; None if it is not installed."""
     if sys.platform != "linux":
         return None
     return ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
 
 
 def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which a process that is started now gets tcmalloc.
+    """The environment variables that make a new process use tcmalloc.
 
-    None where it is not installed, and none where the user has said how memory is to be handed
-    out: `LD_PRELOAD` (empty, too), `MALLOC_...`, or glibc.malloc in `GLIBC_TUNABLES`.
+    There are none if it is not installed, or if the user has chosen an allocator: by `LD_PRELOAD`
+    (even an empty one), `MALLOC_...`, or glibc.malloc in `GLIBC_TUNABLES`.
 
     Args:
         environ: of the process that starts the others, normally `os.environ`.
@@ -40,12 +40,12 @@ def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
     if is_set or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return {}
     library = tcmalloc()
-    # It would say on standard error that a tensor of a GiB is large.
+    # Otherwise it warns on standard error of allocations of a GiB.
     return {} if library is None else {"LD_PRELOAD": library, _REPORTS: str(1 << 62)}
 
 
 def return_large_blocks(nbytes: int) -> None:
-    """Have glibc give freed blocks of this size and more back at once; no effect elsewhere."""
+    """Make glibc return freed blocks of at least this size at once; elsewhere do nothing."""
     if sys.platform != "linux" or "malloc" in os.environ.get("LD_PRELOAD", ""):
         return
     with suppress(AttributeError, OSError):
@@ -56,7 +56,7 @@ def return_large_blocks(nbytes: int) -> None:
 
 
 def release_free_memory() -> None:
-    """Have the allocator give back what is free in it: what is resident then is in use."""
+    """Make the allocator return its free memory, so that all resident memory is in use."""
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)

@@ -1,10 +1,10 @@
-"""A limit on what one rank may take, and how to tell that memory ran out.
+"""A limit on the memory of one rank, and how to recognise that memory ran out.
 
-On a GPU the caching allocator keeps the limit. On a CPU it is kept to the byte on the tensors while
-they are tracked (`StorageTracker`), and after that by the kernel: RLIMIT_DATA counts what a process
-has mapped for itself to write to, and not files on disk. To the limit on tensors comes there what
-the process was seen to hold beside them, and some room. Only the soft limit is set, so that it can
-be lifted again to explain what happened.
+On a GPU the caching allocator enforces the limit. On a CPU `StorageTracker` enforces it to the byte
+while tensors are tracked, and afterwards the kernel does: RLIMIT_DATA counts a process's private
+writable memory, and not files on disk. It is set to the limit on tensors, plus the memory that the
+process was seen to hold for other purposes, plus `ROOM_BYTES`. Only the soft limit is set, so that
+it can be lifted to explain what happened.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _WORDS = (
     "status_alloc_failed",  # cuBLAS and cuDNN
     "can't start new thread",  # a thread's stack is memory, too
 )
-# oneDNN tells no reason; where the process is limited, it is this one.
+# oneDNN gives no reason; in a limited process it is out of memory.
 _WORDS_UNDER_A_CAP = ("could not create a primitive", "could not execute a primitive")
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 
 
 class MemoryCap:
-    """The most that this process's tensors may take on its device from now on.
+    """Limits the memory of this process's tensors on its device, from its construction.
 
     Args:
         limit: bytes, per rank. None limits nothing.
@@ -63,20 +63,20 @@ class MemoryCap:
             return_large_blocks(_CAPPED_BLOCK_BYTES)
         else:
             raise ConfigError(
-                f"memory.cap={limit} is kept by Linux on a CPU, and this is {sys.platform}. "
+                f"memory.cap={limit} needs Linux on a CPU, and this is {sys.platform}. "
                 "Leave memory.cap out."
             )
 
     @property
     def tensor_limit(self) -> int | None:
-        """Bytes that tensors of a CPU may take while they are tracked; None limits nothing."""
+        """Bytes that tensors on a CPU may take while they are tracked; None: no limit."""
         return self.limit if self._on_host else None
 
     def limit_process(self, tensor_bytes: int) -> None:
-        """From now on the kernel keeps the limit of a CPU: what is no tensor now comes on top.
+        """Let the kernel enforce the limit on a CPU, on top of memory that is no tensor now.
 
         Args:
-            tensor_bytes: what this rank's tensors are now.
+            tensor_bytes: of this rank's tensors now.
         """
         if self.limit is None or not self._on_host:
             return
@@ -84,7 +84,7 @@ class MemoryCap:
         _set_soft(base + ROOM_BYTES + self.limit)
 
     def lift(self) -> None:
-        """Take the limit away."""
+        """Remove the limit."""
         if self.limit is None:
             return
         if self._on_host:
@@ -105,14 +105,14 @@ def _cap_gpu(limit: int, device: torch.device) -> None:
 
 
 def _start_kernels() -> None:
-    """Have the threads and buffers of torch's kernels made: they are no tensors of the run."""
+    """Make torch's kernels allocate their threads and buffers, which are no tensors of the run."""
     rows = torch.ones(512, 512, requires_grad=True)
     weight = torch.ones(2048, 512, requires_grad=True)
     (rows @ weight.t()).exp().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _set_soft(limit: int | None) -> None:
-    # A module of one system only.
+    # It exists on Unix only.
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -123,7 +123,7 @@ def _set_soft(limit: int | None) -> None:
 
 
 def device_capacity_bytes(device: torch.device) -> int | None:
-    """What the device has: a GPU's memory, or the host's for the CPU. None where unknown."""
+    """The memory of a device: of a GPU, or of the host for a CPU. None if unknown."""
     if is_accelerator(device):
         return capacity_bytes(device)
     try:
@@ -134,7 +134,7 @@ def device_capacity_bytes(device: torch.device) -> int | None:
 
 
 def _is_capped() -> bool:
-    """Whether the kernel limits what this process may write to."""
+    """Whether the kernel limits this process's writable memory."""
     if sys.platform != "linux":
         return False
     import resource
@@ -143,7 +143,7 @@ def _is_capped() -> bool:
 
 
 def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
-    """What one rank can take before it takes it, in bytes; None where unknown.
+    """The bytes that one rank can take, before it has taken any; None if unknown.
 
     Args:
         limit: the job's cap.
@@ -159,7 +159,7 @@ def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; libraries share no exception type for it."""
+    """Whether an error means that memory ran out; libraries share no exception type for it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -170,7 +170,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """How much was asked for when memory ran out, where the error tells."""
+    """The bytes of the request that failed; None if the error does not tell."""
     match = _ASKED.search(str(error))
     if match is None:
         return None
@@ -179,39 +179,39 @@ def requested_bytes(error: BaseException) -> int | None:
 
 
 ROOM_BYTES = 24 * MIB
-"""What the kernel allows beside the tensors and the process's base: scratch space of kernels and of
-exchanges, blocks that are rounded up."""
+"""The kernel's limit in addition to the tensors and the process's base: for scratch space of
+kernels and of exchanges, and blocks that are rounded up."""
 _CAPPED_BLOCK_BYTES = 64 * KIB
-"""Under a cap, blocks from this size on go back to the system when they are freed: what lies
-unused in the heap would count."""
+"""Under a cap, freed blocks of at least this size are returned to the system: unused memory in the
+heap would count."""
 USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
-"""Of the room a predicted peak may fill this share, less these bytes: allocators round up, and
-kernels, graphs and Python's objects need memory beside the tensors."""
+"""A predicted peak may take this share of the limit, less these bytes: allocators round up, and
+kernels, graphs and Python's objects need memory besides tensors."""
 ACCELERATOR_BYTES = 256 * MIB
-"""The same of an accelerator on which nothing was measured, whose allocator keeps a limit on all
-that it took: cuBLAS has 32 MiB for each of two threads on Hopper, cuBLASLt may have as much, and
-what the allocator takes comes in pieces of 2 and of 20 MiB."""
+"""The same for an accelerator on which nothing was measured. Its allocator's limit includes all
+that it reserves: cuBLAS has 32 MiB for each of two threads on Hopper, cuBLASLt may have as much,
+and the allocator reserves memory in pieces of 2 and of 20 MiB."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a rank may take, and how much of that its tensors may be."""
+    """The memory that a rank may take, and the part of it that its tensors may take."""
 
     nbytes: int
     reserved: int | None = None
-    """What a process takes of a device without any tensor; None where a cap is enforced."""
+    """Bytes that a process takes of a device without any tensor; None if a cap is enforced."""
     beside: int = NON_TENSOR_BYTES
     """Under a cap: what is kept for memory beside the tensors; see `non_tensor_reserve`."""
 
     @property
     def for_tensors(self) -> int:
-        """The most bytes that a predicted peak may have."""
+        """The largest predicted peak that fits, in bytes."""
         if self.reserved is None:
             return int(self.nbytes * USABLE_FRACTION) - self.beside
         return self.nbytes - self.reserved
 
     def memory_for(self, peak_bytes: int) -> int:
-        """Bytes of a device, or of a cap, with which such a peak would fit."""
+        """The bytes of a device, or of a cap, that such a peak needs."""
         if self.reserved is None:
             return math.ceil((peak_bytes + self.beside) / USABLE_FRACTION) + 1
         return peak_bytes + self.reserved

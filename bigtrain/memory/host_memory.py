@@ -1,4 +1,4 @@
-"""How much memory the host and this process have, and how much of it is free."""
+"""The memory of the host and of this process, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bigtrain.units import format_bytes
 
 
 def proc_status_bytes(field: str) -> int | None:
-    """A size from this process's /proc/self/status, in bytes; None where there is none."""
+    """A size from this process's /proc/self/status, in bytes; None if it is not there."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -21,13 +21,13 @@ def proc_status_bytes(field: str) -> int | None:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory that this process may still take; None where the system does not tell.
+    """The bytes of host memory that this process may still take; None if the system does not tell.
 
-    The least of what the kernel calls available and what the limits of the process's control
-    groups (versions 1 and 2, containers and job schedulers set them) leave.
+    The minimum of the memory that the kernel calls available and the memory that the limits of the
+    process's control groups (versions 1 and 2; containers and job schedulers set them) leave.
 
     Args:
-        root: above `proc` and `sys`.
+        root: the folder that contains `proc` and `sys`.
     """
     limits = [_available(root), *_cgroup_free_bytes(root)]
     known_limits = [room for room in limits if room is not None]
@@ -35,7 +35,7 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def host_memory_line(root: Path = Path("/")) -> str:
-    """The host's memory in a few words: how much there is, and how much is free now."""
+    """The host's memory in words: its size, and how much is free now."""
     whole = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
     free = free_host_bytes(root)
     if whole is None or free is None:
@@ -48,7 +48,7 @@ def _total(line: str) -> int | None:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """How many processes the kernel has ended for want of memory since the system started."""
+    """How many processes the kernel has killed because memory ran out, since the system started."""
     for line in _lines(root / "proc/vmstat"):
         if line.startswith("oom_kill "):
             return int(line.split()[1])
@@ -90,7 +90,9 @@ def _group_free_bytes(group: Path, limit: str, usage: str, reclaimable: str) -> 
         return None
     cached = 0
     for line in _lines(group / "memory.stat"):
-        if line.startswith(f"{reclaimable} "):  # page cache that is dropped when memory is wanted
+        if line.startswith(
+            f"{reclaimable} "
+        ):  # page cache that the kernel drops when memory is needed
             cached = int(line.split()[1])
     return max(0, limit_bytes - max(0, used - cached))
 

@@ -1,6 +1,7 @@
-"""What compiled programs do past all dispatch modes, told to those who watch.
+"""Report the memory of compiled programs, which no dispatch mode sees.
 
-Their buffers, of a run; and of a forecast, where programs run without them, their kernels.
+In a run these are the programs' buffers; in a forecast, where programs run on fake tensors without
+buffers, their fused kernels.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor
 
 _MAKERS = ("_empty_strided_cpu", "_empty_strided_cuda", "_empty_strided_xpu")
-"""What inductor's programs make their buffers with; they look these up when they are loaded."""
+"""The functions that inductor's programs make buffers with; they look them up when loaded."""
 _watching: list[Callable[[Tensor], None]] = []
 _watching_kernels: list[Callable[[list[Tensor]], None]] = []
 
 
 def announce_buffers() -> None:
-    """Let programs that are loaded from now on tell of each buffer as they make it."""
+    """Make programs that are loaded after this call report each buffer."""
     makers = torch._C._dynamo.guards
     for name in _MAKERS:
         plain = getattr(makers, name, None)
@@ -29,7 +30,7 @@ def announce_buffers() -> None:
 
 @contextmanager
 def buffers_announced(tell: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `tell` with each buffer that a program makes inside, of any thread."""
+    """Call `tell` with each buffer that a program makes inside, in any thread."""
     _watching.append(tell)
     try:
         yield
@@ -50,7 +51,7 @@ def _announcing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def kernels_announced(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
-    """Call `tell` with what each fused kernel reads and writes, of programs on fake tensors."""
+    """Call `tell` with the tensors that each fused kernel reads and writes, on fake tensors."""
     _watching_kernels.append(tell)
     try:
         yield
@@ -59,6 +60,6 @@ def kernels_announced(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
 
 def announce_kernel(touched: list[Tensor]) -> None:
-    """Tell of a fused kernel that a program on fake tensors would now run."""
+    """Report a fused kernel that a program on fake tensors would run now."""
     for tell in _watching_kernels:
         tell(touched)

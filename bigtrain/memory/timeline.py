@@ -1,7 +1,7 @@
-"""The life of tensor storages as data: what is alive when, of which kind, and where the peak is.
+"""The lifetimes of tensor storages as data: their kinds, and the peak.
 
-Measuring (on real tensors) and predicting (on fake ones) both end in a `Timeline`, so the two
-are compared like with like. Bytes are per rank.
+Measuring (on real tensors) and predicting (on fake ones) both give a `Timeline`, so that the two
+can be compared. Bytes are per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Breakdown:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Held from the forward pass for the backward pass, the batch itself included."""
+    """Saved for the backward pass, and the batch itself."""
     buffers: int = 0
     temporary: int = 0
     """Everything else: workspaces, intermediate results, gradients of activations."""
@@ -43,14 +43,14 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(f.name for f in fields(Breakdown)) 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest moment of a run or of its prediction, on one rank."""
+    """The moment of a run, or of its prediction, at which one rank holds the most."""
 
     phase: Phase
     breakdown: Breakdown
 
     @property
     def bytes(self) -> int:
-        """The peak in bytes: the parts sum to it by construction."""
+        """The peak in bytes: the sum of its parts."""
         return self.breakdown.total
 
 
@@ -65,23 +65,23 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockTicks:
-    """When one part of a model is computed with, and what it is made of."""
+    """The parameters of a part of a model, and the ticks of its forward and backward pass."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Of its parameters."""
+    """By parameter."""
     trained: tuple[bool, ...]
     forward: tuple[int, int]
     """Clock ticks at which its forward pass begins and ends."""
     backward: tuple[int, int]
-    """Clock ticks at which its outputs' gradients are there, and its inputs'."""
+    """Clock ticks at which the gradients of its outputs, and those of its inputs, are computed."""
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory over one step as a person looks at it: its highest moments, in seconds."""
+    """Memory over the seconds of one step, thinned for a plot."""
 
     seconds: tuple[float, ...]
-    """Since the step began; tracking every tensor makes a step slower than it is."""
+    """Since the step began. Tracking makes the step slower than others."""
     parts: dict[MemoryKind, tuple[int, ...]]
     """Bytes of each kind at these moments."""
     phases: tuple[tuple[float, Phase], ...]
@@ -96,7 +96,7 @@ class Timeline:
     phases: tuple[tuple[int, Phase], ...]
 
     def peak(self, persistent: Breakdown = Breakdown()) -> Peak:  # noqa: B008 - frozen
-        """The highest moment, with `persistent` bytes alive all the time."""
+        """The peak, with `persistent` bytes alive all the time."""
         tick = self.highest_tick()
         parts = dict.fromkeys(MEMORY_KINDS, 0)
         for span in self.spans:
@@ -122,7 +122,7 @@ class Timeline:
         return at
 
     def steps(self) -> tuple[list[int], list[int]]:
-        """The ticks at which something comes or goes, and the bytes alive from each on."""
+        """The ticks at which a storage is made or freed, and the bytes alive after each."""
         changes: dict[int, int] = {}
         for nbytes, _, birth, death in self.spans:
             changes[birth] = changes.get(birth, 0) + nbytes
@@ -131,12 +131,12 @@ class Timeline:
         return ticks, list(accumulate(changes[tick] for tick in ticks))
 
     def curve(self, start: int, times: Sequence[float], points: int = 120) -> MemoryCurve:
-        """What was alive from a tick on, thinned to the highest moment of each short while.
+        """The bytes alive from a tick on, thinned to the highest moment of each interval.
 
         Args:
             start: the tick at which the step begins.
             times: the time of each tick, in seconds.
-            points: into how many stretches of equal time the step is divided.
+            points: the number of equal intervals that the step is divided into.
         """
         last = len(times) - 1
         start_time, duration = (
@@ -167,7 +167,7 @@ class Timeline:
         )
 
     def only(self, *phases: Phase, drop: Sequence[MemoryKind] = ()) -> Timeline:
-        """The spans born in the given phases, less the kinds in `drop`."""
+        """The spans made in the given phases, without the kinds in `drop`."""
         selected = tuple(
             s for s in self.spans if s.kind not in drop and self.phase_at(s.birth) in phases
         )
@@ -175,7 +175,7 @@ class Timeline:
 
 
 def scale_timeline(timeline: Timeline, factor: float) -> Timeline:
-    """The same with every storage smaller or larger; what is a single number stays so."""
+    """Scale the bytes of every storage but those of single numbers (at most 8 bytes)."""
     spans = (
         s._replace(nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in timeline.spans
     )
@@ -183,5 +183,5 @@ def scale_timeline(timeline: Timeline, factor: float) -> Timeline:
 
 
 def highest_peak(peaks: Iterable[Peak]) -> Peak:
-    """The peak of several."""
+    """The highest of several peaks."""
     return max(peaks, key=lambda peak: peak.bytes)

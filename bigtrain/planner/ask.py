@@ -1,4 +1,4 @@
-"""From a job and a cluster to an answer: what is to be planned, opened and searched."""
+"""Answer a question to the planner: open the job's model, and search its plans."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ from bigtrain.units import format_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked."""
+    """A question to the planner: which plan of a job is the fastest that fits."""
 
     job: Job
     cluster: Cluster
     devices: int
     memory: Limit
-    """Of each rank."""
+    """The memory of each rank."""
     global_batch_size: int
     pp: int | None = None
-    """Where the mesh, the micro-batch are given and not to be chosen."""
+    """Fixed by the user; None to search it. So for `dp`, `rows` and `tp`."""
     dp: int | None = None
     rows: int | None = None
     tp: int | None = None
     at_hand: bool = False
-    """Whether the cluster is this machine, so that blocks can be timed on it."""
+    """Whether the cluster is this machine, on which blocks can be timed."""
     margins: Mapping[str, float] = field(kw_only=True)
-    """The engines to choose from, and the share by which each one's forecasts are enlarged."""
+    """By engine to choose from, the share by which its forecasts are enlarged."""
 
     @property
     def limit(self) -> int:
-        """Bytes that the tensors of a rank may be."""
+        """Bytes that the tensors of a rank may take."""
         return self.memory.for_tensors
 
     def memory_for(self, peak_bytes: int, engine: str) -> int:
-        """Bytes of memory, or of the cap, with which a forecast of an engine would fit."""
+        """The bytes of memory, or of the cap, that a peak forecast for an engine needs."""
         needed = math.ceil(peak_bytes * (1 + self.margins.get(engine, 0.0))) + 1
         return self.memory.memory_for(needed)
 
 
 @dataclass(frozen=True)
 class PlannedAnswer:
-    """A question, and what the search has found."""
+    """A question with the plans that the search has found."""
 
     question: Question
     setup: RunSetup
@@ -83,30 +83,30 @@ class PlannedAnswer:
     search: PlanSearch
     num_parameters: int
     step_flops: float
-    """Arithmetic of the model for one global batch, forward and backward, nothing twice."""
+    """FLOPs of one global batch, forward and backward, without recomputation."""
     tokens: int
-    """Targets of one global batch; the samples where the model is not one of language."""
+    """Tokens of one global batch; its samples, if the model is no language model."""
     timed: str
-    """Of blocks on the machine at hand: what was timed, or why nothing was; empty elsewhere."""
+    """Which blocks were timed on this machine, or why none was; empty for other clusters."""
     basis: StepBasis = "rates"
-    """What the seconds go by."""
+    """Whether the seconds come from timed blocks or from rates."""
 
     @property
     def seconds_line(self) -> str:
-        """What the seconds of the best plan go by, and how far such ones were off."""
+        """One line on the source of the best plan's seconds and on the error of earlier ones."""
         cluster, best = self.question.cluster, self.result.best[0]
         engine = engine_of(best.plan)
         if not self.question.at_hand:
             return (
-                f"seconds: by the figures of {cluster.name}; how far off is not known: no run on "
-                f"{cluster.device.name} is known here"
+                f"seconds: predicted from the rates of {cluster.name}; their error is not known, "
+                f"as no run on {cluster.device.name} was measured here"
             )
-        known = f"; {step_uncertainty(engine, self.basis, cluster.device.kind)}" if engine else ""
-        return f"seconds: {self.timed}{known}"
+        error = f"; {step_uncertainty(engine, self.basis, cluster.device.kind)}" if engine else ""
+        return f"seconds: {self.timed}{error}"
 
     @property
     def peak_flops(self) -> float:
-        """Of all devices together, in the job's precision."""
+        """FLOP/s of all devices together, in the job's precision."""
         cluster = self.question.cluster
         nodes = self.question.devices / cluster.node.devices
         device_flops = cluster.device.flops.of(self.question.job.train.precision)
@@ -115,7 +115,7 @@ class PlannedAnswer:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python's collector off: millions of spans come and go, and none is in a circle."""
+    """Turn Python's cycle collector off: a search makes millions of spans, and no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -129,7 +129,7 @@ def ask(question: Question) -> PlannedAnswer:
     """Search the plans of a job.
 
     Raises:
-        ConfigError: a number that cannot be, a model that does not run without its numbers.
+        ConfigError: a number is impossible, or the model does not run on fake tensors.
     """
     check_question(question)
     with _uncollected():
@@ -137,10 +137,11 @@ def ask(question: Question) -> PlannedAnswer:
 
 
 def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEvaluator]:
-    """The model of a question, and who judges plans for it.
+    """Open the model of a question, with its sections and the evaluator of its plans.
 
     Raises:
-        ConfigError: the model cannot be described, or is built whole and too large.
+        ConfigError: the model cannot be described, or every rank must build it whole and it is too
+            large for that.
     """
     single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
@@ -150,23 +151,26 @@ def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEv
     if setup.workload.whole_bytes > question.limit:
         raise ConfigError(
             f"plan: every rank builds the model whole ({setup.blueprint.reason}), which takes "
-            f"{format_bytes(setup.workload.whole_bytes)}, and {format_bytes(question.limit)} is "
-            "what its tensors may take. Use a smaller model, or one that is made without values "
-            "on the meta device."
+            f"{format_bytes(setup.workload.whole_bytes)}; its tensors may take "
+            f"{format_bytes(question.limit)}. Use a smaller model, or one that can be built on "
+            "the meta device."
         )
     model, example = setup.workload.model, setup.workload.micro_batch
-    given = (
+    library = SectionLibrary(
+        model,
+        example,
         _losses(setup, example, question.cluster.device.kind),
         setup.workload.make_optimizer,
         torch.device("cpu"),
     )
-    library = SectionLibrary(model, example, *given)
     timer, cut = StepTimer(question.cluster), question.devices > 1
     blocks = _block_timer(question, setup)
     shortened = shorten_model(model)
     checks = ModelChecks(setup.workload, shortened[0] if shortened else None)
-    given_rates = (question.job, library, timer, question.margins)
-    return setup, library, PlanEvaluator(*given_rates, cut=cut, blocks=blocks, checks=checks)
+    evaluator = PlanEvaluator(
+        question.job, library, timer, question.margins, cut=cut, blocks=blocks, checks=checks
+    )
+    return setup, library, evaluator
 
 
 def _search(question: Question) -> PlannedAnswer:
@@ -197,15 +201,15 @@ def _search(question: Question) -> PlannedAnswer:
     samples = question.global_batch_size
     targets = example.count // max(1, example.rows) if setup.data.task.name == "language" else 1
     return PlannedAnswer(
-        question,
-        setup,
-        answer,
-        search,
-        setup.parameters,
-        flops / 2 * samples,
-        int(targets * samples),
-        blocks.source if blocks is not None else "",
-        blocks.basis if blocks is not None else "rates",
+        question=question,
+        setup=setup,
+        result=answer,
+        search=search,
+        num_parameters=setup.parameters,
+        step_flops=flops / 2 * samples,  # the sections are of two rows
+        tokens=int(targets * samples),
+        timed=blocks.source if blocks is not None else "",
+        basis=blocks.basis if blocks is not None else "rates",
     )
 
 
@@ -219,7 +223,7 @@ def _block_timer(question: Question, setup: RunSetup) -> BlockTimer | None:
 
 
 def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[[bool, int], Loss]:
-    """The loss of a run, which depends on whether several micro-batches wait at the head."""
+    """The loss of a run, by whether several micro-batches wait at the head, and by rows."""
     job = parts.job
     if job.model.loss is not None:
         return lambda *_: parts.workload.loss
@@ -238,7 +242,7 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
 
 
 def check_question(question: Question) -> None:
-    """Refuse numbers that cannot be.
+    """Refuse impossible numbers.
 
     Raises:
         ConfigError: with the number and the fix.
@@ -257,7 +261,7 @@ def check_question(question: Question) -> None:
     if question.devices > cluster.node.devices and cluster.between is None:
         raise ConfigError(
             f"plan: --devices {question.devices}, and cluster {cluster.name} is one node of "
-            f"{cluster.node.devices} without links between nodes. Use --devices "
+            f"{cluster.node.devices} devices, without links between nodes. Use --devices "
             f"{cluster.node.devices}, or another --cluster."
         )
     memory = question.memory.nbytes
@@ -269,39 +273,40 @@ def check_question(question: Question) -> None:
         )
     if question.limit <= 0:
         raise ConfigError(
-            f"plan: --memory {memory} ({format_bytes(memory)}) is below what a "
-            f"process of {cluster.name} takes without any tensor, "
+            f"plan: --memory {memory} ({format_bytes(memory)}) is less than a process on "
+            f"{cluster.name} takes without any tensor, "
             f"{format_bytes(cluster.device.reserved)}. Use --memory "
             f"{format_bytes(2 * cluster.device.reserved).replace(' ', '')} or more."
         )
 
 
 def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[Limit, str]:
-    """What a rank has, and a line on what of it tensors may not be.
+    """The memory of a rank, and a line on the part of it that is reserved for other than tensors.
 
     Args:
-        cluster: says what a process takes without tensors.
-        memory: of a device, as it was typed; left out, the cluster's.
-        cap: what a rank may take of it, where that is enforced.
+        cluster: knows how much a process takes without tensors.
+        memory: of a device, as typed; None for the cluster's.
+        cap: the limit that a run would enforce, as typed; None for all of the memory.
     """
     if cap is not None:
         beside = non_tensor_reserve(cluster.device.kind, cluster.device.name)
         limit = Limit(parse_bytes(cap), beside=beside)
-        kept = format_bytes(limit.nbytes - limit.for_tensors)
-        return limit, f"of the cap {kept} are kept for what is beside"
+        reserve = format_bytes(limit.nbytes - limit.for_tensors)
+        return limit, f"of the cap {reserve} are reserved for memory other than tensors"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory
     reserved = cluster.device.reserved
-    return Limit(size, reserved), f"{format_bytes(reserved)} are kept for what is no tensor"
+    line = f"{format_bytes(reserved)} are reserved for memory other than tensors"
+    return Limit(size, reserved), line
 
 
 def engine_margins(
     engines: Iterable[str], device: DeviceSpec | None = None
 ) -> tuple[dict[str, float], str]:
-    """By what share each engine's forecasts are enlarged, and a line on why.
+    """By engine the share by which its forecasts are enlarged, and a line with the reasons.
 
     Args:
         engines: 'torch', 'deepspeed', 'fairscale'.
-        device: of a cluster that is described; left out, this machine's. Runs here say nothing of
+        device: of another cluster; None for this machine's. Runs on this machine tell nothing about
             another kind of device.
     """
     foreign = None

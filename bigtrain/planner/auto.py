@@ -1,4 +1,4 @@
-"""`--strategy auto`: the planner chooses, says why, and the run follows."""
+"""`--strategy auto`: the planner chooses the plan of a run, and explains its choice."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from bigtrain.units import format_bytes
 
 AUTO_STRATEGY = "auto"
 AUTO_ENGINES = ("torch",)
-"""Whose plans are chosen from: those whose forecasts are closest."""
+"""The engines to choose from: those with the most accurate forecasts."""
 
 
 def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
-    """The job of a run, and what there is to say of its choice: nothing but for `auto`.
+    """Read the job of a run; with `auto` choose its strategy.
 
-    Every rank plans for itself and comes to the same: rates are those that `bigtrain doctor` has
-    kept on this node, or a file's, and what blocks take is measured by one of them for all.
+    Every rank plans by itself and comes to the same plan: the rates are those that `bigtrain
+    doctor` measured on this node, or those of a file, and one rank times blocks for all of them.
+
+    Returns:
+        The job, and lines that explain the choice: none without `auto`.
 
     Raises:
         ConfigError: as `load_job`, or no plan fits.
@@ -37,7 +40,8 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
         return load_job(*arguments, plan=options.plan), []
     if options.plan is not None:
         raise ConfigError(
-            f"--strategy auto chooses a plan, and --plan {options.plan} is one. Leave one out."
+            f"--strategy auto chooses a plan, and --plan {options.plan} names one. Leave one of "
+            "them out."
         )
     job = load_job(options.config, "single", options.overrides)
     cluster, rates_source, measured = _cluster(device_type_of(job), placement)
@@ -47,7 +51,7 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
     samples = job.train.global_batch_size
     if samples is None:
         raise ConfigError(
-            "--strategy auto chooses the micro-batches of a global batch, and "
+            "--strategy auto divides the global batch into micro-batches, and "
             "train.global_batch_size is not given. Use train.global_batch_size=32."
         )
     planned = ask(
@@ -85,7 +89,7 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
     where = f" on pp rank {first.fullest_rank}" if candidate.pp > 1 else ""
     yield (
         f"auto: {first.label} ({candidate.mesh}, micro-batch {candidate.rows} x "
-        f"{candidate.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
+        f"{candidate.micro_batches}, recomputed: {recompute_summary(first)}): predicted peak "
         f"{format_bytes(first.peak.bytes)}{where} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
@@ -99,9 +103,10 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
 
 
 def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]:
-    """Where this run is, without measuring: ranks that measured would find different rates.
+    """The cluster of this run, without measuring it: each rank would measure other rates.
 
-    The last of the three is whether its rates were measured here.
+    Returns:
+        The cluster, the source of its rates, and whether they were measured on this machine.
     """
     ranks = placement.local_world_size
     known = cached_local_cluster(ranks, device_type) if placement.one_node else None
@@ -121,7 +126,7 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]
 
 
 def _likely(device_type: str) -> str:
-    """The cluster file of this kind of device."""
+    """The name of the cluster file that matches this kind of device best."""
     if device_type == "cpu":
         return "cpu"
     device_name = device_names()[0].lower()

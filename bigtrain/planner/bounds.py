@@ -1,7 +1,7 @@
-"""What no plan of a candidate is faster than, and none holds less than. And what outdoes what.
+"""Lower bounds on the seconds and bytes of candidates, and dominance between candidates.
 
-Nothing here forecasts a step. A candidate whose bound is above what is known already need not be;
-the forecast of `prediction.predict`, which has run the step on fake tensors, is what is believed.
+No step is forecast here. A candidate whose bound is worse than a plan that is already known needs
+no forecast; all that is reported comes from forecasts, whose steps were run on fake tensors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.fit import StageFitter
-from bigtrain.planner.recompute_levels import RecomputeLevels
 from bigtrain.planner.space import Candidate
+from bigtrain.planner.stages import RecomputeLevels
 from bigtrain.prediction.compose import wire_bytes
 from bigtrain.prediction.fake_runs.conversions import with_conversions
 from bigtrain.prediction.section_library import ModelSections
@@ -22,64 +22,67 @@ from bigtrain.prediction.sections import Section, concatenate_sections
 from bigtrain.timing.step_time import MicroBatchSeconds, closed_form_bubble
 
 WORK_SLACK = 0.06
-"""The share of a step that may be saved by what the bound on its work does not see; at most 4.7 %
-of a step was, in 980 plans of eight models that were drawn."""
+"""The share of a step by which the bound on a candidate's work may be too high. Over 980 plans of
+eight models, drawn at random, it was too high by 4.7 % at most."""
 EVEN_SLACK = 0.03
-"""The same of what is exchanged and updated, too, in stages that are alike; there 1.9 %."""
+"""The same for the bound that adds exchanges and the update, with equal stages: 1.9 % at most."""
 END_SLACK = 0.01
-"""The same where all is seen, but for what is after the blocks, which was read off other sizes."""
+"""The same for the bound that cuts the model, where only what follows the blocks is estimated from
+runs of other sizes."""
 
 
 class PlanBounds:
     """The bounds of one job's candidates on one cluster.
 
     Args:
-        evaluator: what they are bounds of.
+        evaluator: of the candidates.
     """
 
     def __init__(self, evaluator: PlanEvaluator) -> None:
-        self.evaluator, self._clock = evaluator, evaluator.clock
-        self._paces: dict[object, MicroBatchSeconds] = {}
-        self._whole: dict[object, MicroBatchSeconds] = {}
-        self._smaller: dict[object, bool] = {}
-        self._converted: dict[int, tuple[ModelSections, ModelSections]] = {}
+        self.evaluator, self._timer = evaluator, evaluator.timer
+        self._least_passes: dict[tuple[int, int], MicroBatchSeconds] = {}
+        self._passes: dict[tuple[ModelSections, int], MicroBatchSeconds] = {}
+        self._no_larger: dict[tuple[ModelSections, ModelSections], bool] = {}
+        self._autocast: dict[ModelSections, ModelSections] = {}
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """No plan of this candidate is faster: its work, evenly dealt, and the bubble, less a bit.
+        """A lower bound on the candidate's step: its work on equal stages, and the bubble.
 
-        The bit is for stages that are not alike, which wait less than equal ones, and for engines
-        that convert fewer parameters than the one process that the work is counted in.
+        `WORK_SLACK` is taken off, because unequal stages may wait less than equal ones, and some
+        engines convert fewer parameters than the one process in which the work is counted.
         """
-        whole_model = self._least_pace(candidate)
+        whole_model = self._least_pass_seconds(candidate)
         seconds = candidate.micro_batches * whole_model.total / candidate.pp
-        crowded = self._clock.oversubscription * seconds
+        oversubscribed = self._timer.oversubscription * seconds
         cut = candidate.cut_traits
         if cut is not None:
-            arguments = (cut.schedule, candidate.pp, candidate.micro_batches)
-            # Replicas that want whole backward passes wait no less.
-            splits = cut.splits_backward
+            # Replicas that need whole backward passes wait no less than this.
             bubble_fraction = closed_form_bubble(
-                *arguments, candidate.stages_per_rank, splits=splits
+                cut.schedule,
+                candidate.pp,
+                candidate.micro_batches,
+                candidate.stages_per_rank,
+                splits=cut.splits_backward,
             )
-            # To the inputs: all stages in a row.
+            # One micro-batch through all stages, and its gradients back to the inputs.
             one_pass = whole_model.forward + whole_model.backward / 2
             seconds = (
                 max(seconds, one_pass)
                 if bubble_fraction is None
                 else seconds / (1.0 - bubble_fraction)
             )
-        return max(seconds, crowded) * (1 - WORK_SLACK)
+        return max(seconds, oversubscribed) * (1 - WORK_SLACK)
 
-    def _least_pace(self, candidate: Candidate) -> MicroBatchSeconds:
-        """A micro-batch through the whole model, everything kept, on one of its tp ranks."""
-        rows, tp = candidate.rows, candidate.tp
-        if (rows, tp) not in self._paces:
-            sections = self.evaluator.whole_model(rows).sections
-            self._paces[rows, tp] = self._clock.least_seconds(sections, tp)
-        return self._paces[rows, tp]
+    def _least_pass_seconds(self, candidate: Candidate) -> MicroBatchSeconds:
+        """One micro-batch through the whole model on one of the tp ranks, nothing recomputed."""
+        key = (candidate.rows, candidate.tp)
+        if key not in self._least_passes:
+            sections = self.evaluator.whole_model(candidate.rows).sections
+            self._least_passes[key] = self._timer.least_seconds(sections, candidate.tp)
+        return self._least_passes[key]
 
     def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """The same with what is exchanged and updated: all stages have as many blocks.
+        """A closer lower bound: with exchanges and the update, where all stages are equal.
 
         Raises:
             ConfigError: the model cannot be run so.
@@ -89,19 +92,22 @@ class PlanBounds:
 
     def _even_seconds(self, candidate: Candidate, plan: Plan, fit: StageFitter) -> float:
         kept = fit.levels["keep"]
-        key = (id(kept), plan.tp)  # sections are kept with their fits
-        if key not in self._whole:
-            self._whole[key] = self._clock.pass_seconds(kept.sections, plan.tp)
-        whole_model = self._whole[key]
-        paces = [whole_model.scaled(1 / candidate.stages)] * candidate.stages
-        update = self._clock.update_seconds(plan, kept.base, kept.trained // fit.ranks)
+        key = (kept, plan.tp)
+        if key not in self._passes:
+            self._passes[key] = self._timer.pass_seconds(kept.sections, plan.tp)
+        update = self._timer.update_seconds(plan, kept.base, kept.trained // fit.ranks)
         timed = self.evaluator.timed_parts(plan)
-        profiles = [[fit.even_stage()] * (candidate.stages // fit.ranks)]
-        given = (plan, paces, profiles, update * timed.update)
-        return self._clock.step(*given, split=timed.split, played=False).total
+        return self._timer.step(
+            plan,
+            [self._passes[key].scaled(1 / candidate.stages)] * candidate.stages,
+            [[fit.even_stage()] * (candidate.stages // fit.ranks)],
+            update * timed.update,
+            split=timed.split,
+            simulated=False,
+        ).total
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """No plan of this candidate is faster: it is cut for speed, and blocks keep everything.
+        """The closest lower bound: the model cut for speed, with all blocks keeping everything.
 
         Raises:
             ConfigError: it cannot be cut so.
@@ -109,98 +115,101 @@ class PlanBounds:
         return self.evaluator.seconds_with(candidate, plan, "keep").total * (1 - END_SLACK)
 
     def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
-        """No plan of this candidate holds less on its fullest rank: its share of the states."""
+        """A lower bound on the bytes of the fullest rank: its share of the states."""
         numbers = self.evaluator.whole_model(candidate.rows).numbers
-        given = (numbers // (candidate.pp * candidate.tp), candidate.rows, plan)
-        moments = (False, True)
-        return max(self.evaluator.least_states(*given, gradients=there) for there in moments)
+        return self.evaluator.floor(candidate, plan).states_of_model(numbers)
 
     def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
-        """No plan of this candidate holds less: its states and what micro-batches keep.
+        """A closer lower bound: with the tensors that micro-batches in flight have saved.
 
         Raises:
             ConfigError: the model cannot be run so.
         """
-        return self.evaluator.fit(candidate, plan, exact=False).floor()
+        return self.evaluator.fit(candidate, plan, exact=False).floor_bytes()
 
-    def holds_no_more(self, candidate: Candidate, other: Candidate) -> bool:
-        """Whether it holds no more than with other slices, all else alike, whatever blocks keep.
+    def is_no_larger(self, candidate: Candidate, other: Candidate) -> bool:
+        """Whether a candidate's slices take no more memory than another's, whatever blocks keep.
 
         Args:
-            candidate: one that has been bounded by `even_seconds`.
-            other: another.
+            candidate: one that `even_seconds` was called with.
+            other: the same candidate with other slices, likewise.
         """
-        pair = [self.evaluator.kept(one) for one in (candidate, other)]
-        key = (id(pair[0]), id(pair[1]))  # both are kept with their fits
-        if key not in self._smaller:
-            mine, theirs = (one.sections for one in pair)
-            self._smaller[key] = smaller_in_slices(mine, theirs, candidate.tp)
-        return self._smaller[key]
+        sections, others = (self.evaluator.bounded_sections(one) for one in (candidate, other))
+        key = (sections, others)
+        if key not in self._no_larger:
+            self._no_larger[key] = are_no_larger(sections.sections, others.sections, candidate.tp)
+        return self._no_larger[key]
 
-    def converts(self, plan: Plan) -> bool:
-        """Whether it converts its parameters, and rates say how long a step takes."""
+    def autocasts_weights(self, plan: Plan) -> bool:
+        """Whether autocast converts the plan's fp32 weights at each use, and rates say how fast."""
         return plan.converts_parameters and self.evaluator.blocks is None
 
-    def outdone_by(
+    def dominated_by(
         self, candidate: Candidate, plan: Plan, others: Iterable[Candidate], slack: float
     ) -> Candidate | None:
-        """Another one whose parameters are not converted: smaller, and slower by the slack at most.
+        """Another candidate of bf16 weights that is smaller, and slower by the slack at most.
 
-        Nothing is run for the candidate: what it takes is at least what the other does, and its
-        conversions, and gradients of four bytes a number where those are exchanged.
+        The candidate is not run on fake tensors. Its step takes at least the step of the other
+        one, its weights' conversions, and exchanges of four bytes for each gradient.
 
         Args:
-            candidate: one that `converts`.
-            plan: its own.
-            others: all that are alike but for how replicas share state; those of one engine count.
+            candidate: one for whose plan `autocasts_weights` is true.
+            plan: of the candidate.
+            others: equal to it but for how replicas share state; those of its engine are compared.
             slack: a share of a step.
         """
         for other in others:
-            if other.engine != candidate.engine:  # each has buffers of its own beside the states
+            # Each engine has buffers of its own in addition to the states, which no bound sees.
+            if other.engine != candidate.engine:
                 continue
-            with suppress(ConfigError):  # it cannot be run so
-                if self._outdoes(other, candidate, plan, slack):
+            with suppress(ConfigError):  # the other one cannot be run
+                if self._dominates(other, candidate, plan, slack):
                     return other
         return None
 
-    def _outdoes(self, other: Candidate, candidate: Candidate, plan: Plan, slack: float) -> bool:
-        theirs = self.evaluator.plan_of(other)
-        smaller = self.least_bytes(other, theirs) < self.least_bytes(candidate, plan)
-        if not smaller or not theirs.bf16_parameters:
+    def _dominates(self, other: Candidate, candidate: Candidate, plan: Plan, slack: float) -> bool:
+        other_plan = self.evaluator.plan_of(other)
+        is_smaller = self.least_bytes(other, other_plan) < self.least_bytes(candidate, plan)
+        if not is_smaller or not other_plan.bf16_parameters:
             return False
-        fit = self.evaluator.fit(other, theirs, exact=False)
-        own_fit = self.evaluator.fit_of(candidate, plan, self._converting(fit))
-        least = self._even_seconds(candidate, plan, own_fit)
-        return least >= (1 - slack) * self._even_seconds(other, theirs, fit)
+        other_fit = self.evaluator.fit(other, other_plan, exact=False)
+        fit = self.evaluator.fit_of(candidate, plan, self._autocast_levels(other_fit))
+        least = self._even_seconds(candidate, plan, fit)
+        return least >= (1 - slack) * self._even_seconds(other, other_plan, other_fit)
 
-    def _converting(self, fit: StageFitter) -> RecomputeLevels:
-        """The sections of a model of bf16 parameters as those of one that converts them."""
+    def _autocast_levels(self, fit: StageFitter) -> RecomputeLevels:
+        """The sections of bf16 weights as if autocast converted fp32 weights at each use."""
         kept = fit.levels["keep"]
-        if id(kept) not in self._converted:  # the key is kept, so that its id stays its own
-            self._converted[id(kept)] = kept, with_conversions(kept)
-        _, converting = self._converted[id(kept)]
-        return RecomputeLevels(["keep"], lambda _: converting)
+        if kept not in self._autocast:
+            self._autocast[kept] = with_conversions(kept)
+        autocast = self._autocast[kept]
+        return RecomputeLevels(["keep"], lambda _: autocast)
 
 
-def smaller_in_slices(sections: Sequence[Section], others: Sequence[Section], tp: int) -> bool:
-    """Whether no part of a model in some slices saves more or is sent more than in others.
+def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: int) -> bool:
+    """Whether a model in some slices holds no more on any stage than in other slices.
 
-    And none of all has a higher moment than the highest of those: every stage has a block.
+    That is if no section saves or receives more, and the highest moment of all sections is no
+    higher: every stage has a block.
 
     Args:
         sections: of the whole model.
         others: of the same model in other slices.
         tp: ranks that slice it.
     """
+    # Equal blocks share their passes: each kind is compared once.
     pairs = {(id(a.passes), id(b.passes)): (a, b) for a, b in zip(sections, others, strict=True)}
-    figures = [[_figures(one, tp) for one in pair] for pair in pairs.values()]
-    kept = (zip(mine[1:], theirs[1:], strict=True) for mine, theirs in figures)
-    highest, theirs = (max(pair[side][0] for pair in figures) for side in (0, 1))
-    return highest <= theirs and all(a <= b for pair in kept for a, b in pair)
+    figures = [(_section_bytes(a, tp), _section_bytes(b, tp)) for a, b in pairs.values()]
+    highest, others_highest = (max(pair[side][0] for pair in figures) for side in (0, 1))
+    return highest <= others_highest and all(
+        mine <= theirs
+        for pair in figures
+        for mine, theirs in zip(pair[0][1:], pair[1][1:], strict=True)
+    )
 
 
-def _figures(section: Section, tp: int) -> tuple[int, ...]:
-    """Bytes at the highest moment; that are saved, and sent to it, forward and back."""
+def _section_bytes(section: Section, tp: int) -> tuple[int, ...]:
+    """Bytes at the section's highest moment; saved, by pass; received, forward and backward."""
     alone = (concatenate_sections([one], begins=False, is_sent=False)[0] for one in section.passes)
     highest = max(max(timeline.steps()[1], default=0) for timeline in alone)
     return (highest, *(one.saved for one in section.passes), *wire_bytes(section, tp))

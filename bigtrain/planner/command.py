@@ -30,13 +30,13 @@ from bigtrain.planner.show import (
 )
 
 PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
-"""Whose forecasts have been compared with measurements."""
+"""The engines whose forecasts have been compared with measurements."""
 MAX_REJECTIONS_SHOWN = 6
-"""Lines on plans that do not fit."""
+"""Lines on plans that do not fit which are printed."""
 
 
 def main(arguments: list[str]) -> int:
-    """Plan, and show it; returns the exit status: 1 where nothing fits, 2 for the user's input."""
+    """Run `bigtrain plan`; returns the exit status: 1 if nothing fits."""
     options = plan_arguments(arguments)
     _check_picture(options.picture)
     path = Path(options.output or "plan.yaml")
@@ -67,17 +67,20 @@ def main(arguments: list[str]) -> int:
 
 
 def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, str]:
-    """The question that the options put, and the line on its margin.
+    """Make the planner's question from the options.
+
+    Returns:
+        The question, and a line that explains its margin.
 
     Raises:
-        ConfigError: a size that is none.
+        ConfigError: an engine or a size is wrong.
     """
     engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
     unknown = [name for name in engines if name not in PLANNED_ENGINES]
     if unknown or not engines:
         raise ConfigError(
-            f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is none that is "
-            f"planned with. Use --engines {','.join(PLANNED_ENGINES)}"
+            f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is not one of "
+            f"the planner's engines. Use --engines {','.join(PLANNED_ENGINES)}"
         )
     memory, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
     described = cluster.device if options.cluster else None
@@ -102,7 +105,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
 
 
 def _given(words: list[str], key: str) -> int | None:
-    """A number that the command line fixes."""
+    """The number that an override sets; None if there is none."""
     for word in words:
         if word.startswith(f"{key}="):
             value = word.partition("=")[2]
@@ -122,10 +125,18 @@ def _check_picture(path: str | None) -> None:
 
 
 def _check_output(path: Path, *, named: bool) -> str:
-    """What is said of a file that is there already.
+    """Check that the plan may be written to a path.
+
+    Args:
+        path: of the plan file.
+        named: whether the user named it: then a file that exists is replaced.
+
+    Returns:
+        A note for the user if a file will be replaced, or an empty text.
 
     Raises:
-        ConfigError: nobody named it, and it is not a plan that `bigtrain plan` has written.
+        ConfigError: the path is not a regular file, or the user did not name it and `bigtrain plan`
+            has not written it.
     """
     if not is_there(path):
         return ""
@@ -136,13 +147,13 @@ def _check_output(path: Path, *, named: bool) -> str:
             ours = file.read(len(_HEAD)) == _HEAD
         if not ours:
             raise ConfigError(
-                f"{path} is there, and bigtrain plan has not written it. Use --output FILE.yaml"
+                f"{path} exists, and bigtrain plan has not written it. Use --output FILE.yaml"
             )
-    return " (in the place of the one that was there)"
+    return " (replaces an older one)"
 
 
 _HEAD = b"# bigtrain plan"
-"""How a plan begins that this command has written."""
+"""The first bytes of a plan file that this command has written."""
 
 
 def _write(path: Path, text: str) -> None:
@@ -170,21 +181,21 @@ def _show(
 
 
 def run_lines(planned: PlannedAnswer, path: Path, options: PlanOptions) -> list[str]:
-    """How the plan is run; the last line can be pasted into a shell as it is."""
+    """Lines on how to run the plan; the last line can be pasted into a shell."""
     job = [] if options.job is None else [options.job]
-    # What was said of the strategy is for the search: the plan's own word is what was found.
-    settled: tuple[str, ...] = ("strategy.",)
-    if options.global_batch_size is not None:  # so has its batch, which a word would undo
-        settled = (*settled, "train.global_batch_size=")
-    own_words = [word for word in options.overrides if not word.startswith(settled)]
+    # The plan file sets these: an override would undo it.
+    in_plan: tuple[str, ...] = ("strategy.",)
+    if options.global_batch_size is not None:
+        in_plan = (*in_plan, "train.global_batch_size=")
+    overrides = [word for word in options.overrides if not word.startswith(in_plan)]
     devices, node = planned.question.devices, planned.question.cluster.node.devices
-    rest = [*job, "--plan", str(path), *own_words]
+    rest = [*job, "--plan", str(path), *overrides]
     if devices <= node:
         return ["run it:", shlex.join(["bigtrain", "train", "-n", str(devices), *rest])]
     nodes = -(-devices // node)
     launcher = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices // nodes}"]
     launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29400", "-m", "bigtrain.train"]
     return [
-        f"run it on each of {nodes} nodes, with the first one's name for HOST:",
+        f"run it on each of {nodes} nodes, with the name of the first node for HOST:",
         shlex.join([*launcher, *rest]),
     ]

@@ -1,62 +1,62 @@
-"""One candidate: whether it can be run and fits, where it is cut, and how long a step takes."""
+"""Evaluate one candidate: whether it runs and fits, where it is cut, and the seconds of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.model_checks import ModelChecks
 from bigtrain.core.strategy import ModelFacts, Plan
 from bigtrain.core.variants import Variant
-from bigtrain.costs.forecast import Profile
-from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Peak
 from bigtrain.planner.fit import StageFitter
 from bigtrain.planner.held_micro_batches import several_wait
-from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
+from bigtrain.planner.memory_floor import MemoryFloor, state_widths
 from bigtrain.planner.space import Candidate, written_options
-from bigtrain.prediction.compose import count_parameters
-from bigtrain.prediction.fake_runs.slices import without_slices
-from bigtrain.prediction.section_library import ModelSections, SectionLibrary
-from bigtrain.prediction.sections import PassPair
-from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
-from bigtrain.timing.step_time import (
-    StepSeconds,
-    StepTimer,
-    TimedParts,
+from bigtrain.planner.stages import (
+    RECOMPUTE_LEVELS,
+    RecomputeLevels,
+    SectionRange,
+    SplitPasses,
+    StageCache,
 )
+from bigtrain.prediction.compose import count_parameters
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.timing.block_seconds import BlockTimer
+from bigtrain.timing.plan_timer import PlanTimer
+from bigtrain.timing.step_time import PlanStages, StepSeconds, StepTimer, TimedParts
 from bigtrain.units import format_bytes
 
 HOPELESS_FACTOR = 2
-"""Times the limit, from which on cutting a model elsewhere is not tried: a rank's lowest peak is
-far more than moving blocks to others takes off."""
+"""If the lowest peak of a rank is this many times the limit, no other cut is tried: moving blocks
+to other ranks saves far less."""
 
 
 @dataclass(frozen=True)
 class EvaluatedPlan:
-    """A candidate with its plan and what is expected of it."""
+    """A candidate that fits, with its plan, peaks and seconds."""
 
     candidate: Candidate
     plan: Plan
     job: Job
     """The job that runs it."""
     peaks: Mapping[int, Peak]
-    """By pp rank, of those that were looked at."""
+    """By pp rank, of the ranks that were forecast."""
     seconds: StepSeconds
     recomputed: Mapping[str, BlockPolicy]
-    """The blocks that keep less than everything."""
+    """The blocks that save less than everything, by name."""
     cuts: tuple[str, ...]
-    """The blocks that stages begin with."""
+    """The block that each stage but the first begins with."""
 
     @property
     def label(self) -> str:
-        """The candidate's words, and what blocks keep where that is the same for all."""
+        """The candidate's words, and the recomputation if it is the same for all blocks."""
         recompute = self.job.strategy.roles().get("recompute")
         mode = None if recompute is None else recompute.options.get("mode")
         return self.candidate.label if mode is None else f"{self.candidate.label}+{mode}"
@@ -68,7 +68,7 @@ class EvaluatedPlan:
 
     @property
     def peak(self) -> Peak:
-        """The highest of all ranks."""
+        """The highest peak of all ranks."""
         return self.peaks[self.fullest_rank]
 
 
@@ -79,19 +79,20 @@ class RejectedPlan:
     candidate: Candidate
     reason: str
     peak: Peak | None = None
-    """The lowest that was found, where it is memory."""
+    """The lowest peak of the rank that does not fit; None if memory is not the reason."""
 
 
 class PlanEvaluator:
-    """Judges the candidates for one job on one cluster.
+    """Evaluates the candidates of one job on one cluster.
 
     Args:
-        job: model, data and precision are taken from it.
-        library: of its model.
-        clock: of the cluster.
-        margins: by engine, the share by which forecasts are enlarged before they are compared.
+        job: its model, data and precision are used.
+        library: the sections of its model.
+        timer: rates of the cluster.
+        margins: by engine, the share by which forecasts are enlarged before they are compared with
+            the limit.
         cut: whether some candidates are cut into stages.
-        blocks: what the model's blocks take on the machine at hand; None to go by rates.
+        blocks: times the model's blocks on this machine; None to go by the rates alone.
         checks: of the model against plans; None refuses none.
     """
 
@@ -99,41 +100,44 @@ class PlanEvaluator:
         self,
         job: Job,
         library: SectionLibrary,
-        clock: StepTimer,
+        timer: StepTimer,
         margins: Mapping[str, float],
         *,
         cut: bool = False,
         blocks: BlockTimer | None = None,
         checks: ModelChecks | None = None,
     ) -> None:
-        self._checks = checks
-        self._job, self._library, self.clock, self.blocks = job, library, clock, blocks
-        self._device_type, self._margins = clock.cluster.device.kind, margins
-        self._cut = cut
-        self._composed: dict[object, Profile] = {}
-        self._cuts: dict[object, list[int]] = {}
-        self._alike: dict[object, Variant | None] = {}
+        self.timer, self.blocks = timer, blocks
+        self._job, self._margins, self._cut, self._checks = job, margins, cut, checks
+        self._plan_timer = PlanTimer(library, timer, blocks)
+        self._stage_cache = StageCache()
         self._whole: dict[int, ModelSections] = {}
         self._fits: dict[tuple[Candidate, bool], StageFitter] = {}
-        self._slowdowns: dict[bool, Slowdowns | None] = {}
-        self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
+        self._slices_by_exchanges: dict[object, Variant | None] = {}
 
     def first_blocks(self, blocks: int) -> PlanEvaluator:
-        """For the same model with its first blocks alone."""
-        library = self._library.first_blocks(blocks)
-        given = (self._job, library, self.clock, self._margins)
-        evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self.blocks, checks=self._checks)
-        evaluator._slowdowns = self._slowdowns
+        """An evaluator for the model's first blocks alone."""
+        plan_timer = self._plan_timer.first_blocks(blocks)
+        evaluator = PlanEvaluator(
+            self._job,
+            plan_timer.library,
+            self.timer,
+            self._margins,
+            cut=self._cut,
+            blocks=self.blocks,
+            checks=self._checks,
+        )
+        evaluator._plan_timer = plan_timer
         return evaluator
 
     def most_blocks(self, candidate: Candidate, limit: int) -> tuple[int, int] | None:
-        """How many of the model's blocks fit, and the parameters with them; None: not one does.
+        """Return how many of the model's blocks fit, and their parameters; None if none does.
 
         Args:
             candidate: how they are trained.
-            limit: see `judge`.
+            limit: see `evaluate`.
         """
-        low, high, plan = 0, self._library.num_blocks, self.plan_of(candidate)
+        low, high, plan = 0, self._plan_timer.library.num_blocks, self.plan_of(candidate)
         while high - low > 1:
             middle = (low + high) // 2
             outcome = self.first_blocks(middle).evaluate(candidate, plan, limit)
@@ -148,92 +152,47 @@ class PlanEvaluator:
         Raises:
             ConfigError: a technique, or the model, refuses it.
         """
-        plan = make_plan(candidate.job(self._job), candidate.devices, self._device_type)
+        plan = make_plan(
+            candidate.job(self._job), candidate.devices, self.timer.cluster.device.kind
+        )
         return plan if self._checks is None else self._checks.meet(plan)[0]
 
     def whole_model(self, rows: int) -> ModelSections:
-        """The model's sections in one process, everything kept; see `model_sections` on `exact`."""
+        """The model's sections in one process where all blocks keep everything.
+
+        They are not exact: see `SectionLibrary.model_sections`.
+        """
         if rows not in self._whole:
             plan = self.plan_of(Candidate(1, 1, None, rows, 1))
-            self._whole[rows] = self._sections(plan, rows, "keep", cut=self._cut, exact=False)
+            self._whole[rows] = self._plan_timer.sections(
+                plan, rows, "keep", cut=self._cut, exact=False
+            )
         return self._whole[rows]
 
-    def _sections(self, plan: Plan, rows: int, choice: BlockPolicy, **kind: bool) -> ModelSections:
-        """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
-        model = self._library.model_sections(plan, rows, choice, **kind)
-        slowdowns = self._slowdown(plan)
-        if slowdowns is None:
-            return model
-        if id(model) not in self._timed:  # the key is kept, so that its id stays its own
-            kept = self._library.model_sections(plan, rows, "keep", **{**kind, "exact": False})
-            applied = slowdowns.applied(model, kept, choice, rows, self.clock)
-            self._timed[id(model)] = model, applied
-        return self._timed[id(model)][1]
-
-    def _slowdown(self, plan: Plan) -> Slowdowns | None:
-        """What was timed of the blocks as this plan has their parameters."""
-        low = plan.bf16_parameters
-        if self.blocks is None:
-            return None
-        if low not in self._slowdowns:
-            whole = without_slices(plan)
-
-            def sections_at(rows: int) -> ModelSections:
-                return self._library.model_sections(whole, rows, "keep")
-
-            timed = self.blocks.seconds(bf16_parameters=low)
-            arguments = (self.blocks.oversubscription, self.blocks.model, sections_at, self.clock)
-            self._slowdowns[low] = slowdowns(timed, *arguments) if timed else None
-        return self._slowdowns[low]
+    def floor(self, candidate: Candidate, plan: Plan) -> MemoryFloor:
+        """Lower bounds on a candidate's memory."""
+        return MemoryFloor(plan, candidate, state_widths(self.whole_model(candidate.rows)))
 
     def seconds_with(self, candidate: Candidate, plan: Plan, choice: BlockPolicy) -> StepSeconds:
-        """Of a step, cut for speed, where all blocks choose this, whatever is held."""
-        fit = self.fit(candidate, plan, exact=False)
-        return self._seconds(plan, fit, fit.alike(fit.edges(None), choice))
+        """The seconds of a step where the model is cut for speed and all blocks have one policy.
 
-    def least_states(self, numbers: int, rows: int, plan: Plan, *, gradients: bool = True) -> int:
-        """The states of so many trained numbers on the ranks that share them, on the fullest.
+        Memory is not considered.
 
-        Args:
-            numbers: trained, on all ranks together.
-            rows: of a micro-batch.
-            plan: how they are shared.
-            gradients: when there are those; otherwise when all forward passes have ended.
+        Raises:
+            ConfigError: the model cannot be run so.
         """
-        low = plan.bf16_parameters and plan.master_weights
-        # Shards are the fp32 values themselves, gathered in bf16.
-        keeps_fp32 = plan.replicate.optimizer_gets == "shards"
-        plain = self._state_widths(rows)
-        state = plain.optimizer + (4.0 if low and not keeps_fp32 else 0.0)
-        widths = StateWidths(
-            (4.0 if keeps_fp32 else 2.0) if low else plain.parameters,
-            0.0 if plan.release_gradients or not gradients else 2.0 if low else plain.gradients,
-            0.0 if plan.offload_tiers.optimizer != "device" else state,
-        )
-        stage = plan.replicate.sharded_states
-        gathered = plan.replicate.gathers_whole and not gradients
-        used = 2.0 if plan.bf16_parameters else plain.parameters
-        return min_state_bytes(numbers, widths, stage, plan.state_ranks) + (
-            int(numbers * used) if gathered else 0
-        )
-
-    def _state_widths(self, rows: int) -> StateWidths:
-        """In one process, where nothing is sharded."""
-        model = self.whole_model(rows)
-        states, numbers = model.states, max(1, model.numbers)
-        return StateWidths(
-            *(n / numbers for n in (states.parameters, states.gradients, states.optimizer))
-        )
+        fit = self.fit(candidate, plan, exact=False)
+        return self._seconds(plan, fit, fit.uniform_stages(fit.edges(None), choice))
 
     def evaluate(
         self, candidate: Candidate, plan: Plan, limit: int
     ) -> EvaluatedPlan | RejectedPlan:
-        """Cut it, let its blocks keep as much as fits, and say what comes of it.
+        """Cut a candidate, let its blocks keep as much as fits, and predict its peaks and seconds.
 
         Args:
             candidate: one of the space.
             plan: of `plan_of`.
-            limit: bytes that a rank may hold, what a forecast may be wrong by included.
+            limit: bytes that a rank may hold, including the margin for the forecast's error.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
         try:
@@ -250,17 +209,18 @@ class PlanEvaluator:
                 fitted = fit.fitted(fit.edges(limit), limit)
         if isinstance(fitted, Peak):
             return RejectedPlan(candidate, _too_much(fitted, limit), fitted)
-        return self._judged(candidate, plan, fit, *fitted)
+        stages, peaks = fitted
+        return self._evaluated(candidate, plan, fit, stages, peaks)
 
     def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
-        """What is too much for the host's memory, where the optimizer's state is to be there."""
+        """Why optimizer state that is offloaded to the host does not fit there; None if it does."""
         if plan.offload_tiers.optimizer != "cpu":
             return None
-        node = self.clock.cluster.node
+        node = self.timer.cluster.node
         numbers = self.fit(candidate, plan).levels["keep"].numbers
         shards = candidate.pp * plan.state_ranks
-        # Gradients come to the host beside its fp32 values.
-        width = self._state_widths(candidate.rows).optimizer + 2 * 4
+        # The host holds gradients and fp32 values in addition, four bytes each.
+        width = state_widths(self.whole_model(candidate.rows)).optimizer + 2 * 4
         rank_bytes = int(numbers * width) // shards
         node_bytes = rank_bytes * min(node.devices, candidate.devices)
         if node_bytes <= node.host_memory:
@@ -271,7 +231,13 @@ class PlanEvaluator:
         )
 
     def fit(self, candidate: Candidate, plan: Plan, *, exact: bool = True) -> StageFitter:
-        """Its stages; not exact is what follows from blocks alone, or is of seconds.
+        """The candidate's stages.
+
+        Args:
+            candidate: one of the space.
+            plan: of `plan_of`.
+            exact: whether the memory outside the blocks matters, for which more may have to be run
+                on fake tensors; seconds and bounds go by the blocks alone.
 
         Raises:
             ConfigError: the model cannot be run so, or a technique refuses its stages.
@@ -285,50 +251,65 @@ class PlanEvaluator:
         return self._fits[candidate, exact]
 
     def fit_of(self, candidate: Candidate, plan: Plan, levels: RecomputeLevels) -> StageFitter:
-        """Its stages of these sections."""
-        kept = levels["keep"]
-        given = (kept.numbers // candidate.pp, candidate.rows, plan)
-        share = candidate.pp / max(1, kept.states.parameters)
-        with_gradients = self.least_states(*given) * share
-        factors = self.least_states(*given, gradients=False) * share, with_gradients
-        arguments = (plan, candidate, levels, self.clock, self._composed, self._cuts, factors)
-        split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
-        saves = config.saves and not is_accelerator(plan.device_type)
-        return StageFitter(*arguments, split_passes, config if saves else None)
+        """The stages of a candidate made of these sections."""
+        checkpoint = self._job.checkpoint
+        saves = checkpoint.saves and not is_accelerator(plan.device_type)
+        return StageFitter(
+            plan,
+            candidate,
+            levels,
+            self.timer,
+            self._stage_cache,
+            self.floor(candidate, plan),
+            split_passes=self._split_passes(plan, candidate),
+            checkpoint=checkpoint if saves else None,
+        )
 
-    def kept(self, candidate: Candidate) -> ModelSections:
-        """The sections of one that was fit, not exactly, all of whose blocks keep everything."""
+    def bounded_sections(self, candidate: Candidate) -> ModelSections:
+        """The sections, all blocks keeping everything, of a candidate that `fit` has seen.
+
+        The call of `fit` was one that is not exact.
+        """
         return self._fits[candidate, False].levels["keep"]
 
     def _check_new(self, candidate: Candidate, model: ModelSections) -> None:
-        """Refuse what exchanges the same between the same ranks as another way to slice layers."""
+        """Refuse slices whose exchanges equal those of other slices on as many ranks.
+
+        Raises:
+            ConfigError: with the name of those.
+        """
         key = (candidate.rows, candidate.tp, model.exchanges)
-        other = self._alike.setdefault(key, candidate.slices)
+        other = self._slices_by_exchanges.setdefault(key, candidate.slices)
         if candidate.tp > 1 and other is not None and other != candidate.slices:
             raise ConfigError(f"{candidate.label}: the same as with {other.label}")
 
-    def _split_passes(
-        self, plan: Plan, candidate: Candidate
-    ) -> Callable[[], Mapping[str, PassPair] | None] | None:
-        """What is asked for sections that go back in two parts; None where none does."""
+    def _split_passes(self, plan: Plan, candidate: Candidate) -> SplitPasses | None:
+        """Gives the sections' split backward passes; None where the schedule splits none."""
         if not plan.splits_backward:
             return None
-        kind = {"waiting": several_wait(plan), "cut": plan.pp > 1}
-        return lambda: self._library.split_passes(plan, candidate.rows, **kind)
+        return lambda: self._plan_timer.library.split_passes(
+            plan, candidate.rows, waiting=several_wait(plan), cut=plan.pp > 1
+        )
 
     def _levels(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
-        """The model's sections for each choice that this plan can run; see `fit`."""
-        kind = {"waiting": several_wait(plan), "cut": plan.pp > 1, "exact": exact}
+        """The model's sections at each policy that the plan allows; see `fit`."""
 
-        def body(choice: BlockPolicy) -> ModelSections:
-            return self._sections(plan, candidate.rows, choice, **kind)
+        def sections_for(choice: BlockPolicy) -> ModelSections:
+            return self._plan_timer.sections(
+                plan,
+                candidate.rows,
+                choice,
+                waiting=several_wait(plan),
+                cut=plan.pp > 1,
+                exact=exact,
+            )
 
-        usual = [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
-        # A backward pass in two parts would compute every block again in both of them, and what
-        # it holds then is more than any of its parts has.
-        return RecomputeLevels(["keep"] if plan.splits_backward else usual, body)
+        allowed = [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
+        # A split backward pass would recompute every block in both of its parts, and hold more
+        # meanwhile than was recorded of either part.
+        return RecomputeLevels(["keep"] if plan.splits_backward else allowed, sections_for)
 
-    def _judged(
+    def _evaluated(
         self,
         candidate: Candidate,
         plan: Plan,
@@ -350,20 +331,19 @@ class PlanEvaluator:
         return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts)
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
-        paces = [self.clock.pass_seconds(fit.sections(stage), plan.tp) for stage in stages]
-        base, timed = fit.levels["keep"].base, self.timed_parts(plan)
-        return self.clock.plan_seconds(
-            plan, paces, lambda stage: fit.profile(stages[stage]), base, timed
+        return self.timer.plan_seconds(
+            plan,
+            PlanStages(
+                seconds=[self.timer.pass_seconds(fit.sections(s), plan.tp) for s in stages],
+                profile_of=lambda stage: fit.profile(stages[stage]),
+                base=fit.levels["keep"].base,
+                timed=self.timed_parts(plan),
+            ),
         )
 
     def timed_parts(self, plan: Plan) -> TimedParts:
-        """What was timed of a step beside its passes, on the machine at hand."""
-        slowdowns = self._slowdown(plan)
-        if slowdowns is None:
-            return TimedParts()
-        on_host = plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type)
-        parts = slowdowns.parts(plan.batch.micro_size)
-        return replace(parts, update=1.0) if on_host else parts
+        """How much longer the optimizer's step and split backward passes take than rates say."""
+        return self._plan_timer.timed_parts(plan)
 
 
 def _too_much(peak: Peak, limit: int) -> str:

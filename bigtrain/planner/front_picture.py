@@ -1,4 +1,4 @@
-"""The front of memory and time as a picture: plans than which none is both smaller and faster."""
+"""A picture of the Pareto front: plans than which no other is both smaller and faster."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bigtrain.report.plot_style import plot_style
 from bigtrain.units import GIB, MIB
 
 _FRONT, _OTHER, _LIMIT = "#0072B2", "#A0A0A0", "#D55E00"
-"""Of the palette of Okabe and Ito."""
+"""Colours of Okabe and Ito's palette."""
 
 
 def write_front(path: Path, planned: PlannedAnswer) -> None:
-    """Draw every plan that was told of, and the front through those that no other beats.
+    """Draw the best plans and the Pareto front.
 
     Args:
         path: ends in .svg or .png.
-        planned: has at least one plan.
+        planned: with at least one plan.
     """
     with plot_style():
         figure = front_figure(planned)
@@ -35,13 +35,13 @@ def front_figure(planned: PlannedAnswer) -> Figure:
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     others = [one for one in answer.best if one not in answer.front]
-    axes.scatter(*_places(others, unit), color=_OTHER, s=22, label="slower, or holds more")
-    axes.plot(*_places(answer.front, unit), color=_FRONT, marker="o", label="none beats these")
+    axes.scatter(*_points(others, unit), color=_OTHER, s=22, label="dominated")
+    axes.plot(*_points(answer.front, unit), color=_FRONT, marker="o", label="Pareto front")
     for one in answer.front:
         mesh = one.candidate.mesh
-        said = f"{one.label}\n{mesh}, again: {recompute_summary(one)}"
+        text = f"{one.label}\n{mesh}, recomputed: {recompute_summary(one)}"
         at = (one.peak.bytes / unit, one.seconds.total)
-        axes.annotate(said, at, xytext=(6, 6), textcoords="offset points", fontsize=7)
+        axes.annotate(text, at, xytext=(6, 6), textcoords="offset points", fontsize=7)
     axes.axvline(question.limit / unit, color=_LIMIT, linestyle="--", linewidth=1)
     axes.text(question.limit / unit, axes.get_ylim()[1], " limit", color=_LIMIT, va="top")
     axes.set_xlabel(f"predicted peak of the fullest rank ({name})")
@@ -52,5 +52,5 @@ def front_figure(planned: PlannedAnswer) -> Figure:
     return figure
 
 
-def _places(plans: list[EvaluatedPlan], unit: int) -> tuple[list[float], list[float]]:
+def _points(plans: list[EvaluatedPlan], unit: int) -> tuple[list[float], list[float]]:
     return [one.peak.bytes / unit for one in plans], [one.seconds.total for one in plans]

@@ -1,4 +1,4 @@
-"""How many micro-batches the stages of a candidate hold at once."""
+"""The number of micro-batches that each stage of a candidate has in flight."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bigtrain.schedules.in_flight import (
 from bigtrain.schedules.orders import SCHEDULES, STEADY_SCHEDULES, stage_ranks
 
 STEADY_ROUNDS = 3
-"""Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
+"""A schedule's memory repeats itself after this many micro-batches for each rank."""
 COUNTED_ROUNDS = 2
-"""The same for what a schedule has in flight; `dualpipev` needs one more."""
+"""A schedule's numbers in flight repeat after this many; `dualpipev` needs one more."""
 GROWING_SCHEDULES = ("gpipe", "looped_bfs")
-"""With which every further micro-batch is one more in flight."""
+"""Schedules in which every micro-batch of a step is in flight at once."""
 
 
 class HeldMicroBatches:
-    """Counts of one candidate, made when they are asked for: an order of a step takes its time."""
+    """Micro-batches in flight of one candidate, counted when first used, as that takes a while."""
 
     def __init__(self, plan: Plan, candidate: Candidate) -> None:
         self._is_cut = candidate.stages > 1
@@ -38,27 +38,31 @@ class HeldMicroBatches:
 
     @cached_property
     def by_stage(self) -> tuple[int, ...]:
-        """The most that each stage has."""
+        """The most that each stage has in flight."""
         if not self._is_cut:
             return (1,)
         return in_flight_by_stage(*self._schedule, self._steps, splits=self._splits)
 
     @cached_property
     def fullest(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those when the rank's stages have most: of all moments, and when there are gradients."""
+        """Numbers in flight at a rank's fullest moment, of all and of those with gradients.
+
+        Before the first backward pass ends, there are no gradients.
+        """
         if not self._is_cut:
             return (1,), (int(self._steps > 1),)
-        given = (*self._schedule, self._steps)
         first, later = (
-            in_flight_at_peak(*given, splits=self._splits, later=later) for later in (False, True)
+            in_flight_at_peak(*self._schedule, self._steps, splits=self._splits, later=later)
+            for later in (False, True)
         )
         return first, later
 
 
 def with_fewer_micro_batches(plan: Plan) -> Plan:
-    """The plan with fewer micro-batches where further ones change no peak.
+    """The plan with fewer micro-batches, if further ones do not change a peak.
 
-    torch's own schedules keep the gradients that they send until the step is over: each counts.
+    torch's own schedules hold the gradients that they send until the step ends: with them every
+    micro-batch counts.
     """
     steps, most = plan.batch.accumulation_steps, STEADY_ROUNDS * plan.pp
     if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in STEADY_SCHEDULES:
@@ -69,7 +73,7 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
 
 
 def _counted(plan: Plan, schedule: str) -> int:
-    """Micro-batches of a step that has as many in flight; the order of hundreds takes its time."""
+    """A smaller number of micro-batches with as many in flight: hundreds take long to count."""
     steps = with_fewer_micro_batches(plan).batch.accumulation_steps
     if schedule in GROWING_SCHEDULES or steps % plan.pp:
         return steps
@@ -82,7 +86,7 @@ def counted_rounds(schedule: str) -> int:
 
 
 def several_wait(plan: Plan) -> bool:
-    """Whether several micro-batches wait at the head of the model."""
+    """Whether several micro-batches are in flight at the head of the model."""
     technique = plan.techniques.get("cut")
     if not isinstance(technique, CutStrategy):
         return False

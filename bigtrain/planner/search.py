@@ -1,4 +1,4 @@
-"""The search: candidates by the least time that they can take, until none can be faster."""
+"""The search: candidates in the order of their lower bounds, until none left can be faster."""
 
 from __future__ import annotations
 
@@ -15,50 +15,47 @@ from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator, RejectedPlan
 from bigtrain.planner.space import Candidate, SearchSpace
 
 MAX_PLANS = 10
-"""Plans that are told of."""
-NUM_BOUNDS = 2
-"""At a candidate, before its memory is forecast; see `_OpenCandidate.num_bounds`."""
-OUTDONE_SLACK = 0.03
-"""The share of a step that may be lost where what holds less is not compared with what is alike but
-for its slices, or for how it shares state, to the end: what blocks need not compute again is more
-than that."""
+"""Plans that are reported."""
+DOMINANCE_SLACK = 0.03
+"""A candidate is dropped if another one uses no more memory and is at most this share of a step
+slower. Two choices are compared so: how layers are sliced, and how replicas share state where
+weights are autocast. Recomputing fewer blocks in the memory saved gains more than that."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
-"""Shares of the limit at which the fastest plan is looked for, too, for the front."""
+"""Shares of the limit for which the fastest plan is searched, too, to draw the Pareto front."""
 MAX_REJECTIONS = 16
-"""Plans that do not fit such a share, after which it is given up: the front may end early."""
+"""Rejected plans after which the search for such a share ends: the front may then be shorter."""
 
 
 @dataclass
 class SearchResult:
-    """What a search has found."""
+    """The plans that a search has found."""
 
     best: list[EvaluatedPlan] = field(default_factory=list)
     """The fastest that fit, the fastest first."""
     rejected: list[RejectedPlan] = field(default_factory=list)
     front: list[EvaluatedPlan] = field(default_factory=list)
-    """Plans than which no other is both smaller and faster, the fastest first."""
+    """The Pareto front: no other plan is both smaller and faster. The fastest first."""
     candidates: int = 0
-    """In the space."""
+    """The size of the space."""
     evaluated: int = 0
-    """Of which the memory was forecast; others are slower than the best, or hold too much."""
+    """Candidates whose memory was forecast; the bounds of the others were enough."""
     below_bound: int = 0
-    """Whose states, and what micro-batches keep at least, are above the limit."""
+    """Candidates whose lower bound on memory is above the limit."""
     seconds: float = 0.0
 
 
 @dataclass
 class _OpenCandidate:
-    """A candidate, and how fast it can be at best: looked at the closer the longer it leads."""
+    """A candidate and its lower bounds, which are made closer when it comes first in the queue."""
 
     candidate: Candidate
     seconds: float
+    """No plan of it is faster."""
     num_bounds: int = 0
-    """0: its work. 1: and what it exchanges, evenly cut. 2: cut as it would be."""
+    """How many of the bounds of `PlanSearch._bounds` are in `seconds` and `least_bytes`."""
     plan: Plan | None = None
     least_bytes: int = 0
-    """No plan of it holds less; closer from the first look on."""
-    is_tight: bool = False
-    """Whether that is as close as it gets."""
+    """No plan of it holds less; of its states alone at first."""
     failed_limit: int = 0
     """The largest limit that it was found not to fit."""
     refused: bool = False
@@ -69,16 +66,17 @@ class PlanSearch:
 
     Args:
         evaluator: of the candidates.
-        space: where they come from.
+        space: the candidates.
     """
 
     def __init__(self, evaluator: PlanEvaluator, space: SearchSpace) -> None:
         self.evaluator, self.space, self.bounds = evaluator, space, PlanBounds(evaluator)
-        self._known: dict[tuple[Candidate, int], EvaluatedPlan | RejectedPlan] = {}
+        self._outcomes: dict[tuple[Candidate, int], EvaluatedPlan | RejectedPlan] = {}
         self._refused: list[RejectedPlan] = []
-        self._bounded: dict[Candidate, list[_OpenCandidate]] = {}
-        self._outdone: dict[tuple[int, int, Variant | None], Variant | None] = {}
-        self._others: dict[Candidate, list[Candidate]] = {}
+        self._with_slices: dict[Candidate, list[_OpenCandidate]] = {}
+        self._dominating_slices: dict[tuple[int, int, Variant | None], Variant | None] = {}
+        self._by_sharing: dict[Candidate, list[Candidate]] = {}
+        self._bounds = (self._bound_even_seconds, self._bound_bytes, self._bound_cut_seconds)
         self._open = [*self._opened()]
 
     def run(self, limit: int) -> SearchResult:
@@ -88,24 +86,24 @@ class PlanSearch:
             limit: bytes that a rank may hold.
 
         Raises:
-            ConfigError: techniques refuse all that there is.
+            ConfigError: every candidate is refused.
         """
         began = time.perf_counter()
         answer = SearchResult(candidates=len(self._open))
         answer.best = self._fastest(limit, MAX_PLANS, answer)
         if not answer.best:
-            # Moving state in each step is taken to cost more than all else that makes room.
+            # Moving state in every step costs more than all else that saves memory: it comes last.
             self._open += self._opened(fallback_tier=True)
             answer.candidates, answer.below_bound = len(self._open), 0
             answer.best = self._fastest(limit, MAX_PLANS, answer)
-        if all(one.refused for one in self._open) and self._refused:
+        if all(opened.refused for opened in self._open) and self._refused:
             raise ConfigError(self._refused[0].reason)
         fitting = list(answer.best)
-        for level in FRONT_LIMITS if fitting else ():
-            fitting += self._fastest(int(limit * level), 1)
+        for share in FRONT_LIMITS if fitting else ():
+            fitting += self._fastest(int(limit * share), 1)
         answer.front = _front(fitting)
         answer.rejected += self._refused
-        answer.evaluated = len({candidate for candidate, _ in self._known})
+        answer.evaluated = len({candidate for candidate, _ in self._outcomes})
         answer.seconds = time.perf_counter() - began
         return answer
 
@@ -116,11 +114,11 @@ class PlanSearch:
             if candidate.rows not in unfit_rows:
                 try:
                     opened.seconds = self.bounds.least_seconds(candidate)
-                except ConfigError as error:  # layers may want more than one row to train on
+                except ConfigError as error:  # BatchNorm needs more than one row, say
                     unfit_rows[candidate.rows] = str(error)
             if candidate.rows in unfit_rows:
                 self._refuse(opened, unfit_rows[candidate.rows])
-            self._others.setdefault(_whatever_shared(candidate), []).append(candidate)
+            self._by_sharing.setdefault(_without_sharing(candidate), []).append(candidate)
             yield opened
 
     def _refuse(self, opened: _OpenCandidate, reason: str) -> None:
@@ -130,8 +128,16 @@ class PlanSearch:
     def _fastest(
         self, limit: int, count: int, answer: SearchResult | None = None
     ) -> list[EvaluatedPlan]:
+        """The fastest plans that fit a limit.
+
+        Args:
+            limit: bytes that a rank may hold.
+            count: how many plans to find.
+            answer: rejected plans are noted there; without it the search gives up after
+                `MAX_REJECTIONS` of them.
+        """
         best: list[EvaluatedPlan] = []
-        refusals = 0
+        num_rejected = 0
         queue = [(opened.seconds, number) for number, opened in enumerate(self._open)]
         heapq.heapify(queue)
         while queue:
@@ -140,154 +146,172 @@ class PlanSearch:
             if len(best) >= count and seconds >= best[count - 1].seconds.total:
                 break
             if opened.plan is None and not opened.refused:
-                self._look(opened)
+                self._make_plan(opened)
             if opened.refused or limit <= opened.failed_limit:
                 continue
             if opened.least_bytes > limit:
                 if answer is not None:
                     answer.below_bound += 1
                 continue
-            if opened.num_bounds < NUM_BOUNDS:
-                self._look(opened)
+            if opened.num_bounds < len(self._bounds):
+                self._tighten(opened)
                 heapq.heappush(queue, (opened.seconds, number))
                 continue
-            outcome = self._judged(opened, limit)
+            outcome = self._evaluated(opened, limit)
             if isinstance(outcome, RejectedPlan):
-                refusals += 1
+                num_rejected += 1
                 if outcome.peak is not None:
                     opened.failed_limit = max(opened.failed_limit, limit)
                 if answer is not None:
                     answer.rejected.append(outcome)
-                elif refusals >= MAX_REJECTIONS:
+                elif num_rejected >= MAX_REJECTIONS:
                     break
                 continue
             best.append(outcome)
-            best.sort(key=_rank)
+            best.sort(key=_by_seconds)
             del best[count:]
         return best
 
-    def _look(self, opened: _OpenCandidate) -> None:
-        """Look at a candidate more closely."""
+    def _make_plan(self, opened: _OpenCandidate) -> None:
+        """Make the candidate's plan, and bound its memory by its states; or refuse it."""
         try:
-            if opened.plan is None:
-                opened.plan = self.evaluator.plan_of(opened.candidate)
-                opened.least_bytes = self.bounds.least_bytes(opened.candidate, opened.plan)
-                return
-            if opened.num_bounds and not opened.is_tight:
-                self._bound(opened, opened.plan)
-                return
-            self._refuse_outdone(opened)
-            if not opened.num_bounds:
-                self._refuse_converting(opened, opened.plan)
-            if opened.refused:
-                return
-            bound = (self.bounds.even_seconds, self.bounds.kept_seconds)[opened.num_bounds]
-            opened.seconds = max(opened.seconds, bound(opened.candidate, opened.plan))
-            opened.num_bounds += 1
-            if opened.num_bounds == 1 and opened.candidate.slices is not None:
-                self._compare_slices(opened)
+            opened.plan = self.evaluator.plan_of(opened.candidate)
+            opened.least_bytes = self.bounds.least_bytes(opened.candidate, opened.plan)
         except ConfigError as error:
             self._refuse(opened, str(error))
 
-    def _compare_slices(self, opened: _OpenCandidate) -> None:
-        """Find out which slices hold no less than others and are not much faster, evenly cut.
+    def _tighten(self, opened: _OpenCandidate) -> None:
+        """Apply the next closer bound to a candidate, or refuse it."""
+        plan = opened.plan or self.evaluator.plan_of(opened.candidate)
+        try:
+            self._bounds[opened.num_bounds](opened, plan)
+            opened.num_bounds += 1
+        except ConfigError as error:
+            self._refuse(opened, str(error))
 
-        What is so of two plans that are alike but for them is taken to be so on other meshes, with
-        micro-batches of as many rows.
-        """
-        alike = self._bounded.setdefault(replace(opened.candidate, slices=None), [])
-        for other in alike:
-            pair = sorted((opened, other), key=lambda one: one.seconds)
-            for better, worse in (pair, reversed(pair)):
-                is_near = better.seconds <= (1 + OUTDONE_SLACK) * worse.seconds
-                given = (better.candidate, worse.candidate)
-                is_open = not better.refused and _sliced(better) not in self._outdone
-                if is_near and is_open and self.bounds.holds_no_more(*given):
-                    self._outdone[_sliced(worse)] = better.candidate.slices
-                    self._refuse_outdone(worse)
-                    break
-        alike.append(opened)
-
-    def _refuse_outdone(self, opened: _OpenCandidate) -> None:
-        better = self._outdone.get(_sliced(opened))
-        if better is not None and not opened.refused:
-            words = f"no smaller, and no faster but for {OUTDONE_SLACK:.0%}, than {better.label}"
-            self._refuse(opened, f"{opened.candidate.label}: {words}")
-
-    def _refuse_converting(self, opened: _OpenCandidate, plan: Plan) -> None:
-        """Leave out what converts its parameters, and is outdone: runs of it are another kind."""
-        candidate = opened.candidate
-        if opened.refused or not self.bounds.converts(plan):
+    def _bound_even_seconds(self, opened: _OpenCandidate, plan: Plan) -> None:
+        self._refuse_dominated_slices(opened)
+        self._refuse_dominated_autocast(opened, plan)
+        if opened.refused:
             return
-        others = self._others[_whatever_shared(candidate)]
-        better = self.bounds.outdone_by(candidate, plan, others, OUTDONE_SLACK)
+        bound = self.bounds.even_seconds(opened.candidate, plan)
+        opened.seconds = max(opened.seconds, bound)
+        if opened.candidate.slices is not None:
+            self._compare_slices(opened)
+
+    def _bound_bytes(self, opened: _OpenCandidate, plan: Plan) -> None:
+        bound = self.bounds.floor_bytes(opened.candidate, plan)
+        opened.least_bytes = max(opened.least_bytes, bound)
+
+    def _bound_cut_seconds(self, opened: _OpenCandidate, plan: Plan) -> None:
+        self._refuse_dominated_slices(opened)
+        if not opened.refused:
+            bound = self.bounds.kept_seconds(opened.candidate, plan)
+            opened.seconds = max(opened.seconds, bound)
+
+    def _compare_slices(self, opened: _OpenCandidate) -> None:
+        """Find out which slices dominate others.
+
+        They are compared on one mesh. The result is taken to hold on all meshes with as many tp
+        ranks, for micro-batches of as many rows.
+        """
+        others = self._with_slices.setdefault(replace(opened.candidate, slices=None), [])
+        for other in others:
+            faster, slower = sorted((opened, other), key=lambda one: one.seconds)
+            for better, worse in ((faster, slower), (slower, faster)):
+                is_near = better.seconds <= (1 + DOMINANCE_SLACK) * worse.seconds
+                is_open = not better.refused and _slicing(better) not in self._dominating_slices
+                if (
+                    is_near
+                    and is_open
+                    and self.bounds.is_no_larger(better.candidate, worse.candidate)
+                ):
+                    self._dominating_slices[_slicing(worse)] = better.candidate.slices
+                    self._refuse_dominated_slices(worse)
+                    break
+        others.append(opened)
+
+    def _refuse_dominated_slices(self, opened: _OpenCandidate) -> None:
+        better = self._dominating_slices.get(_slicing(opened))
+        if better is not None and not opened.refused:
+            self._refuse_dominated(opened, better.label, "no more memory")
+
+    def _refuse_dominated_autocast(self, opened: _OpenCandidate, plan: Plan) -> None:
+        """Refuse a plan of autocast weights that one of bf16 weights dominates.
+
+        Autocast needs runs on fake tensors of its own, which this saves.
+        """
+        candidate = opened.candidate
+        if opened.refused or not self.bounds.autocasts_weights(plan):
+            return
+        others = self._by_sharing[_without_sharing(candidate)]
+        better = self.bounds.dominated_by(candidate, plan, others, DOMINANCE_SLACK)
         if better is not None:
-            words = f"larger than {better.label}, and no faster but for {OUTDONE_SLACK:.0%}"
-            self._refuse(opened, f"{candidate.label}: {words}")
+            self._refuse_dominated(opened, better.label, "less memory")
 
-    def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
-        opened.least_bytes = max(
-            opened.least_bytes, self.bounds.floor_bytes(opened.candidate, plan)
+    def _refuse_dominated(self, opened: _OpenCandidate, better: str, memory: str) -> None:
+        self._refuse(
+            opened,
+            f"{opened.candidate.label}: {better} uses {memory} and is at most "
+            f"{DOMINANCE_SLACK:.0%} slower",
         )
-        opened.is_tight = True
 
-    def _judged(self, opened: _OpenCandidate, limit: int) -> EvaluatedPlan | RejectedPlan:
+    def _evaluated(self, opened: _OpenCandidate, limit: int) -> EvaluatedPlan | RejectedPlan:
         key = (opened.candidate, limit)
-        if key not in self._known:
+        if key not in self._outcomes:
             plan = opened.plan or self.evaluator.plan_of(opened.candidate)
-            self._known[key] = self.evaluator.evaluate(opened.candidate, plan, limit)
-        return self._known[key]
+            self._outcomes[key] = self.evaluator.evaluate(opened.candidate, plan, limit)
+        return self._outcomes[key]
 
     def smallest(self) -> EvaluatedPlan | RejectedPlan | None:
-        """The candidate that holds least, whatever it takes; for where nothing fits."""
+        """The candidate with the least memory, however slow it is; for when nothing fits."""
         for opened in self._open:
             if opened.plan is None and not opened.refused:
-                self._look(opened)
+                self._make_plan(opened)
         best: EvaluatedPlan | RejectedPlan | None = None
         queue = [
             (opened.least_bytes, n) for n, opened in enumerate(self._open) if not opened.refused
         ]
         heapq.heapify(queue)
+        needed = self._bounds.index(self._bound_bytes) + 1
         while queue:
             least, number = heapq.heappop(queue)
             opened = self._open[number]
-            if best is not None and least >= _bytes(best):
+            if best is not None and least >= _peak_bytes(best):
                 break
-            if not opened.is_tight:
-                self._look(opened)
+            if opened.num_bounds < needed:
+                self._tighten(opened)
                 if not opened.refused:
                     heapq.heappush(queue, (opened.least_bytes, number))
                 continue
-            outcome = self._judged(opened, 0)
-            if best is None or _bytes(outcome) < _bytes(best):
+            outcome = self._evaluated(opened, 0)
+            if best is None or _peak_bytes(outcome) < _peak_bytes(best):
                 best = outcome
         return best
 
 
-def _sliced(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
-    """What is compared of slices: on any mesh, with micro-batches of as many rows."""
-    one = opened.candidate
-    return one.rows, one.tp, one.slices
+def _slicing(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
+    """What the comparison of slices depends on: rows, tp ranks and the slices."""
+    candidate = opened.candidate
+    return candidate.rows, candidate.tp, candidate.slices
 
 
-def _whatever_shared(candidate: Candidate) -> Candidate:
-    """What candidates have in common that differ in how replicas share state alone."""
+def _without_sharing(candidate: Candidate) -> Candidate:
+    """A key that is equal for candidates that differ only in how replicas share state."""
     return replace(candidate, replicate=None)
 
 
-def _rank(judged: EvaluatedPlan) -> tuple[float, int]:
-    return judged.seconds.total, judged.peak.bytes
+def _by_seconds(evaluated: EvaluatedPlan) -> tuple[float, int]:
+    return evaluated.seconds.total, evaluated.peak.bytes
 
 
-def _bytes(outcome: EvaluatedPlan | RejectedPlan) -> int:
-    if isinstance(outcome, EvaluatedPlan):
-        return outcome.peak.bytes
+def _peak_bytes(outcome: EvaluatedPlan | RejectedPlan) -> int:
     return outcome.peak.bytes if outcome.peak is not None else 2**62
 
 
 def _front(fitting: list[EvaluatedPlan]) -> list[EvaluatedPlan]:
     front: list[EvaluatedPlan] = []
-    for evaluated in sorted(fitting, key=_rank):
+    for evaluated in sorted(fitting, key=_by_seconds):
         if not front or evaluated.peak.bytes < front[-1].peak.bytes:
             front.append(evaluated)
     return front

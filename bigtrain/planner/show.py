@@ -1,4 +1,4 @@
-"""What an answer looks like: a table, the reasons of those that do not fit, a document, a plan."""
+"""Show the planner's answer: a table, reasons for rejected plans, a JSON document, a plan file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORT = {
 
 
 WIDE_TABLE = 130
-"""Columns that the whole table takes."""
+"""Columns of the terminal that the whole table needs."""
 
 
 def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
@@ -32,26 +32,26 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
 
     Args:
         planned: the answer.
-        width: columns of the terminal; on a narrow one what the plan file has, too, is left out.
+        width: columns of the terminal. A narrow table leaves out figures that are in the plan file.
     """
     question = planned.question
     table = Table(
         title=f"{question.job.model.name}, {format_count(planned.num_parameters)} parameters, on "
-        f"{question.devices} x {question.cluster.device.name}: up to "
+        f"{question.devices} x {question.cluster.device.name}: at most "
         f"{format_bytes(question.limit)} of tensors a rank",
         title_justify="left",
     )
     table.add_column("")
     table.add_column("plan")
     wide = width >= WIDE_TABLE
-    shown = ("pp x dp x tp", "micro-batch", *(("computed again",) if wide else ()), "peak")
+    shown = ("pp x dp x tp", "micro-batch", *(("recomputed",) if wide else ()), "peak")
     for name in (*shown, *(("parts",) if wide else ()), "step"):
         table.add_column(name, justify="right" if name != "parts" else "left")
     table.add_column(_unit(planned), justify="right")
     table.add_column("MFU", justify="right")
     apart = _differences(planned, planned.result.best)
     if any(apart):
-        table.add_column("what differs")
+        table.add_column("differs in")
     for place, evaluated in enumerate(planned.result.best, start=1):
         figures = plan_figures(planned, evaluated)
         table.add_row(
@@ -65,13 +65,13 @@ def plans_table(planned: PlannedAnswer, width: int = WIDE_TABLE) -> Table:
             format_seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
             "-" if figures["mfu"] is None else f"{100 * figures['mfu']:.0f} %",
-            *([_told(apart[place - 1])] if any(apart) else []),
+            *([_short_keys(apart[place - 1])] if any(apart) else []),
         )
     return table
 
 
 def _differences(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
-    """For each plan what its other columns do not tell it by from another one."""
+    """For each plan the options that distinguish it from rows that look the same."""
     shown = [
         (one.label, *one.candidate.axes, one.candidate.rows, recompute_summary(one))
         for one in plans
@@ -82,24 +82,23 @@ def _differences(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list
 def differences(
     shown: Sequence[object], strategies: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What tells rows apart that look the same.
+    """Find the options that distinguish rows which look the same.
 
     Args:
-        shown: what is to be seen of each.
-        strategies: in full.
+        shown: by row, all that the table shows of it.
+        strategies: by row, all options of its strategy.
 
     Returns:
-        For each row the keys of its strategy, and their values, in which one that looks the same
-        differs from it.
+        By row the options, with their values, in which it differs from a row that looks the same.
     """
     leaves = [dict(_leaves(strategy)) for strategy in strategies]
-    told = []
-    for words, own in zip(shown, leaves, strict=True):
-        alike = [other for other, said in zip(leaves, shown, strict=True) if said == words]
-        keys = dict.fromkeys(key for other in alike for key in other)
-        unequal = [k for k in keys if any(other.get(k) != own.get(k) for other in alike)]
-        told.append({key: own.get(key) for key in unequal})
-    return told
+    distinguishing = []
+    for row, options in zip(shown, leaves, strict=True):
+        same = [others for others, other in zip(leaves, shown, strict=True) if other == row]
+        keys = dict.fromkeys(key for others in same for key in others)
+        unequal = [k for k in keys if any(others.get(k) != options.get(k) for others in same)]
+        distinguishing.append({key: options.get(key) for key in unequal})
+    return distinguishing
 
 
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,8 +109,8 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{key}", value
 
 
-def _told(values: Mapping[str, Any]) -> str:
-    """The keys by their last words; of a list the first few."""
+def _short_keys(values: Mapping[str, Any]) -> str:
+    """The options by the last word of their keys; of a list the first three values."""
     shown = {
         key.rpartition(".")[2]: (
             " ".join([*map(str, value[:3]), *(["..."] if len(value) > 3 else [])])
@@ -128,7 +127,7 @@ def _unit(planned: PlannedAnswer) -> str:
 
 
 def _parts(evaluated: EvaluatedPlan) -> str:
-    """The largest parts of the peak on the worst rank."""
+    """The three largest parts of the peak on the fullest rank."""
     parts = vars(evaluated.peak.breakdown)
     largest = sorted(parts, key=lambda kind: -parts[kind])[:3]
     where = f" (pp rank {evaluated.fullest_rank})" if evaluated.candidate.pp > 1 else ""
@@ -136,13 +135,13 @@ def _parts(evaluated: EvaluatedPlan) -> str:
 
 
 def recompute_summary(evaluated: EvaluatedPlan) -> str:
-    """How many blocks keep less than everything."""
+    """The number of blocks by recompute policy; `none` if all keep everything."""
     counts = Counter(evaluated.recomputed.values())
     return ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items())) or "none"
 
 
 def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
-    """What is expected of a plan: bytes per rank, seconds, shares."""
+    """The predicted figures of a plan: bytes of the fullest rank, seconds, rates, MFU."""
     seconds = evaluated.seconds.total
     mfu = planned.step_flops / seconds / planned.peak_flops
     return {
@@ -158,24 +157,24 @@ def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, 
 
 
 def figure_caveats(planned: PlannedAnswer) -> list[str]:
-    """What is wrong with the figures by which plans were compared, a line for each."""
+    """Doubts about the figures by which plans were compared, a line for each."""
     caveat, lines = planned.question.cluster.caveat, []
     if caveat:
         lines.append(
-            f"the rates of this machine were measured {caveat}: seconds are too many. They are "
-            "measured again the next time, or on an idle machine with bigtrain doctor --again"
+            f"the rates of this machine were measured {caveat}: predicted seconds are too high. "
+            "The next run measures them again. On an idle machine, run bigtrain doctor --again"
         )
     if any(plan_figures(planned, one)["mfu"] is None for one in planned.result.best):
         lines.append(
             "no MFU is shown where it would be above 100 %: the model's blocks compute faster than "
-            f"the {format_flops(planned.peak_flops)} of all devices together, so those were "
-            "measured too low. Run bigtrain doctor --again on an idle machine"
+            f"the measured {format_flops(planned.peak_flops)} of all devices together, which are "
+            "too low. Run bigtrain doctor --again on an idle machine"
         )
     return lines
 
 
 def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
-    """What is in the way of the others, a line for each kind, the nearest miss first."""
+    """Why plans do not fit: a line for each strategy with its closest plan, the closest first."""
     answer = planned.result
     nearest_miss: dict[str, RejectedPlan] = {}
     for rejected in answer.rejected:
@@ -191,8 +190,8 @@ def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
         yield f"does not fit: {label} ({mesh}): {rejected.reason}"
     if answer.below_bound:
         yield (
-            f"{answer.below_bound} plans were left out because their parameters, gradients, "
-            "optimizer state and what micro-batches keep are more, however they are cut"
+            f"{answer.below_bound} plans cannot fit, however they are cut: their parameters, "
+            "gradients, optimizer state and saved activations are above the limit"
         )
 
 
@@ -201,16 +200,16 @@ def _peak(refused: RejectedPlan) -> int:
 
 
 def search_line(planned: PlannedAnswer) -> str:
-    """One line on how much was looked at."""
+    """One line on the size of the search."""
     answer = planned.result
     return (
-        f"{answer.candidates} plans in {answer.seconds:.1f} s; the memory of {answer.evaluated} "
-        "was forecast, the others cannot be faster or hold too much"
+        f"{answer.candidates} plans searched in {answer.seconds:.1f} s; the memory of "
+        f"{answer.evaluated} was forecast, the others are slower or cannot fit"
     )
 
 
 def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
-    """All of it, for machines. Bytes are integers, seconds floats."""
+    """The whole answer as JSON values. Bytes are integers, seconds floats."""
     question, answer = planned.question, planned.result
     return {
         "model": question.job.model.model_dump(mode="json"),
@@ -236,14 +235,16 @@ def _row(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
 
 
 def _rows(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
-    """Plans, with what differs where nothing else tells two of them apart."""
-    told = _differences(planned, plans)
+    """Plans as JSON values, with `differs` where two of them look the same otherwise."""
+    differing = _differences(planned, plans)
     rows = [_row(planned, one) for one in plans]
-    return [{**row, "differs": one} if one else row for row, one in zip(rows, told, strict=True)]
+    return [
+        {**row, "differs": one} if one else row for row, one in zip(rows, differing, strict=True)
+    ]
 
 
 def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
-    """A plan as values for YAML, which `--plan` reads back."""
+    """A plan as YAML values, which `--plan` reads."""
     strategy = evaluated.job.strategy.model_dump(mode="json", exclude_defaults=True)
     strategy["name"] = "planned"
     return {
@@ -260,25 +261,31 @@ def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, A
 
 
 def plan_text(planned: PlannedAnswer, evaluated: EvaluatedPlan, command: str) -> str:
-    """A plan file that a person can read and change."""
+    """The text of a plan file, which users may read and change.
+
+    Args:
+        planned: the answer.
+        evaluated: one of its plans.
+        command: that made it, for the first line.
+    """
     peak, step = format_bytes(evaluated.peak.bytes), format_seconds(evaluated.seconds.total)
     head = (
         f"# {command}\n# {evaluated.label}: predicted peak {peak} on a rank, {step} a step on "
         f"{planned.question.cluster.name}.\n"
-        "# What stands under `predicted` is for the reader; the rest is followed.\n"
+        "# bigtrain train --plan follows this file; it ignores `predicted`.\n"
     )
     values = plan_values(planned, evaluated)
     return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
 def no_fit_lines(planned: PlannedAnswer) -> list[str]:
-    """What to say where no plan fits: the least that would do, what takes it, and what to do."""
+    """If no plan fits: the smallest memory that would be enough, its largest part, and the fix."""
     question = planned.question
     smallest = planned.search.smallest()
     peak = None if smallest is None else smallest.peak
     if smallest is None or peak is None:
         return [
-            f"plan: nothing fits {format_bytes(question.limit)}, and nothing could be forecast."
+            f"plan: nothing fits {format_bytes(question.limit)}, and no plan could be forecast."
         ]
     breakdown = vars(peak.breakdown)
     kind = max(breakdown, key=lambda part: breakdown[part])
@@ -289,12 +296,12 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
     if largest is not None:
         smaller = (
             f", or a model with {largest[0]} of its {planned.search.space.num_blocks} blocks "
-            f"({format_count(largest[1])} parameters), which fits so"
+            f"({format_count(largest[1])} parameters), which fits"
         )
     return [
         f"plan: no plan fits {format_bytes(question.limit)} of tensors on a rank of "
         f"{question.devices} devices.",
-        f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} "
+        f"The smallest peak is {format_bytes(peak.bytes)}, with {smallest.candidate.label} "
         f"({smallest.candidate.mesh}, micro-batch {smallest.candidate.rows}), of which {kind} are "
         f"{format_bytes(breakdown[kind])}.",
         f"Use {option} {-(-needed // MIB)}MiB, or more --devices{smaller}.",

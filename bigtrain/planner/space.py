@@ -1,8 +1,7 @@
-"""What there is to choose from: mesh, replicas, cut, slices, micro-batch, offload.
+"""The search space: mesh, replicas, cut, slices, micro-batch, offload.
 
-The techniques say what of themselves there is to choose from (`Strategy.variants`). What blocks
-keep is no choice of its own: every candidate is given what costs the least time among what fits
-(see `judge`).
+The techniques list their own variants (`Strategy.variants`). Recomputation is not part of the
+space: each candidate gets the fastest policies that fit (`StageFitter`).
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job, Role, StrategyConfig
 
 CHOSEN: tuple[Role, ...] = ("replicate", "cut", "slice", "offload")
-"""The roles whose techniques are asked."""
+"""The roles whose techniques list variants."""
 MAX_ROWS = 64
-"""Rows of a micro-batch from which on more do not make a device faster."""
+"""The most rows of a micro-batch: more do not make a device faster."""
 
 
 @dataclass(frozen=True)
@@ -35,67 +34,71 @@ class Candidate:
     pp: int
     dp: int
     replicate: Variant | None
-    """How replicas share their state; None is as the job's defaults have it."""
+    """How replicas share their state; None is the default of a job."""
     rows: int
     """Of a micro-batch."""
     micro_batches: int
-    """Of a step, for each replica."""
+    """Of one step and replica."""
     cut: Variant | None = None
     offload: Variant | None = None
     tp: int = 1
     slices: Variant | None = None
-    """How layers are laid over the tp ranks."""
+    """How layers are sliced over the tp ranks."""
 
     @property
     def axes(self) -> tuple[int, int, int]:
-        """Of the mesh: pp, dp, tp."""
+        """The sizes of the mesh: pp, dp, tp."""
         return self.pp, self.dp, self.tp
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """The number of devices of the mesh."""
         return math.prod(self.axes)
 
     @property
     def mesh(self) -> str:
-        """For a person."""
+        """The mesh in words."""
         return mesh_words(self.pp, self.dp, self.tp)
 
     @property
     def engine(self) -> str:
-        """Who shares the replicas' state."""
+        """The library that shares the replicas' state."""
         return self.replicate.engine if self.replicate is not None else Traits.engine
 
     @cached_property
     def cut_traits(self) -> CutTraits | None:
-        """Of the technique that cuts the model."""
+        """The traits of the technique that cuts the model; None if it is whole."""
         technique = _technique("cut", self.cut)
         return technique.traits if isinstance(technique, CutStrategy) else None
 
     @property
     def schedule(self) -> str | None:
-        """In which order a rank takes its micro-batches; None where the model is whole."""
+        """The pipeline schedule; None if the model is whole."""
         return self.cut_traits.schedule if self.cut_traits is not None else None
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages lie on each rank."""
+        """The number of stages on each rank."""
         return self.cut_traits.stages_per_rank if self.cut_traits is not None else 1
 
     @property
     def stages(self) -> int:
-        """Stages of the model."""
+        """The number of stages of the model."""
         return self.pp * self.stages_per_rank
 
     @property
     def label(self) -> str:
-        """Its name in tables: words that `--strategy` takes; the mesh is not among them."""
+        """Its name in tables: words for `--strategy`, without the mesh."""
         shares = self.dp > 1 or self.pp * self.tp == 1
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(one.label for one in shown if one is not None)
 
     def strategy(self, **more: Any) -> StrategyConfig:
-        """The section of a job."""
+        """The `strategy` section of a job.
+
+        Args:
+            more: options by role, in addition to those of the candidate.
+        """
         values: dict[str, Any] = {"name": "planned"}
         if self.replicate is not None:
             values["replicate"] = dict(self.replicate.options)
@@ -109,7 +112,7 @@ class Candidate:
         return StrategyConfig.model_validate(values)
 
     def job(self, job: Job, **more: Any) -> Job:
-        """A copy of the job with this candidate's mesh, batch and strategy."""
+        """A copy of a job with this candidate's mesh, batch and strategy."""
         mesh = job.mesh.model_copy(update={"pp": self.pp, "dp": self.dp, "tp": self.tp})
         batch = {
             "global_batch_size": self.rows * self.micro_batches * self.dp,
@@ -123,7 +126,7 @@ class Candidate:
 
 
 def mesh_words(pp: int, dp: int, tp: int) -> str:
-    """`pp 2 x dp 4`, and `x tp 2` where layers are sliced."""
+    """A mesh in words: `pp 2 x dp 4`, and `x tp 2` if layers are sliced."""
     return f"pp {pp} x dp {dp}" + (f" x tp {tp}" if tp > 1 else "")
 
 
@@ -136,13 +139,13 @@ def _technique(role: Role, variant: Variant | None) -> Strategy | None:
 
 
 def searched_techniques(job: Job) -> dict[Role, list[Strategy]]:
-    """By role the techniques whose variants are searched: ours, and those of the user's own.
+    """By role the techniques whose variants are searched: bigtrain's and the user's.
 
     Args:
-        job: whose `strategy` names the latter as `package.module:Class`.
+        job: its `strategy` names the user's techniques as `package.module:Class`.
 
     Raises:
-        ConfigError: one cannot be imported, or takes no such options.
+        ConfigError: a user's technique cannot be imported, or does not take its options.
     """
     found = {role: techniques_of(role) for role in CHOSEN}
     for role, config in job.strategy.roles().items():
@@ -157,39 +160,39 @@ def _ours() -> dict[Role, list[Strategy]]:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is open, and what is given."""
+    """The candidates for one model and number of devices."""
 
     devices: int
     per_node: int
     global_batch_size: int
     num_blocks: int
-    """Blocks of the model: stages begin with one."""
+    """Blocks of the model; each stage begins with one."""
     pp: int | None = None
-    """Where it is given."""
+    """Fixed by the user; None to search it. So for `dp`, `tp` and `rows`."""
     dp: int | None = None
     tp: int | None = None
     most_ranks: int = 1
-    """Over how many ranks the model's layers can be sliced."""
+    """The largest tp size that the model's layers allow."""
     rows: int | None = None
     engines: Sequence[str] | None = None
-    """Whose implementations of replicas may be chosen; None for everyone's."""
+    """The libraries whose replicas are searched; None for all."""
     device_type: str = "cpu"
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
-    """Whose variants there are to choose from."""
+    """By role the techniques that list the variants."""
 
     @property
     def slice_counts(self) -> list[int]:
-        """Sizes of the tp axis: ranks of one node, and as many groups of them as fill it."""
+        """The tp sizes to search: those that divide a node."""
         if self.tp is not None:
             return [self.tp] if self.devices % self.tp == 0 else []
         node = math.gcd(self.per_node, self.devices)
         return [n for n in range(1, min(node, self.most_ranks) + 1) if node % n == 0]
 
     def meshes(self) -> list[tuple[int, int, int]]:
-        """(pp, dp, tp) for all devices.
+        """The meshes (pp, dp, tp) that use all devices.
 
         Raises:
-            ConfigError: none divides devices and batch as asked for.
+            ConfigError: no mesh with the given sizes divides the devices and the batch.
         """
         possible = [
             (pp, groups // pp, tp)
@@ -207,30 +210,38 @@ class SearchSpace:
             raise ConfigError(
                 f"plan: --devices {self.devices} with {_listed(given, '=')}: "
                 f"pp * dp * tp has to be {self.devices}, and the model's {self.num_blocks} blocks "
-                f"make at most {self.num_blocks + 1} stages. Leave {_listed(given)} out."
+                f"allow at most {self.num_blocks + 1} stages. Leave {_listed(given)} out."
             )
         dividing = [mesh for mesh in possible if self.global_batch_size % mesh[1] == 0]
         if not dividing:
             least = min(dp for _, dp, _ in possible)
             raise ConfigError(
-                f"plan: --global-batch-size {self.global_batch_size} cannot be dealt to the "
-                f"replicas of any mesh: {self.devices} devices and at most {self.num_blocks + 1} "
-                f"stages make {least} replicas at least. Use --global-batch-size "
+                f"plan: --global-batch-size {self.global_batch_size} does not divide among the "
+                f"replicas of any mesh: {self.devices} devices with at most {self.num_blocks + 1} "
+                f"stages are at least {least} replicas. Use --global-batch-size "
                 f"{-(-self.global_batch_size // least) * least}, or fewer --devices."
             )
         return dividing
 
     def candidates(self, *, fallback_tier: bool = False) -> Iterator[Candidate]:
-        """All of them; what a technique refuses is not left out yet.
+        """All candidates, including those that a technique will refuse.
 
         Args:
-            fallback_tier: with what the offload role's techniques offer, and not without.
+            fallback_tier: yield the candidates with offload instead of those without.
         """
         for pp, dp, tp in self.meshes():
             for rows in self._rows(self.global_batch_size // dp):
                 steps = self.global_batch_size // dp // rows
-                given = (self.per_node, self.device_type, self.num_blocks, steps)
-                shape = Shape(pp, dp, *given, tp, self.most_ranks)
+                shape = Shape(
+                    pp,
+                    dp,
+                    self.per_node,
+                    self.device_type,
+                    self.num_blocks,
+                    steps,
+                    tp,
+                    self.most_ranks,
+                )
                 offloads = list(self._variants("offload", shape)) if fallback_tier else [None]
                 cuts = list(self._variants("cut", shape)) if pp > 1 else [None]
                 slices = list(self._variants("slice", shape)) if tp > 1 else [None]
@@ -242,8 +253,9 @@ class SearchSpace:
                         if cut is not None and cut.splits and traits.whole_backward:
                             continue
                         for offload, sliced in product(offloads, slices):
-                            chosen = (cut, offload, tp, sliced)
-                            yield Candidate(pp, dp, replicate, rows, steps, *chosen)
+                            yield Candidate(
+                                pp, dp, replicate, rows, steps, cut, offload, tp, sliced
+                            )
 
     def _variants(self, role: Role, shape: Shape) -> Iterator[Variant]:
         for technique in self.techniques[role]:
@@ -256,13 +268,13 @@ class SearchSpace:
 
 
 def _listed(given: Mapping[str, int], between: str = "") -> str:
-    """Keys, and with something between them and their sizes these, too."""
+    """List keys, or with a separator keys and their sizes."""
     words = [f"{key}{between}{size}" if between else key for key, size in given.items()]
     return " and ".join(words)
 
 
 def round_sizes(share: int) -> list[int]:
-    """Sizes of a micro-batch, of so many samples, that are searched."""
+    """The micro-batch sizes to search for a replica's share of the global batch, in samples."""
     return [n for n in range(1, min(share, MAX_ROWS) + 1) if share % n == 0 and _is_round(n)]
 
 
@@ -272,7 +284,7 @@ def _traits(role: Role, variant: Variant) -> Traits:
 
 
 def _is_round(number: int) -> bool:
-    """Powers of two, and three times them: what kernels are quick with, and divides batches."""
+    """Whether it is a power of two, or three times one: kernels are fast with these."""
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)
@@ -281,7 +293,13 @@ def _is_round(number: int) -> bool:
 def written_options(
     cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
 ) -> dict[str, Any]:
-    """What stands in the plan beside the candidate's own: where it is cut, what blocks keep."""
+    """The options of a plan that the candidate does not have: its cuts and recomputation.
+
+    Args:
+        cuts: the block that each stage but the first begins with.
+        recomputed: blocks that keep less than everything, with their policies.
+        blocks: the number of blocks.
+    """
     options: dict[str, Any] = {}
     if cuts:
         options["cut"] = {"at": list(cuts)}

@@ -49,7 +49,7 @@ from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecordedSections:
     """A model as sections in the order of its forward pass, and its optimizer's step."""
 

@@ -31,7 +31,7 @@ from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.slicing.state import ModelSlices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSections:
     """A model's sections for one micro-batch size, all blocks choosing alike."""
 

@@ -111,7 +111,7 @@ class SectionTensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpLog:
     """The operations of a pass, one to a row."""
 

@@ -1,4 +1,4 @@
-"""What a run is, in a few lines before its first step: model, optimizer, batch, ranks, strategy."""
+"""The lines before a run's first step: model, data, strategy, optimizer, batch, predicted peak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.units import format_bytes, format_count, format_share
 
 
 def banner_lines(parts: RunSetup, num_ranks: int, device_type: str) -> Iterator[str]:
-    """Model, data, strategy, optimizer with its rates, batch; a line each.
+    """One line each for model, data, strategy, optimizer with its rates, and batch.
 
     Args:
         parts: of the run.
@@ -33,7 +33,7 @@ def banner_lines(parts: RunSetup, num_ranks: int, device_type: str) -> Iterator[
 
 
 def model_words(parts: RunSetup) -> str:
-    """The model, its size, how much of it is trained, and what it begins with."""
+    """The model, its size, the trained part of it, and its initial weights."""
     model, frozen = parts.job.model, parts.frozen_parameters
     trained = "all trained"
     if frozen:
@@ -45,7 +45,7 @@ def model_words(parts: RunSetup) -> str:
 
 
 def strategy_words(plan: Plan, num_ranks: int, device_type: str) -> str:
-    """The strategy, on how many ranks, and how they are laid out where that is a choice."""
+    """The strategy, the number of ranks, and the mesh unless it is replicas only."""
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     mesh = ""
     if plan.pp > 1 or plan.tp > 1:
@@ -54,7 +54,7 @@ def strategy_words(plan: Plan, num_ranks: int, device_type: str) -> str:
 
 
 def optimizer_words(parts: RunSetup) -> str:
-    """The optimizer with what is not its neutral value, and the course of its rate."""
+    """The optimizer with its options that are not neutral, and its learning rates."""
     optim = parts.job.optim
     words: list[str] = [optim.name]
     if optim.momentum:
@@ -69,14 +69,14 @@ def optimizer_words(parts: RunSetup) -> str:
 
 
 def _rate_words(parts: RunSetup, optim: OptimConfig) -> str:
-    """The highest rate, the warm-up, and how it ends."""
+    """The highest rate, the warm-up, and the final rate."""
     steps = parts.total_steps
-    rates = [parts.learning_rate(step) for step in _looked_at(steps)]
+    rates = [parts.learning_rate(step) for step in _sampled_steps(steps)]
     highest, last = max(rates), rates[-1]
     if parts.schedule is not None:
         kind, total, more = type(parts.schedule).__name__, parts.schedule.total(), ""
         if total is not None and total != steps:
-            more = f"; it goes down over {total} steps, of which this run has {steps}"
+            more = f"; it decays over {total} steps, and this run has {steps}"
         return (
             f"by {kind} of {parts.job.strategy.deepspeed_file}: {rates[0]:g} in step 1, "
             f"{highest:g} at most, {last:g} in step {steps}{more}"
@@ -95,14 +95,14 @@ def _rate_words(parts: RunSetup, optim: OptimConfig) -> str:
     return f"{begun}, {optim.schedule} down to {last:.3g} in step {steps}"
 
 
-_MOST_LOOKED_AT = 10_000
+_MOST_SAMPLED = 10_000
 
 
-def _looked_at(steps: int) -> range | list[int]:
-    """The steps whose rates are looked at: all, or of a long run some, the last among them."""
-    if steps <= _MOST_LOOKED_AT:
+def _sampled_steps(steps: int) -> range | list[int]:
+    """The steps whose rates are computed: all, or of a long run a sample with the last one."""
+    if steps <= _MOST_SAMPLED:
         return range(steps)
-    return [*range(0, steps - 1, -(-steps // _MOST_LOOKED_AT)), steps - 1]
+    return [*range(0, steps - 1, -(-steps // _MOST_SAMPLED)), steps - 1]
 
 
 def batch_line(parts: RunSetup) -> str:
@@ -116,7 +116,7 @@ def batch_line(parts: RunSetup) -> str:
 
 
 def peak_line(fullest: FullestRank | None, note: str | None, limit: MemoryLimit) -> str:
-    """The predicted peak, which rank has it, and of what it is a share; or why there is none."""
+    """The predicted peak, its rank, and its share of the limit; or why there is none."""
     if fullest is None:
         return f"predicted peak: none ({note})"
     share = f" ({format_share(fullest.peak.bytes, limit.bytes)} of {limit})" if limit.bytes else ""
@@ -125,19 +125,19 @@ def peak_line(fullest: FullestRank | None, note: str | None, limit: MemoryLimit)
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Of what a rank's peak is shown as a share."""
+    """The memory of which a rank's peak is shown as a share."""
 
     bytes: int | None
     owner: str
 
     @classmethod
     def of(cls, job: Job, device: torch.device) -> MemoryLimit:
-        """The job's cap, or else what the device has."""
+        """The job's cap, or else the memory of the device."""
         if job.memory.cap is not None:
             return cls(job.memory.cap, "memory.cap,")
         owner = "the device's" if is_accelerator(device) else "the host's"
         return cls(device_capacity_bytes(device), owner)
 
     def __str__(self) -> str:
-        """As `the host's 24.9 GiB`."""
+        """Text such as `the host's 24.9 GiB`."""
         return f"{self.owner} {format_bytes(self.bytes or 0)}"

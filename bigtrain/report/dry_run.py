@@ -1,4 +1,4 @@
-"""What a dry run prints: the job, the plan, and what each rank of one replica is to hold."""
+"""The output of a dry run: the job, the plan, and the predicted memory of each stage."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from bigtrain.units import format_bytes
 
 
 def show_dry_run(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
-    """Print the resolved job and the predicted peak, and run nothing; returns the exit status."""
+    """Print the resolved job and its predicted peak, and run nothing; returns the exit status."""
     for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
 def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
-    """What is warned of, the resolved job, the plan, and the predicted peak of the ranks."""
+    """Warnings, the resolved job, the plan, and the predicted peaks of the ranks."""
     yield from plan.warnings
     yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
     yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
@@ -61,7 +61,7 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
 
 
 class _Rank:
-    """The first rank of a stage, and the peak of the fullest replica at its place."""
+    """The prediction for the first rank of a stage, with its save and its resume."""
 
     def __init__(self, pp_rank: int, prediction: Prediction, state: StatePeaks) -> None:
         self.pp_rank, self.prediction, self.state = pp_rank, prediction, state
@@ -70,28 +70,29 @@ class _Rank:
     def predicted(cls, parts: RunSetup, pp_rank: int) -> _Rank:
         """Predict a rank, its save and its resume."""
         prediction = predict(parts.resolved, parts.workload, pp_rank, 0)
-        given = (parts.resolved, parts.workload, parts.job.checkpoint, prediction, pp_rank)
-        return cls(pp_rank, prediction, forecast_state_peaks(*given))
+        state = forecast_state_peaks(
+            parts.resolved, parts.workload, parts.job.checkpoint, prediction, pp_rank
+        )
+        return cls(pp_rank, prediction, state)
 
 
 def _fullest(parts: RunSetup, ranks: list[_Rank]) -> FullestRank | None:
-    """The fullest rank of the run: of the first replica, or of another one that needs more.
+    """The fullest rank of the run.
 
-    What differs among replicas and slices falls from the first to the last of them, and servers
-    stand before workers: to look at the first and the last of each tells which is the fullest.
+    Memory that differs among replicas or slices decreases from the first to the last of them, and
+    servers come before workers: the first and the last of each are enough to find the fullest.
     """
     plan = parts.plan
     replicas = dict.fromkeys((0, plan.replicate.num_servers, plan.dp - 1))
     slices = dict.fromkeys((0, plan.tp - 1))
     peaks: dict[int, Peak] = {}
     for replica, rank, tp_rank in product(replicas, ranks, slices):
-        own = rank.prediction.own_peak
+        peak = rank.prediction.own_peak
         if replica or tp_rank:
-            place = (rank.pp_rank, replica, tp_rank)
-            own = predict(parts.resolved, parts.workload, *place).own_peak
-        if own is None:
+            peak = predict(parts.resolved, parts.workload, rank.pp_rank, replica, tp_rank).own_peak
+        if peak is None:
             return None
-        peaks[(replica * plan.pp + rank.pp_rank) * plan.tp + tp_rank] = own
+        peaks[(replica * plan.pp + rank.pp_rank) * plan.tp + tp_rank] = peak
     found = FullestRank.among(peaks)
     return None if found is None else replace(found, num_ranks=plan.world_size)
 
@@ -111,7 +112,7 @@ def _parts_of(ranks: list[_Rank]) -> Iterator[str]:
 
 
 def state_line(save: StatePeak, resume: StatePeak) -> str:
-    """What a rank holds at most in a save and in a resume."""
+    """The predicted peaks of a save and of a resume."""
     words = []
     for name, peak in (("save", save), ("resume", resume)):
         host = f" and {format_bytes(peak.host_bytes)} on the host" if peak.host_bytes else ""

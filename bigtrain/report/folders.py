@@ -1,4 +1,4 @@
-"""The folders that runs leave, numbered."""
+"""Numbered folders for the results of runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bigtrain.errors import ConfigError
 
 
 def results_folder(requested: str | None, name: str) -> Path:
-    """Make a folder for results: the one that is wanted, or the next free `runs/NAME-NUMBER`.
+    """Make a folder for results: the requested one, or the next free `runs/NAME-NUMBER`.
 
     Raises:
-        ConfigError: it cannot be made, or holds something.
+        ConfigError: it cannot be made, or is not empty.
     """
     try:
         if requested is None:
@@ -30,7 +30,7 @@ def results_folder(requested: str | None, name: str) -> Path:
 
 
 def folder_numbers(base: Path, prefix: str) -> list[int]:
-    """The numbers of the folders PREFIX-NUMBER that there are."""
+    """The numbers of the existing folders PREFIX-NUMBER."""
     ends = (path.name.removeprefix(prefix) for path in base.glob(f"{prefix}*"))
     return [int(end) for end in ends if end.isdigit()]
 
@@ -38,7 +38,7 @@ def folder_numbers(base: Path, prefix: str) -> list[int]:
 def next_folder(base: Path, prefix: str) -> Path:
     """Make the folder with the next free number."""
     number = max(folder_numbers(base, prefix), default=0) + 1
-    while True:  # another run may take the number between the look and the making
+    while True:  # another run may take the number in between
         try:
             (base / f"{prefix}{number}").mkdir()
         except FileExistsError:

@@ -1,4 +1,4 @@
-"""The lines before and after a run."""
+"""The lines that a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def make_console() -> Console:
 
 
 def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> Iterator[str]:
-    """What will be trained, on what, in which batches, and the predicted peak."""
+    """Model, data, strategy, batch, the predicted peak and step, and where the run resumes."""
     context = engine.context
     yield from banner_lines(parts, context.world_size, context.device.type)
     if not engine.blueprint.deferred:
-        yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
+        reason = engine.blueprint.reason
+        yield f"the model was built whole on rank 0 and sent to the others: {reason}"
     if engine.layout is not None:
         yield from engine.layout.lines()
     yield from parts.resolved.notes
@@ -40,7 +41,7 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> It
 
 
 def closing_lines(parts: RunSetup, folder: Path) -> Iterator[str]:
-    """What a model that learned nothing would reach, and where the results are."""
+    """The metrics of a model that learned nothing, and the folder of the results."""
     for name, value in parts.data.baseline.items():
         yield f"for comparison, without learning: {name} {value:.4f}"
     yield f"results: {folder}"

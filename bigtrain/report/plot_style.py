@@ -1,4 +1,4 @@
-"""The look of all pictures."""
+"""The style of all pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib import rc_context
 
 from bigtrain.memory.timeline import MemoryKind
 
-# The palette of Okabe and Ito, which people who see few colours can tell apart.
+# Okabe and Ito's palette, which colour-blind people can tell apart.
 COLOURS: dict[MemoryKind, str] = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -28,5 +28,5 @@ STYLE: dict[Any, Any] = {
 
 
 def plot_style() -> AbstractContextManager[None]:
-    """The context in which figures are made."""
+    """The matplotlib context in which figures are drawn."""
     return rc_context(STYLE)

@@ -1,4 +1,4 @@
-"""A step as a line for a person, and the bar that stands in its place on a terminal."""
+"""A step as a line of text, and as a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigtrain.engine.engine import StepResult
 from bigtrain.units import format_bytes, format_duration, format_share
 
 _WINDOW = 100
-"""Steps by whose length the time that is left is judged."""
+"""The last steps from whose length the remaining time is estimated."""
 
 
 class StepLine:
@@ -22,7 +22,7 @@ class StepLine:
 
     Args:
         total_steps: of the run.
-        limit_bytes: what a rank can take; None where that is not known.
+        limit_bytes: the memory of a rank; None if it is not known.
     """
 
     def __init__(self, total_steps: int, limit_bytes: int | None) -> None:
@@ -32,12 +32,12 @@ class StepLine:
     def text(
         self, result: StepResult, peak_bytes: int | None, peak_rank: int | None
     ) -> tuple[str, str]:
-        """Loss, rate, norm, speed, the highest peak; and the time that is left, empty for none.
+        """Return loss, rate, norm, speed and the highest peak; and the remaining time, or "".
 
         Args:
             result: of the step; call it once for each.
             peak_bytes: the highest so far, of all ranks.
-            peak_rank: whose it is; None where there is one rank, or all have as much.
+            peak_rank: the rank that has it; None for one rank, or if all have the same.
         """
         self._ends.append(time.monotonic())
         speed = f"{result.samples_per_second:.1f} samples/s"
@@ -58,7 +58,7 @@ class StepLine:
         return "  ".join(words), "" if left is None else f"left {format_duration(left)}"
 
     def _left_seconds(self, step: int) -> float | None:
-        """By the last steps and all that was done between them; None after the first and last."""
+        """The remaining seconds at the speed of the last steps; None if it is not known."""
         if len(self._ends) < 2 or step >= self._total:
             return None
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -66,22 +66,28 @@ class StepLine:
 
 
 class StepBar(Progress):
-    """A bar with the steps done, and below it what `StepLine` says of the last one."""
+    """A bar of the steps done, with the text of `StepLine` for the last step below it."""
 
     def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
-        self._said = ""
+        self._text = ""
         left = TextColumn("{task.description}", markup=False)
         columns = (BarColumn(bar_width=40), TextColumn("step"), MofNCompleteColumn(), left)
         super().__init__(*columns, console=console)
         self._steps = self.add_task("", total=total_steps, completed=first_step)
 
     def show(self, step: int, text: str, left: str) -> None:
-        """Say what a step was, and how long the others will take."""
-        self._said = text
+        """Show a step.
+
+        Args:
+            step: done so far.
+            text: of `StepLine`.
+            left: remaining time.
+        """
+        self._text = text
         self.update(self._steps, completed=step, description=left)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """The bar and the line."""
         yield self.make_tasks_table(self.tasks)
-        if getattr(self, "_said", ""):
-            yield Text(self._said)
+        if getattr(self, "_text", ""):
+            yield Text(self._text)

@@ -1,6 +1,6 @@
-"""What a run writes while it goes on: its folder, a line or a bar for a person, JSON for machines.
+"""The log of a run: its folder, a line or a bar on the console, JSON files.
 
-    runs/NAME/config.yaml        the resolved job, which can be fed back in
+    runs/NAME/config.yaml        the resolved job, which can be run again
               plan.yaml          mesh, techniques, batch, the predicted peak and step
               metrics.jsonl      one object a step
               validation.jsonl   one object a validation
@@ -53,7 +53,7 @@ def run_folder(job: Job, context: RunContext) -> Path:
     `checkpoint.resume=auto` the newest such run.
 
     Raises:
-        ConfigError: it cannot be written, or holds another run that would be lost.
+        ConfigError: it cannot be written, or has another run that would be lost.
     """
     chosen: Path | str = ""
     if context.is_main:
@@ -78,15 +78,15 @@ def _choose(job: Job) -> Path:
     folder.mkdir(exist_ok=True)
     if job.checkpoint.resume is None and (folder / "metrics.jsonl").exists():
         raise ConfigError(
-            f"log.name={job.log.name}: {folder} holds a run already. "
+            f"log.name={job.log.name}: {folder} already has a run. "
             "Use --resume auto to continue it, or another log.name."
         )
     if job.checkpoint.resume not in (None, "auto") and (folder / "metrics.jsonl").exists():
         place = Path(os.path.realpath(str(job.checkpoint.resume)))
         if Path(os.path.realpath(folder)) not in (place, *place.parents):
             raise ConfigError(
-                f"log.name={job.log.name}: {folder} holds a run already, and checkpoint.resume="
-                f"{job.checkpoint.resume} is not of that run. Use another log.name."
+                f"log.name={job.log.name}: {folder} already has a run, and checkpoint.resume="
+                f"{job.checkpoint.resume} is no checkpoint of it. Use another log.name."
             )
     return folder
 
@@ -106,16 +106,16 @@ class RunLog:
 
     Args:
         folder: the run's folder.
-        job: what is run.
-        plan: how it is run.
-        context: which rank this is.
-        console: where a person reads.
+        job: of the run.
+        plan: of the run.
+        context: of this rank.
+        console: for the lines.
         total_steps: steps of the whole run.
-        first_step: steps that were done before (after a resume).
+        first_step: steps that were done before a resume.
         predicted: the predicted peak, for plan.yaml.
         predicted_step: the predicted seconds of a step, for plan.yaml and the first line of
             metrics.jsonl.
-        predicted_volume: what the rank is predicted to exchange in a step, for that line, too.
+        predicted_volume: the predicted bytes that the rank exchanges in a step, for that line, too.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RunLog:
         self._num_ranks = context.world_size
         self._files: dict[str, FileIO] = {}
         self._waiting: dict[str, bytes] = {}
-        self._told = False
+        self._warned = False
         self._bar: StepBar | None = None
         self._board: Any = None
         self._stepped = False
@@ -179,7 +179,7 @@ class RunLog:
         _write_yaml(self.folder / "plan.yaml", described)
 
     def _drop_steps_after(self, step: int) -> None:
-        """After a resume the lines of steps that will be done again go, so each comes once."""
+        """Drop the lines of steps that will be done again after a resume."""
         for name in ("metrics.jsonl", "validation.jsonl"):
             path = self.folder / name
             text = ""
@@ -196,33 +196,34 @@ class RunLog:
         figures: Mapping[str, float] | None = None,
         highest: Highest | None = None,
     ) -> None:
-        """One optimizer step.
+        """Log one optimizer step.
 
         Args:
             result: of it.
-            figures: by name, what the strategy's runner tells of the step beside that.
-            highest: the highest peak of all ranks in bytes, and whose it is; left out, or where
-                this rank's has grown since the ranks were asked, it is this one's.
+            figures: further figures of the strategy's runner, by name.
+            highest: the highest peak of all ranks in bytes, with its rank; if left out, or lower
+                than this rank's own peak by now, this rank's is used.
         """
         first, self._stepped = not self._stepped, True
         if not self._main:
             return
-        told = {k: v for k, v in asdict(result).items() if k != "top1" or v is not None}
+        values = {k: v for k, v in asdict(result).items() if k != "top1" or v is not None}
         peak, rank = result.peak_memory_bytes, 0
         alike = self._num_ranks == 1 or (highest is not None and highest.alike)
         if peak is not None and highest is not None and highest.figure > peak:
             peak, rank = int(highest.figure), highest.rank
-        told["peak_memory_bytes"] = peak
+        values["peak_memory_bytes"] = peak
         if peak is not None and self._num_ranks > 1:
-            told["peak_rank"] = rank
-        values = {**told, **(figures or {})}
+            values["peak_rank"] = rank
+        values |= figures or {}
+        scalars = dict(values)
         if first and self._predicted_seconds is not None:
             values["predicted_step_seconds"] = self._predicted_seconds
         if first and self._predicted_volume is not None:
             values["predicted_sent_bytes"] = self._predicted_volume.sent_bytes
             values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
-        self._board_scalars("train", {**told, **(figures or {})}, result.step)
+        self._board_scalars("train", scalars, result.step)
         text, left = self._lines.text(result, peak, None if alike else rank)
         if self._bar is not None:
             self._bar.show(result.step, text, left)
@@ -230,7 +231,7 @@ class RunLog:
             self.print_line(f"step {result.step}/{self._total}  {text}  {left}".rstrip())
 
     def validation(self, step: int, measured: dict[str, float]) -> None:
-        """One validation."""
+        """Log one validation."""
         if not self._main:
             return
         self._append("validation.jsonl", {"step": step, **measured})
@@ -239,17 +240,17 @@ class RunLog:
         self.print_line(f"validation at step {step}: {figures}")
 
     def sync(self) -> None:
-        """Have all lines on the disk before a checkpoint is: a power cut parts no pair of them."""
+        """Flush all lines to the disk, to be called before a checkpoint is written there."""
         for file in self._files.values():
             with suppress(OSError):
                 os.fsync(file.fileno())
 
     def memory(self, report: MemoryReport | None) -> None:
-        """The end table, memory.json, and what it says for the predictions of later runs."""
+        """Print the memory table, write memory.json, and record errors for later predictions."""
         if not self._main or report is None:
             return
         if not self._stepped:
-            self.print_line("no step was left to do: there is no memory to report")
+            self.print_line("no steps remained: there is no memory to report")
             return
         self._leave("memory.json", json.dumps(report.as_json(), indent=1) + "\n")
         course = report.course()
@@ -258,21 +259,21 @@ class RunLog:
         self._stop_bar()
         self._console.print(memory_table(report))
         for line in memory_notes(report):
-            if not line.startswith(NO_SECONDS):  # said before the first step
+            if not line.startswith(NO_SECONDS):  # printed before the first step
                 self.print_line(line)
         engine = engine_of(self._plan)
         if engine is None:
             return
         if report.step.seconds is not None:
             self.print_line(f"step: {step_uncertainty(engine, report.step.basis, report.device)}")
-        if self._plan.compiles_blocks:  # other programs than those of plans, and timed as written
+        if self._plan.compiles_blocks:  # predictions are for blocks that are not compiled
             return
         step = report.step_residual(engine)
         steps = [step] if step is not None else []
         record_residuals([*report.residuals(engine, self._plan.precision), *steps])
 
     def print_line(self, text: str) -> None:
-        """A line for a person."""
+        """Print a line on rank 0."""
         if self._main:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -282,12 +283,12 @@ class RunLog:
         try:
             self._write_waiting(name)
         except OSError as error:
-            if not self._told:  # a full disk fails every line
+            if not self._warned:  # a full disk fails every line
                 self.print_line(
-                    f"warning: {self.folder / name} cannot be written: {error}. The run goes on; "
-                    "its lines are kept until there is room."
+                    f"warning: {self.folder / name} cannot be written: {error}. The run continues "
+                    "and keeps its lines in memory until there is room."
                 )
-            self._told = True
+            self._warned = True
 
     def _write_waiting(self, name: str) -> None:
         """Write the lines of a file that could not be written yet.
@@ -303,24 +304,24 @@ class RunLog:
             self._waiting[name] = self._waiting[name][written:]
 
     def _opened(self, name: str) -> FileIO:
-        # To be read as well: where its name is removed, its lines are still there.
+        # Readable, too: if its name is removed, its lines can still be read.
         return (self.folder / name).open("a+b", buffering=0)
 
     def _restore(self) -> None:
-        """Make the folder and its lines again, where somebody has removed them meanwhile.
+        """Make the folder and its files again if someone has removed them.
 
         Raises:
-            OSError: that cannot be done now.
+            OSError: they cannot be written now.
             ConfigError: another run has begun in that folder.
         """
         gone = not os.path.isdir(self.folder)
         if gone:
             self.folder.mkdir(parents=True)
             lines = sum(_contents(file).count(b"\n") for file in self._files.values())
-            lost = ", and its tensorboard" if self._board is not None else ""
+            lost = " and its TensorBoard files" if self._board is not None else ""
             self.print_line(
-                f"warning: {self.folder} was removed during the run. It is made again with its "
-                f"{lines} lines so far; checkpoints that were in it{lost} are lost."
+                f"warning: {self.folder} was removed during the run. It was made again with its "
+                f"{lines} lines so far; its checkpoints{lost} are lost."
             )
             self._keep_plan()
             if self._board is not None:
@@ -334,7 +335,7 @@ class RunLog:
                 draft = path.with_name(f".{name}")
                 draft.write_bytes(_contents(file))
                 draft.replace(path)
-                fault = "removed, and is written again with its lines so far,"
+                fault = "removed, and was written again with its lines so far,"
             if not gone:
                 self.print_line(f"warning: {path} was {fault} during the run.")
                 self._keep_plan()
@@ -342,7 +343,7 @@ class RunLog:
             file.close()
 
     def _keep_plan(self) -> None:
-        """Make again what stands beside the lines: its lock, and the job and plan.
+        """Make the lock and the files of the job and the plan again if they are missing.
 
         Raises:
             OSError: it cannot be written.
@@ -355,7 +356,7 @@ class RunLog:
             self._write_plan(self._job, self._plan, self._predicted)
 
     def _leave(self, name: str, text: str) -> None:
-        """Write a file of the end; a run is not lost for it."""
+        """Write a file at the end of the run; a failure is only a warning."""
         try:
             self._restore()
             (self.folder / name).write_text(text, "utf-8")
@@ -387,7 +388,7 @@ class RunLog:
                 self._write_waiting(name)
             if self._waiting[name]:
                 lost = self._waiting[name].count(b"\n")
-                self.print_line(f"warning: {self.folder / name} lacks its last lines: {lost}")
+                self.print_line(f"warning: {self.folder / name} lacks its last {lost} lines")
         for file in self._files.values():
             file.close()
         self._locks.close()
@@ -396,26 +397,26 @@ class RunLog:
 
 
 def _contents(file: FileIO) -> bytes:
-    """All that was written to a file, whether or not it still has a name."""
+    """All bytes of a file, even if its name was removed."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0)
 
 
 def _fault_of(file: FileIO, path: Path) -> str | None:
-    """What others have done to an open file: removed, replaced, or cut it; None for nothing."""
+    """What happened to an open file: removed, replaced or truncated; None if nothing did."""
     state = os.fstat(file.fileno())
     try:
         if not os.path.samestat(state, os.stat(path)):
-            return "replaced, and its lines go on in the new one,"
+            return "replaced, and further lines are written to the new one,"
     except FileNotFoundError:
         return "removed"
     if state.st_size < file.tell():
-        return f"cut to {state.st_size} bytes, and the lines that were after them are lost,"
+        return f"truncated to {state.st_size} bytes, and later lines are lost,"
     return None
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; infinity where it was torn as the process or the machine died."""
+    """The step of a line; infinity for a line that a crash has cut off."""
     try:
         return int(parse_json(line, "a line")["step"])
     except (ValueError, TypeError, KeyError):
@@ -423,7 +424,7 @@ def _step_of(line: str) -> float:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no word for nan (a measure without any target): it becomes null."""
+    """Replace nan and infinity, which JSON does not have, by null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -441,13 +442,13 @@ def _open_board(folder: Path, first_step: int) -> Any:
         raise ConfigError(
             'log.tensorboard=true needs a package. Run: pip install "bigtrain[tensorboard]"'
         ) from None
-    # What is done again after a resume is shown once.
+    # Steps that are done again after a resume appear once.
     purge_step = first_step + 1 if first_step else None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
 
 def step_line(step: StepForecast) -> str:
-    """One line before the first step."""
+    """One line with the predicted seconds of a step, or why there are none."""
     if step.seconds is None:
         return f"predicted step: none ({step.source})"
     return f"predicted step: {format_seconds(step.seconds)}, {step.source}"

@@ -1,4 +1,4 @@
-"""Tables for a person at a terminal."""
+"""The memory table at the end of a run, and the notes below it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.units import format_bytes, format_seconds, signed_share
 
 NO_SECONDS = "no predicted seconds:"
-"""How the note begins that says why there are none."""
+"""The beginning of the note on missing predicted seconds."""
 MOST_RANKS = 2
-"""Ranks that are shown in full; of more, those with the highest and the lowest peak."""
+"""The most ranks shown; of more ranks those with the highest and the lowest peak are."""
 
 
 def memory_table(report: MemoryReport) -> Table:
-    """Peak memory by part, and a step: measured, predicted, and how far these are apart.
+    """Peak memory by part, and the seconds of a step: measured, predicted, and the error.
 
-    An error is a share of the rank's measured peak, also that of a part: so the parts' errors sum
-    to the peak's, and what hardly counts looks so. That of a step is a share of what it took.
+    The error of a part is a share of the rank's measured peak, so that errors of parts sum to the
+    peak's error and a small part has a small one. The error of a step is a share of its seconds.
     """
     shown = _shown(report)
     table = Table(title=f"Peak memory, {report.strategy} on {report.device}", title_justify="left")
@@ -51,13 +51,13 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_section()
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
     if any(v and v.kinds for r in shown for v in (r.volume, r.predicted_volume)):
-        for way in ("sent", "received"):
-            table.add_row(way, *(c for r in shown for c in _exchanged(r, way)))
+        for direction in ("sent", "received"):
+            table.add_row(direction, *(c for r in shown for c in _exchanged(r, direction)))
     return table
 
 
 def _state_rows(shown: Sequence[RankMemory]) -> Iterator[list[str]]:
-    """The peak of a save, and of a resume where there was one; beside a GPU also what it adds."""
+    """The peaks of a save and of a resume; of a run on GPUs also the bytes on the host."""
     for name in ("save", "resume"):
         pairs = [(getattr(r.measured.state, name), getattr(r.predicted_state, name)) for r in shown]
         if any(seen is not None for seen, _ in pairs):
@@ -82,25 +82,29 @@ def _shown(report: MemoryReport) -> list[RankMemory]:
 
 
 def memory_notes(report: MemoryReport) -> list[str]:
-    """What the table's words mean, and what it leaves out."""
-    lines = ["process: resident memory above what it was before the model was built"]
+    """Notes on the table: the meaning of its rows, and what it leaves out."""
+    lines = ["process: resident memory on top of that before the model was built"]
     if any(_is_below_tensors(r) for r in report.ranks):
-        lines[0] += "; it is below the peak where tensors lie in memory that was there before"
+        lines[0] += "; it is below the peak if tensors use memory that the process had before"
     if any(r.error_bytes() is not None for r in report.ranks):
-        lines.insert(0, "error: predicted less measured, as a share of the measured peak")
+        lines.insert(0, "error: predicted minus measured, as a share of the measured peak")
     if any(r.measured.state.save for r in report.ranks):
-        lines.append("save: the state and what is held to write it, at its highest")
+        lines.append("save: the peak of the state and the copies made to write it")
     if any(r.measured.devices for r in report.ranks):
-        lines.append("peak: of a process's devices together; each may have had its own at a time")
+        lines.append(
+            "peak: the sum over a process's devices, whose peaks may be at different times"
+        )
     if len(report.ranks) > MOST_RANKS:
-        lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
+        lines.insert(
+            0, f"shown: the ranks with the highest and the lowest peak of {len(report.ranks)}"
+        )
     notes = {r.note for r in report.ranks if r.note}
     lines += [f"no prediction: {note}" for note in sorted(notes)]
     return [*lines, *_step_notes(report), *_volume_notes(report)]
 
 
 def _is_below_tensors(rank: RankMemory) -> bool:
-    """Whether the process grew by less than its tensors took: on a CPU, whose memory both are."""
+    """Whether a process on a CPU grew by less than the bytes of its tensors."""
     measured = rank.measured
     process, peak = measured.process_peak_bytes, measured.peak
     on_host = measured.reserved_bytes is None
@@ -108,23 +112,23 @@ def _is_below_tensors(rank: RankMemory) -> bool:
 
 
 def _volume_notes(report: MemoryReport) -> Iterator[str]:
-    """What the bytes of a step's exchanges are, and why there may be none."""
+    """Notes on the bytes that a step exchanges, and why they may be missing."""
     exchanges = [r for r in report.ranks if r.predicted_volume and r.predicted_volume.kinds]
     if any(r.volume and r.volume.kinds for r in report.ranks):
-        yield "sent, received: of a step, between ranks, each exchange by its textbook algorithm"
+        yield "sent, received: between ranks in a step, each exchange by its textbook algorithm"
     elif exchanges and all(r.volume is None for r in report.ranks):
-        yield "sent, received: not counted, as only torch 2.14 and later has hooks for it"
+        yield "sent, received: not counted; torch 2.14 and later has the hooks for that"
 
 
 def _step_notes(report: MemoryReport) -> Iterator[str]:
-    """How often the step was measured, and by what it was predicted."""
+    """Notes on the measured and the predicted seconds of a step."""
     count = report.steps.count if report.steps else 0
     if not count:
-        yield "step: not measured, as memory was tracked in every step (memory.track_steps)"
+        yield "step: not measured, because memory was tracked in every step (memory.track_steps)"
     else:
         steps = "1 step" if count == 1 else f"{count} steps"
-        busy = "; others used the machine meanwhile" if report.busy else ""
-        yield f"step: the median of {steps} in which memory was not tracked{busy}"
+        busy = "; other programs used the machine" if report.busy else ""
+        yield f"step: the median of {steps} whose memory was not tracked{busy}"
     if report.step.seconds is None:
         yield f"{NO_SECONDS} {report.step.source}"
 
@@ -164,9 +168,9 @@ def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
     return _seconds(measured), _seconds(predicted), error
 
 
-def _exchanged(rank: RankMemory, way: str) -> tuple[str, str, str]:
+def _exchanged(rank: RankMemory, direction: str) -> tuple[str, str, str]:
     volumes = (rank.volume, rank.predicted_volume)
-    counted, predicted = (getattr(v, f"{way}_bytes") if v else None for v in volumes)
+    counted, predicted = (getattr(v, f"{direction}_bytes") if v else None for v in volumes)
     error = "exact" if counted is not None and counted == predicted else "-"
     if counted and predicted is not None and counted != predicted:
         error = signed_share(predicted / counted - 1)

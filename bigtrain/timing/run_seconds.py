@@ -1,6 +1,7 @@
-"""The seconds of a step of a run: what the planner would say of it, beside what is measured.
+"""The predicted and the measured seconds of a run's steps.
 
-Nothing is timed or measured for it: it goes by what is kept of earlier questions to the machine.
+The prediction is the planner's for the same plan. Nothing is timed for it: it uses rates and block
+times that were measured on this machine before.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,23 +31,25 @@ from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
 from bigtrain.prediction.record_sections import RecordedSections
+from bigtrain.prediction.residuals import StepBasis
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
-from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
-from bigtrain.timing.step_time import MicroBatchSeconds, StepSeconds, StepTimer, TimedParts
+from bigtrain.timing.block_seconds import BlockTimer
+from bigtrain.timing.plan_timer import PlanTimer
+from bigtrain.timing.step_time import MicroBatchSeconds, PlanStages, StepSeconds, StepTimer
 
 MAX_STEPS = 1000
-"""Steps whose seconds are kept: the newest."""
+"""The newest steps whose seconds and volumes are kept."""
 SECTION_POLICIES: dict[BlockPolicy, BlockPolicy] = {"offload": "keep", "full_offload": "full"}
-"""As what blocks are computed whose tensors are moved away; the moves are the technique's."""
+"""The policy whose computing a policy with offload shares; the technique reports the transfers."""
 
 
 class StepWatch:
-    """Notes the seconds of the steps in which memory is not tracked, and what all exchange.
+    """Records the seconds of steps whose memory is not tracked, and the bytes all steps exchange.
 
     Args:
-        context: whose exchanges are counted.
+        context: of the rank whose exchanges are counted.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -58,14 +61,25 @@ class StepWatch:
         self._clock: CpuClock | None = None
 
     def begin(self, *, tracked: bool) -> None:
-        """A step begins."""
+        """Begin a step.
+
+        Args:
+            tracked: whether memory is tracked, which makes the step slower.
+        """
         self._tracked = tracked
         self._traffic.begin()
         if self._clock is None and not tracked:
             self._clock = CpuClock()
 
     def end(self, seconds: float) -> StepVolume | None:
-        """It is over, and has taken so long: what this rank has exchanged, where it is counted."""
+        """End a step.
+
+        Args:
+            seconds: of the step.
+
+        Returns:
+            The bytes that this rank has exchanged, where they are counted.
+        """
         if not self._tracked:
             self._seconds.append(seconds)
             self._count += 1
@@ -76,12 +90,12 @@ class StepWatch:
         return self._volumes[-1]
 
     def volume(self) -> StepVolume | None:
-        """What a step exchanges: that of the median step, by what it sends."""
+        """The volume of the step with the median of sent bytes."""
         ordered = sorted(self._volumes, key=lambda volume: volume.sent_bytes)
         return ordered[len(ordered) // 2] if ordered else None
 
     def measured(self) -> StepMeasurement | None:
-        """All of them; None where there was none."""
+        """The median seconds of all recorded steps; None if there was none."""
         if self._clock is None or not self._count:
             return None
         return StepMeasurement(self._count, statistics.median(self._seconds), self._clock.read())
@@ -90,17 +104,22 @@ class StepWatch:
 def forecast_step_seconds(
     job: Job, resolved: ResolvedPlan, workload: Workload, context: RunContext
 ) -> StepForecast:
-    """What a step of a run will take. No rank talks to another for it, and nothing is timed.
+    """Predict the seconds of a run's step, without talking to other ranks or timing anything.
 
     Args:
         job: of the run.
-        resolved: what will be run.
-        workload: with an example; its model is not changed.
-        context: of the rank that asks.
+        resolved: the plan of the run.
+        workload: with an example micro-batch; its model is not changed.
+        context: of the calling rank.
+
+    Returns:
+        The seconds; where none can be predicted, the reason.
     """
     try:
         if context.local_world_size < context.world_size:
-            return _none("the ranks are on several nodes, between which nothing was measured")
+            return _none(
+                "the ranks are on several nodes, and the links between them were not measured"
+            )
         cluster = cached_local_cluster(context.world_size, context.device.type)
         if cluster is None:
             return _none("the rates of this machine are not known: bigtrain doctor measures them")
@@ -114,10 +133,10 @@ def forecast_step_seconds(
 def forecast_on(
     timer: StepTimer, job: Job, resolved: ResolvedPlan, workload: Workload
 ) -> StepForecast:
-    """The same by any rates; see `forecast_step_seconds`.
+    """Predict the seconds of a run's step by other rates; see `forecast_step_seconds`.
 
     Raises:
-        ConfigError: the model does not run without its numbers, or a step of it is not known.
+        ConfigError: the model does not run on fake tensors, or its steps cannot be predicted.
     """
     return RunClock(job, resolved, workload, timer).forecast()
 
@@ -127,16 +146,17 @@ def _none(why: str) -> StepForecast:
 
 
 class RunClock:
-    """One run's plan, evaluated as a candidate of the planner's is.
+    """Predicts one run's steps as the planner predicts those of a candidate.
 
     Args:
         job: of the run.
-        resolved: what will be run.
-        workload: with an example; its model is not changed.
-        timer: with the rates.
-        at_once: ranks that share this machine; left out, all of the plan. 0: the rates are another
-            machine's, and of its blocks nothing is known.
-        script: `engine/time_blocks.py`, to time blocks where none are kept; left out, that is all.
+        resolved: the plan of the run.
+        workload: with an example micro-batch; its model is not changed.
+        timer: rates of the cluster.
+        at_once: ranks that share this machine; left out, all ranks of the plan. 0: the rates are
+            another machine's, where no block was timed.
+        script: `engine/time_blocks.py`, which times blocks that were not timed before; left out,
+            only cached times are used.
     """
 
     def __init__(
@@ -150,101 +170,98 @@ class RunClock:
         script: Path | None = None,
     ) -> None:
         self._plan, self._resolved, self._timer = resolved.plan, resolved, timer
-        self._workload, self._rows = workload, workload.micro_batch.rows
-        given = (lambda *_: workload.loss, workload.make_optimizer, torch.device("cpu"))
-        example, slices = workload.micro_batch, resolved.slices
-        self._library = SectionLibrary(workload.model, example, *given, slices)
-        self._at_hand = at_once != 0
-        ranks, rows = at_once or self._plan.world_size, [self._rows]
-        given_blocks = (job, workload.model, workload.micro_batch, ranks, rows, script)
-        self._blocks = BlockTimer(*given_blocks)
+        self._rows = workload.micro_batch.rows
+        library = SectionLibrary(
+            workload.model,
+            workload.micro_batch,
+            lambda *_: workload.loss,
+            workload.make_optimizer,
+            torch.device("cpu"),
+            resolved.slices,
+        )
+        self._blocks = BlockTimer(
+            job,
+            workload.model,
+            workload.micro_batch,
+            ranks=at_once or self._plan.world_size,
+            rows=[self._rows],
+            script=script,
+        )
+        self._plan_timer = PlanTimer(library, timer, None if at_once == 0 else self._blocks)
 
     def forecast(self) -> StepForecast:
-        """Its seconds.
+        """The seconds of a step, with their source.
 
         Raises:
-            ConfigError: the model does not run without its numbers, or this is not known of it.
+            ConfigError: the model does not run on fake tensors, or its steps cannot be predicted.
         """
         seconds = self.seconds_of(self._plan, self._timer)
         if self._blocks.basis == "blocks":
-            return _told(seconds, "blocks", self._blocks.source)
+            return _forecast(seconds, "blocks", self._blocks.source)
         rates = f"by the rates of this machine, measured {self._timer.cluster.caveat}"
         rates = rates if self._timer.cluster.caveat else "by the rates of this machine"
-        return _told(seconds, "rates", f"{rates}; `bigtrain plan` times the model's blocks, too")
+        return _forecast(
+            seconds, "rates", f"{rates}; `bigtrain plan` times the model's blocks, too"
+        )
 
     def seconds_of(self, plan: Plan, timer: StepTimer) -> StepSeconds:
-        """The same by part, also with more replicas than the run has, and of another link's rates.
+        """The seconds of a step, by part.
+
+        Args:
+            plan: the run's, or one with another number of replicas.
+            timer: rates of the cluster; its links may differ from those of the run.
 
         Raises:
             ConfigError: see `forecast`.
         """
-        return timer.plan_seconds(plan, *self._pieces)
+        return timer.plan_seconds(plan, self._stages)
 
     def profile(self) -> Profile:
-        """Of the first stage: the whole model where it is not cut.
+        """The profile of the first stage: of the whole model if it is not cut.
 
         Raises:
             ConfigError: see `forecast`.
         """
-        return self._pieces[1](0)
+        return self._stages.profile_of(0)
 
     @cached_property
-    def _pieces(
-        self,
-    ) -> tuple[list[MicroBatchSeconds], Callable[[int], Profile], RecordedSections, TimedParts]:
-        """Passes and profiles of stages, the run that says what an update takes, what is timed."""
+    def _stages(self) -> PlanStages:
         plan, cut = self._plan, self._plan.cut
         if cut is not None and (cut.recompute != "never" or not cut.is_distributed):
-            raise ConfigError(f"what {plan.strategy.name} does in a step is not known in seconds")
-        timed = self._slowdowns() if self._at_hand else None
-        kept = self._sections("keep", timed)
-        chosen, names = self._chosen(kept, timed)
+            raise ConfigError(
+                f"the seconds of a step with {plan.strategy.name} cannot be predicted"
+            )
+        kept = self._sections("keep")
+        chosen, names = self._chosen(kept)
         edges = self._edges()
-        paces = [self._pace(chosen, *edge) for edge in pairwise(edges)]
         whole = _whole_edges(edges, len(chosen))
 
         def profile_of(stage: int) -> Profile:
             first, stop = whole[stage], max(whole[stage] + 1, whole[stage + 1])
-            own = chosen[first:stop]
+            sections = chosen[first:stop]
             layout, tp = self._resolved.layout, plan.tp
             into, out = (False, False) if layout is None else layout.between_ranks(stage)
             return compose_profile(
                 kept.base,
-                own,
+                sections,
                 after=kept.sections[stop] if stop < len(chosen) else None,
-                recomputed=[section.name for section in own if section.name in names],
+                recomputed=[section.name for section in sections if section.name in names],
                 released=plan.release_gradients,
                 dealt=(tp if into else 1, tp if out else 1),
             )
 
-        parts = TimedParts() if timed is None else timed.parts(self._rows)
-        return paces, profile_of, kept.base, parts
+        return PlanStages(
+            seconds=[self._stage_seconds(chosen, start, stop) for start, stop in pairwise(edges)],
+            profile_of=profile_of,
+            base=kept.base,
+            timed=self._plan_timer.timed_parts(plan),
+        )
 
-    def _slowdowns(self) -> Slowdowns | None:
-        found = self._blocks.seconds(bf16_parameters=self._plan.bf16_parameters)
-        if not found:
-            return None
+    def _sections(self, choice: BlockPolicy) -> ModelSections:
+        return self._plan_timer.sections(self._plan, self._rows, choice, cut=self._plan.pp > 1)
 
-        whole = without_slices(self._plan)
-
-        def sections_at(rows: int) -> ModelSections:
-            return self._library.model_sections(whole, rows, "keep")
-
-        given = (self._blocks.oversubscription, self._workload.model, sections_at, self._timer)
-        return slowdowns(found, *given)
-
-    def _sections(self, choice: BlockPolicy, timed: Slowdowns | None) -> ModelSections:
-        cut = self._plan.pp > 1
-        model = self._library.model_sections(self._plan, self._rows, choice, cut=cut)
-        if timed is None:
-            return model
-        kept = self._library.model_sections(self._plan, self._rows, "keep", cut=cut)
-        return timed.applied(model, kept, choice, self._rows, self._timer)
-
-    def _chosen(
-        self, kept: ModelSections, timed: Slowdowns | None
-    ) -> tuple[list[Section], frozenset[str]]:
-        """Every section as its block is told to compute, and the names of those computed again."""
+    def _chosen(self, kept: ModelSections) -> tuple[list[Section], frozenset[str]]:
+        """The sections, each with its block's policy, and the names of the recomputed blocks."""
         policies = {
             name: SECTION_POLICIES.get(policy, policy)
             for name, policy in self._resolved.policies.items()
@@ -253,23 +270,25 @@ class RunClock:
         others = [name for name, policy in policies.items() if policy != "keep"]
         unknown = [name for name in others if name not in names]
         if unknown:
-            raise ConfigError(f"{unknown[0]} is computed again, and is no block of the model")
-        bodies = {policy: self._sections(policy, timed) for policy in {*policies.values()}}
-        if any(len(body.sections) != len(names) for body in bodies.values()):
+            raise ConfigError(f"{unknown[0]} is recomputed, and is no block of the model")
+        by_policy = {policy: self._sections(policy) for policy in {*policies.values()}}
+        if any(len(model.sections) != len(names) for model in by_policy.values()):
             raise ConfigError("the model's blocks do not follow one another")
         chosen = [
-            bodies[policies[name]].sections[place] if name in policies else kept.sections[place]
+            by_policy[policies[name]].sections[place] if name in policies else kept.sections[place]
             for place, name in enumerate(names)
         ]
         return chosen, recomputed_names(policies)
 
     def _edges(self) -> list[float]:
-        """Where each stage begins, in sections, and the end: a cut may go through a block.
+        """Where each stage begins, in sections, and the end.
 
-        Then the block's seconds are dealt out as its arithmetic is. Layers are whole here.
+        A cut may go through a block: the edge then is no whole number, and divides the block's
+        seconds as the cut divides its FLOPs. Layers are counted unsliced.
         """
         whole, is_cut = without_slices(self._plan), self._plan.pp > 1
-        sections = self._library.model_sections(whole, self._rows, "keep", cut=is_cut).sections
+        library = self._plan_timer.library
+        sections = library.model_sections(whole, self._rows, "keep", cut=is_cut).sections
         layout, count = self._resolved.layout, len(sections)
         if layout is None or self._plan.pp == 1:
             return [0, count]
@@ -277,7 +296,7 @@ class RunClock:
         flops = [float(((w.flops + w.low_flops) * w.times).sum()) for w in works]
         ends = list(accumulate(flops))
         if len(layout.ranks) > 1 and count < 3:
-            raise ConfigError("the model's blocks do not follow one another, and it is cut")
+            raise ConfigError("the model is cut, and its blocks do not follow one another")
         edges = [0.0]
         for before in accumulate(layout.chosen.flops[:-1]):
             place = min(bisect_right(ends, before), count - 2)
@@ -285,26 +304,28 @@ class RunClock:
             edges.append(place + min(1.0, max(0.0, into / flops[place] if flops[place] else 0.0)))
         return [*edges, count]
 
-    def _pace(self, sections: Sequence[Section], start: float, stop: float) -> MicroBatchSeconds:
-        """A micro-batch through some sections and back, of the first and the last a part."""
-        paces = [MicroBatchSeconds(0.0, 0.0)]
+    def _stage_seconds(
+        self, sections: Sequence[Section], start: float, stop: float
+    ) -> MicroBatchSeconds:
+        """The seconds of a micro-batch on a stage that may begin and end inside a section."""
+        parts = [MicroBatchSeconds(0.0, 0.0)]
         for place, section in enumerate(sections):
             share = min(stop, place + 1.0) - max(start, float(place))
             if share > 0:
-                paces.append(self._timer.pass_seconds([section], self._plan.tp).scaled(share))
-        return MicroBatchSeconds.sum(paces)
+                parts.append(self._timer.pass_seconds([section], self._plan.tp).scaled(share))
+        return MicroBatchSeconds.sum(parts)
 
 
 def _whole_edges(edges: Sequence[float], count: int) -> list[int]:
-    """Where stages begin and end in whole sections: each has one at least.
+    """Round the edges so that each stage has at least one section.
 
-    Where there are more stages than sections, the first ones share theirs.
+    If there are more stages than sections, the first stages share one.
     """
     rising = accumulate(map(round, edges), lambda before, edge: max(before + 1, edge))
-    left = len(edges) - 1
-    return [max(0, min(edge, count - left + place)) for place, edge in enumerate(rising)]
+    stages = len(edges) - 1
+    return [max(0, min(edge, count - stages + stage)) for stage, edge in enumerate(rising)]
 
 
-def _told(seconds: StepSeconds, basis: StepBasis, source: str) -> StepForecast:
+def _forecast(seconds: StepSeconds, basis: StepBasis, source: str) -> StepForecast:
     parts = {name: part for name, part in vars(seconds).items() if part}
     return StepForecast(seconds.total, parts, basis, source)

@@ -1,7 +1,7 @@
-"""How long a step takes: computing, waiting for other stages, talking, moving, updating.
+"""Predict the seconds of a step: computing, pipeline bubble, exchanges, transfers, update.
 
-An operation takes as long as its arithmetic or its reading and writing, whichever is longer, and at
-least what it costs to issue it (Williams et al. 2009, Roofline); rates are those of the cluster.
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer, and in
+addition the time to launch it (Williams et al. 2009, Roofline). The rates are those of the cluster.
 """
 
 from __future__ import annotations
@@ -12,103 +12,122 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
 from bigtrain.devices import is_accelerator
 from bigtrain.machine.cluster import Cluster, CommOp
-from bigtrain.machine.collective_cost import collective_seconds as exchange_seconds
+from bigtrain.machine.collective_cost import collective_seconds
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
 from bigtrain.schedules.orders import schedule_orders, stage_ranks
 from bigtrain.slicing.exchange import TensorExchange
-from bigtrain.timing.products import product_efficiency
 
 MAX_SIMULATED_ACTIONS = 4096
-"""Actions of a step up to which its schedule is played through; above, a step is as long as the
-closed form of equal stages says of the slowest."""
+"""The schedule of a step with up to this many actions is simulated; a longer step takes as long as
+the closed form for equal stages says of the slowest one."""
 
 EXCHANGE_OPERATIONS = 8
-"""An exchange is issued like so many operations: copies in and out, streams that wait for one
-another, the call itself. An assumption."""
+"""Launching an exchange takes as long as launching this many operations: copies in and out, streams
+that wait for one another, the call itself. An assumption."""
+
+TILE = 128
+"""Rows and columns of a tile of a matrix product; see `product_efficiency`."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The seconds of one step, by what is waited for."""
+    """The seconds of one step by part."""
 
     compute: float
-    """Of the busiest rank: forward and backward, what is computed again included."""
+    """Forward and backward passes of the busiest rank, recomputation included."""
     bubble: float = 0.0
-    """Of the same rank, idle: waiting for the stages before and behind, and for what they send."""
+    """Idle time of that rank: waiting for other stages, and for their boundary tensors."""
     exchange: float = 0.0
-    """Talking to replicas, as far as it does not hide behind computing, and to ranks that have
-    other slices of the same layers."""
+    """Communication with replicas that does not overlap with computing, and with the ranks that
+    have other slices of the same layers."""
     moving: float = 0.0
-    """To and from the host or the disk, as far as it does not hide."""
+    """Transfers to and from the host or the disk that do not overlap."""
     update: float = 0.0
     """Clipping and the optimizer."""
 
     @property
     def total(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return sum(float(getattr(self, f.name)) for f in fields(self))
 
 
 @dataclass(frozen=True)
 class MicroBatchSeconds:
-    """One micro-batch on one stage, in seconds."""
+    """The seconds of one micro-batch on one stage."""
 
     forward: float
+    """Computing, without exchanges."""
     backward: float
-    """Of computing, as `forward`."""
+    """Computing, without exchanges."""
     exchange: tuple[float, float] = (0.0, 0.0)
-    """Of what the ranks of the tp axis exchange meanwhile, forward and backward, behind nothing."""
+    """Exchanges over the tp axis, forward and backward. They overlap with nothing."""
 
     @property
     def computing(self) -> float:
-        """There and back."""
+        """Computing, forward and backward."""
         return self.forward + self.backward
 
     @property
     def exchanging(self) -> float:
-        """There and back."""
+        """Exchanges over the tp axis, forward and backward."""
         return sum(self.exchange)
 
     @property
     def total(self) -> float:
-        """There and back, with what is exchanged."""
+        """Computing and exchanges, forward and backward."""
         return self.computing + self.exchanging
 
     @classmethod
-    def sum(cls, paces: Iterable[MicroBatchSeconds]) -> MicroBatchSeconds:
-        """One after the other."""
-        found = [(pace.forward, pace.backward, *pace.exchange) for pace in paces]
-        forward, backward, there, back = map(sum, zip(*found, strict=True))
-        return cls(forward, backward, (there, back))
+    def sum(cls, parts: Iterable[MicroBatchSeconds]) -> MicroBatchSeconds:
+        """The seconds of several parts, one after the other."""
+        rows = [(part.forward, part.backward, *part.exchange) for part in parts]
+        forward, backward, exchange_forward, exchange_backward = map(sum, zip(*rows, strict=True))
+        return cls(forward, backward, (exchange_forward, exchange_backward))
 
     def scaled(self, share: float) -> MicroBatchSeconds:
-        """Of a part."""
-        there, back = self.exchange
-        parts = (share * self.forward, share * self.backward, (share * there, share * back))
-        return MicroBatchSeconds(*parts)
+        """The seconds of a share of the stage."""
+        forward, backward = self.exchange
+        return MicroBatchSeconds(
+            share * self.forward, share * self.backward, (share * forward, share * backward)
+        )
 
 
 @dataclass(frozen=True)
 class TimedParts:
-    """What was timed of a step beside its sections' passes; else as rates say, and in halves."""
+    """Parts of a step that were timed on the device; the defaults are the rates' own figures."""
 
     update: float = 1.0
-    """Times that clipping and the optimizer take longer than rates say."""
+    """The timed seconds of clipping and the optimizer over those that rates say."""
     split: tuple[float, float] = (0.5, 0.5)
-    """Of a backward pass in two parts, for the inputs and for the weights, each part's seconds over
-    those of a whole pass: together more than 1, as some of it is done in both."""
+    """The seconds of a split backward pass over those of a whole one, for the inputs and for the
+    weights: timed, their sum is above 1, as both parts do some of the work."""
+
+
+@dataclass(frozen=True)
+class PlanStages:
+    """The stages of a plan, as far as a step's seconds depend on them; one if it is not cut."""
+
+    seconds: Sequence[MicroBatchSeconds]
+    """By stage."""
+    profile_of: Callable[[int], Profile]
+    """The memory profile of a stage, by its number."""
+    base: RecordedSections
+    """The run on fake tensors whose optimizer step is scaled to each rank's share."""
+    timed: TimedParts
+    """Of this model on this device."""
 
 
 class StepTimer:
-    """Times on one cluster.
+    """Predicts seconds on one cluster from its rates.
 
     Args:
         cluster: rates of devices and links.
@@ -119,24 +138,28 @@ class StepTimer:
         device, node = cluster.device, cluster.node
         at_once = min(node.devices, node.cores or node.devices) if node.shared else 1
         self.oversubscription = node.devices / at_once if node.shared else 1.0
-        """Ranks of a node for each that computes at full speed, at which the times below are."""
+        """Ranks of a node for each rank that computes at full speed. The rates below are those of
+        a rank at full speed."""
         share = 1.0 / at_once
         self._flops = device.flops.fp32 * device.efficiency * share
         self._low_flops = device.flops.bf16 * device.efficiency * share
         self._nbytes = device.memory_bandwidth * share
         self._launch = device.launch
         self._processors = device.processors if device.kind == "cuda" else None
-        # On a CPU what was measured of exchanges has it.
+        # On a CPU the measured seconds of exchanges include it.
         self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
-        self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
-        self._exchanged: dict[tuple[int, int], tuple[tuple[TensorExchange, ...], float]] = {}
+        self._op_seconds: dict[OpLog, float] = {}
+        self._exchange_seconds: dict[tuple[tuple[TensorExchange, ...], int], float] = {}
 
     def op_seconds(self, work: OpLog) -> float:
-        """Seconds of the operations of a pass, one after the other."""
+        """The seconds of the operations of a pass, one after the other."""
         return self._work_seconds(work)
 
     def _work_seconds(self, work: OpLog, parts: int = 1) -> float:
-        """The same, of one of so many parts: then products reach the full rate, however small."""
+        """The seconds of a part of each operation.
+
+        With more than one part products are taken to reach the full rate, however small they are.
+        """
         arithmetic = work.flops / self._flops + work.low_flops / self._low_flops
         if self._processors and parts == 1:
             fp32_depth, low_depth = 2 * self._flops / self._nbytes, self._low_flops / self._nbytes
@@ -146,92 +169,89 @@ class StepTimer:
         return float(((longer + self._launch) * work.times).sum())
 
     def host_op_seconds(self, work: OpLog) -> float:
-        """Seconds of the same on the host of a GPU, whose memory its ranks share."""
+        """The seconds of operations on the host of GPUs, whose memory the ranks of a node share."""
         node = self.cluster.node
         return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
 
     def pass_seconds(self, sections: Sequence[Section], tp: int = 1) -> MicroBatchSeconds:
-        """One micro-batch through some sections and back, on one of the ranks that slice them."""
+        """The seconds of one micro-batch through some sections, forward and backward.
+
+        Args:
+            sections: of one tp rank.
+            tp: the number of ranks that slice them.
+        """
         return MicroBatchSeconds(
-            sum(self._pass(s, back=False) for s in sections),
-            sum(self._pass(s, back=True) for s in sections),
+            sum(self._pass(s, backward=False) for s in sections),
+            sum(self._pass(s, backward=True) for s in sections),
             (
-                sum(self._exchanges(s, tp, back=False) for s in sections),
-                sum(self._exchanges(s, tp, back=True) for s in sections),
+                sum(self._exchanges(s, tp, backward=False) for s in sections),
+                sum(self._exchanges(s, tp, backward=True) for s in sections),
             ),
         )
 
     def least_seconds(self, sections: Sequence[Section], tp: int) -> MicroBatchSeconds:
-        """No rank of so many that slice these is faster: each has its part, at the full rate."""
+        """A lower bound for each of the ranks that slice whole sections.
+
+        Each rank is taken to have its share of all operations, at the full rate.
+        """
         if tp == 1:
             return self.pass_seconds(sections)
-        both = [
-            sum(
-                self._work_seconds(s.backward if back else s.forward, parts=tp) * s.slowdown[back]
-                for s in sections
-            )
-            for back in (False, True)
-        ]
-        return MicroBatchSeconds(both[0], both[1])
+        return MicroBatchSeconds(
+            sum(self._work_seconds(s.forward, parts=tp) * s.slowdown[0] for s in sections),
+            sum(self._work_seconds(s.backward, parts=tp) * s.slowdown[1] for s in sections),
+        )
 
-    def _exchanges(self, section: Section, tp: int, *, back: bool) -> float:
-        """Seconds of what the tp axis exchanges in a pass: each stands between two operations."""
-        exchanges = section.exchanges[back]
+    def _exchanges(self, section: Section, tp: int, *, backward: bool) -> float:
+        """The seconds of a section's exchanges over tp: each waits between two operations."""
+        exchanges = section.exchanges[backward]
         if tp == 1 or not exchanges:
             return 0.0
-        key = (id(exchanges), tp)
-        if key not in self._exchanged:  # they are kept, so that their id stays their own
+        key = (exchanges, tp)
+        if key not in self._exchange_seconds:
             seconds = 0.0
             for one in exchanges:
-                given = (one.kind, one.nbytes, tp, 1, self.cluster)
-                alone = exchange_seconds(*given, after_work=True)
-                seconds += max(self._issue, alone + self._beside(one.kind))
-            self._exchanged[key] = exchanges, seconds
-        return self._exchanged[key][1]
+                alone = collective_seconds(
+                    one.kind, one.nbytes, tp, 1, self.cluster, after_work=True
+                )
+                seconds += max(self._issue, alone + self._measured_issue(one.kind))
+            self._exchange_seconds[key] = seconds
+        return self._exchange_seconds[key]
 
-    def _pass(self, section: Section, *, back: bool) -> float:
-        work = section.backward if back else section.forward
-        key = (id(work), back)
-        if key not in self._known:  # the section is kept, so that its work's id stays its own
-            self._known[key] = (section, self.op_seconds(work))
-        return self._known[key][1] * section.slowdown[back]
+    def _pass(self, section: Section, *, backward: bool) -> float:
+        work = section.backward if backward else section.forward
+        if work not in self._op_seconds:
+            self._op_seconds[work] = self.op_seconds(work)
+        return self._op_seconds[work] * section.slowdown[backward]
 
-    def plan_seconds(
-        self,
-        plan: Plan,
-        paces: Sequence[MicroBatchSeconds],
-        profile_of: Callable[[int], Profile],
-        base: RecordedSections,
-        timed: TimedParts,
-    ) -> StepSeconds:
-        """One step of a plan, from its stages.
+    def plan_seconds(self, plan: Plan, stages: PlanStages) -> StepSeconds:
+        """The seconds of one step of a plan.
 
         Args:
             plan: mesh, schedule, batch, techniques.
-            paces: of every stage; of the whole model where it is not cut.
-            profile_of: a stage's profile, by its number; the whole model's is that of 0.
-            base: the run that says what the optimizer's step takes.
-            timed: on the device, of this model.
+            stages: of the plan, or of one that differs in the number of replicas alone.
         """
+        count = len(stages.seconds)
         ranks: tuple[int, ...] = (0,)
         if plan.cut is not None and plan.pp > 1:
-            ranks = stage_ranks(plan.cut.schedule, plan.pp, len(paces) // plan.pp)
-        count = max(ranks) + 1
-        sampled = sorted({0, count // 2, count - 1})
-        own_stages = ([n for n, whose in enumerate(ranks) if whose == rank] for rank in sampled)
-        rank_profiles = [[profile_of(stage) for stage in stages] for stages in own_stages]
+            ranks = stage_ranks(plan.cut.schedule, plan.pp, count // plan.pp)
+        num_ranks = max(ranks) + 1
+        # The first and the last rank hold the model's ends, and one in between stands for the rest.
+        sampled = sorted({0, num_ranks // 2, num_ranks - 1})
+        own_stages = ([n for n, owner in enumerate(ranks) if owner == rank] for rank in sampled)
+        rank_profiles = [[stages.profile_of(stage) for stage in own] for own in own_stages]
         most_trained = max(sum(p.trained_elements for p in own) for own in rank_profiles)
-        update = self.update_seconds(plan, base, most_trained) * timed.update
-        return self.step(plan, paces, rank_profiles, update, split=timed.split)
+        update = self.update_seconds(plan, stages.base, most_trained) * stages.timed.update
+        return self.step(plan, stages.seconds, rank_profiles, update, split=stages.timed.split)
 
     def update_seconds(self, plan: Plan, base: RecordedSections, trained: int) -> float:
-        """Seconds of clipping and the optimizer on so many numbers, by rates; see `step`.
+        """The seconds of clipping and the optimizer, by rates.
 
         Args:
-            plan: says where it is done.
-            base: the run that says what it takes.
-            trained: numbers, of all shards; of which a rank has one. It has less to read and to
-                write than all, in as many operations. On a CPU they count as part of what is timed.
+            plan: says where the update is done, and by how many ranks it is shared.
+            base: the run whose optimizer step is scaled.
+            trained: numbers of all shards together. A rank reads and writes its own shard only, in
+                as many operations. On a CPU the operations' launches are shared like the rest, as
+                ranks share the cores.
         """
         run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
         work = base.step_work.scaled(trained / max(1, run_on))
@@ -244,30 +264,35 @@ class StepTimer:
     def step(
         self,
         plan: Plan,
-        paces: Sequence[MicroBatchSeconds],
+        stage_seconds: Sequence[MicroBatchSeconds],
         rank_profiles: Sequence[Sequence[Profile]],
         update: float,
         *,
         split: tuple[float, float] = (0.5, 0.5),
-        played: bool = True,
+        simulated: bool = True,
     ) -> StepSeconds:
-        """One step.
+        """The seconds of one step.
 
         Args:
             plan: mesh, schedule, batch, techniques.
-            paces: of every stage; of the whole model where it is not cut.
-            rank_profiles: the stages of the ranks that tell what is sent, of all ranks or fewer.
-            update: seconds of the optimizer's step on a rank, alone on its cores.
+            stage_seconds: by stage; of the whole model if it is not cut.
+            rank_profiles: by rank the profiles of its stages, for all ranks or those that may send
+                the most.
+            update: seconds of the optimizer's step of a rank that is alone on its cores.
             split: see `TimedParts`.
-            played: whether a short schedule is played through; otherwise, where it has no closed
-                form, ranks wait no less than this says.
+            simulated: whether a short schedule is simulated; otherwise a schedule without a closed
+                form of its bubble counts with a lower bound.
         """
         micro_batches = plan.batch.accumulation_steps
         profiles = [profile for own in rank_profiles for profile in own]
         if plan.pp > 1 and plan.splits_backward:
-            paces = [replace(pace, backward=sum(split) * pace.backward) for pace in paces]
-        compute, idle, within = self._computing(plan, paces, profiles, split, played=played)
-        slowest = max(paces, key=lambda pace: pace.total)
+            stage_seconds = [
+                replace(one, backward=sum(split) * one.backward) for one in stage_seconds
+            ]
+        compute, idle, within = self._computing(
+            plan, stage_seconds, profiles, split, simulated=simulated
+        )
+        slowest = max(stage_seconds, key=lambda one: one.total)
         exchange = moving = 0.0
         for own in rank_profiles:
             parts = [self._traffic(plan, profile, slowest, micro_batches) for profile in own]
@@ -277,17 +302,17 @@ class StepTimer:
         return StepSeconds(compute, idle, within + exchange, moving, update)
 
     def unhidden_seconds(self, plan: Plan, profile: Profile, *, empty: bool = False) -> float:
-        """Seconds of all that goes between ranks in a step, one after the other, nothing hidden.
+        """The seconds of all messages between ranks in a step, one after the other, not overlapped.
 
         Args:
             plan: not cut into stages.
             profile: of the whole model.
-            empty: count the messages without what is in them: their latency.
+            empty: count the messages without their bytes: their latency.
         """
         return sum(
             traffic.step_calls(plan.batch.accumulation_steps)
             / traffic.calls
-            * self._one(replace(traffic, nbytes=0) if empty else traffic)
+            * self._traffic_seconds(replace(traffic, nbytes=0) if empty else traffic)
             for technique in plan.techniques.values()
             for traffic in technique.traffic(profile, plan)
             if traffic.ranks > 1 and traffic.calls
@@ -296,94 +321,106 @@ class StepTimer:
     def _computing(
         self,
         plan: Plan,
-        paces: Sequence[MicroBatchSeconds],
+        stage_seconds: Sequence[MicroBatchSeconds],
         profiles: Sequence[Profile],
         split: tuple[float, float],
         *,
-        played: bool,
+        simulated: bool,
     ) -> tuple[float, float, float]:
-        """Seconds of the busiest rank: computing, waiting, talking to those with its slices."""
+        """The seconds of the busiest rank: computing, idle, exchanging over the tp axis."""
         micro_batches = plan.batch.accumulation_steps
         cut = plan.cut
         if plan.pp == 1 or cut is None:
-            computing = sum(pace.computing for pace in paces)
-            exchanging = micro_batches * sum(pace.exchanging for pace in paces)
+            computing = sum(one.computing for one in stage_seconds)
+            exchanging = micro_batches * sum(one.exchanging for one in stage_seconds)
             return self.oversubscription * micro_batches * computing, 0.0, exchanging
-        schedule = cut.schedule
+        schedule, per_rank = cut.schedule, len(stage_seconds) // plan.pp
         sending = self._sending(plan, profiles)
         splits = plan.splits_backward
-        weights = split[1] / sum(split) if splits else 0.0
-        ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
+        weights_share = split[1] / sum(split) if splits else 0.0
+        ranks = stage_ranks(schedule, plan.pp, per_rank)
         gathered = max((p.boundary.gathered for p in profiles), default=0)
-        paces = self._with_gathers(plan.tp, paces, ranks, gathered)
-        stages = [_seconds(pace, sending, weights) for pace in paces]
+        stage_seconds = self._with_gathers(plan.tp, stage_seconds, ranks, gathered)
+        stages = [_with_sending(one, sending, weights_share) for one in stage_seconds]
         busy_seconds, rank_seconds = [(0.0, 0.0)] * plan.pp, [0.0] * plan.pp
-        for rank, pace, with_sending in zip(ranks, paces, stages, strict=True):
+        for rank, one, with_sending in zip(ranks, stage_seconds, stages, strict=True):
             computing, exchanging = busy_seconds[rank]
-            computing += micro_batches * pace.computing
-            busy_seconds[rank] = computing, exchanging + micro_batches * pace.exchanging
+            computing += micro_batches * one.computing
+            busy_seconds[rank] = computing, exchanging + micro_batches * one.exchanging
             rank_seconds[rank] += micro_batches * sum(with_sending)
-        per_rank = len(paces) // plan.pp
-        is_short = 2 * len(paces) * micro_batches <= MAX_SIMULATED_ACTIONS
+        is_short = 2 * len(stages) * micro_batches <= MAX_SIMULATED_ACTIONS
         bubble_fraction = None
-        if not (played and is_short):
+        if not (simulated and is_short):
             bubble_fraction = closed_form_bubble(
                 schedule, plan.pp, micro_batches, per_rank, splits=splits
             )
         if bubble_fraction is not None:
             total = max(rank_seconds) / (1.0 - bubble_fraction)
-        elif played:
-            total = simulate_step(
-                schedule_orders(schedule, plan.pp, per_rank, micro_batches), stages
-            ).seconds
-        else:  # one micro-batch goes there and back through all stages
-            total = sum(stage_seconds.forward + stage_seconds.inputs for stage_seconds in stages)
-        # Where ranks take turns on the cores, those that wait leave them to the others.
+        elif simulated:
+            orders = schedule_orders(schedule, plan.pp, per_rank, micro_batches)
+            total = simulate_step(orders, stages).seconds
+        else:  # at least one micro-batch goes forward and backward through all stages
+            total = sum(stage.forward + stage.inputs for stage in stages)
+        # Where ranks share the cores, idle ones leave them to the others.
         total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
         computing, exchanging = max(busy_seconds, key=sum)
         return computing, max(0.0, total - computing - exchanging), exchanging
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
-        """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
+        """The seconds of sending a boundary tensor; on a GPU they overlap unless a rank waits."""
         nbytes = max((p.boundary.incoming for p in profiles), default=0)
-        one = exchange_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
-        return max(self._issue, one + self._beside("send"))
+        seconds = collective_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
+        return max(self._issue, seconds + self._measured_issue("send"))
 
     def _with_gathers(
-        self, tp: int, paces: Sequence[MicroBatchSeconds], ranks: Sequence[int], nbytes: int
+        self,
+        tp: int,
+        stage_seconds: Sequence[MicroBatchSeconds],
+        ranks: Sequence[int],
+        nbytes: int,
     ) -> Sequence[MicroBatchSeconds]:
-        """With what ranks of the tp axis gather of what others have sent each a part of."""
+        """Add the all-gather of boundary tensors over tp: each tp rank is sent a part of them.
+
+        Args:
+            tp: ranks that gather.
+            stage_seconds: by stage.
+            ranks: the pp rank of each stage.
+            nbytes: gathered at each boundary between ranks.
+        """
         if tp == 1 or not nbytes:
-            return paces
-        one = exchange_seconds("all_gather", nbytes, tp, 1, self.cluster, after_work=True)
-        seconds = max(self._issue, one + self._beside("all_gather"))
+            return stage_seconds
+        alone = collective_seconds("all_gather", nbytes, tp, 1, self.cluster, after_work=True)
+        seconds = max(self._issue, alone + self._measured_issue("all_gather"))
         crosses = [False, *(a != b for a, b in pairwise(ranks)), False]
         return [
-            replace(p, exchange=(p.exchange[0] + seconds * into, p.exchange[1] + seconds * out))
-            for p, (into, out) in zip(paces, pairwise(crosses), strict=True)
+            replace(
+                one, exchange=(one.exchange[0] + seconds * into, one.exchange[1] + seconds * out)
+            )
+            for one, (into, out) in zip(stage_seconds, pairwise(crosses), strict=True)
         ]
 
     def _traffic(
-        self, plan: Plan, profile: Profile, pace: MicroBatchSeconds, micro_batches: int
+        self, plan: Plan, profile: Profile, slowest: MicroBatchSeconds, micro_batches: int
     ) -> tuple[float, float]:
-        """Seconds that are not hidden: of exchanges between replicas, and of moves."""
-        by_overlap: dict[str, list[tuple[Traffic, float]]] = {}
+        """The seconds that do not overlap: exchanges between replicas, and transfers."""
+        by_overlap: dict[tuple[str, str], list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
             for traffic in technique.traffic(profile, plan):
                 if traffic.overlaps in ("schedule", "passes"):  # see `_sending`, `_exchanges`
                     continue
-                by_overlap.setdefault(f"{traffic.every} {traffic.overlaps}", []).append(
-                    (traffic, self._one(traffic))
+                by_overlap.setdefault((traffic.every, traffic.overlaps), []).append(
+                    (traffic, self._traffic_seconds(traffic))
                 )
         comm_seconds = transfer_seconds = 0.0
-        for key, messages in by_overlap.items():
-            times = micro_batches if key.startswith("micro_batch") else 1
+        for (every, overlaps), messages in by_overlap.items():
+            times = micro_batches if every == "micro_batch" else 1
             total_seconds = sum(seconds for _, seconds in messages)
-            # What goes on meanwhile does not hide that each message has to be issued.
+            # Computing does not hide the launch of each message.
             issued = sum(traffic.calls for traffic, _ in messages if traffic.ranks > 1)
-            # Nor has the first to be gathered or the last to be reduced anything to hide behind.
+            # Nor can the first gather or the last reduction overlap with anything.
             alone = max((s / t.calls for t, s in messages if t.ranks > 1 and t.calls), default=0.0)
-            exposed = max(issued * self._issue, alone, total_seconds - self._hides(key, pace))
+            hidden = self._hidden_seconds(overlaps, slowest)
+            exposed = max(issued * self._issue, alone, total_seconds - hidden)
             transfers = sum(
                 seconds for traffic, seconds in messages if traffic.kind in HOST_TRANSFERS
             )
@@ -392,15 +429,18 @@ class StepTimer:
             transfer_seconds += times * exposed * share
         return comm_seconds, transfer_seconds
 
-    def _hides(self, key: str, pace: MicroBatchSeconds) -> float:
-        """Seconds of computing behind which something may hide; on a CPU both want the cores."""
+    def _hidden_seconds(self, overlaps: str, slowest: MicroBatchSeconds) -> float:
+        """The seconds of computing with which messages may overlap.
+
+        None on a CPU, where messages need the cores, too.
+        """
         if self.cluster.node.shared:
             return 0.0
-        return {"forward": pace.forward, "backward": pace.backward}.get(key.split()[1], 0.0)
+        return {"forward": slowest.forward, "backward": slowest.backward}.get(overlaps, 0.0)
 
-    def _one(self, traffic: Traffic) -> float:
+    def _traffic_seconds(self, traffic: Traffic) -> float:
         node = self.cluster.node
-        if traffic.kind == "receive" and not traffic.nothing_sent:  # what is sent counts
+        if traffic.kind == "receive" and not traffic.nothing_sent:  # its send is counted
             return 0.0
         if traffic.kind == "to_host" or traffic.kind == "from_host":
             return traffic.nbytes / node.host_link if node.host_link else 0.0
@@ -409,14 +449,21 @@ class StepTimer:
             return traffic.nbytes * node.devices / rate if rate else 0.0
         if traffic.kind == "copy":  # read and written
             return self.oversubscription * 2 * traffic.nbytes / self._nbytes
-        arguments = (traffic.nbytes, traffic.ranks, traffic.stride, self.cluster, traffic.calls)
-        between = traffic.overlaps in ("forward", "backward")
         kind: CommOp = "send" if traffic.kind == "receive" else traffic.kind
-        seconds = exchange_seconds(kind, *arguments, after_work=between)
-        return seconds + (traffic.calls * self._beside(kind) if traffic.in_hooks else 0.0)
+        seconds = collective_seconds(
+            kind,
+            traffic.nbytes,
+            traffic.ranks,
+            traffic.stride,
+            self.cluster,
+            traffic.calls,
+            after_work=traffic.overlaps in ("forward", "backward"),
+        )
+        issued = traffic.calls * self._measured_issue(kind) if traffic.in_hooks else 0.0
+        return seconds + issued
 
-    def _beside(self, kind: CommOp) -> float:
-        """Seconds to issue it; see `LinkSpec.issue`."""
+    def _measured_issue(self, kind: CommOp) -> float:
+        """The measured seconds to issue a collective; see `LinkSpec.issue`."""
         measured = self.cluster.inside.kinds.get(kind)
         return measured.issue if measured else 0.0
 
@@ -425,14 +472,14 @@ class StepTimer:
 def closed_form_bubble(
     schedule: str, pp: int, micro_batches: int, stages_per_rank: int, *, splits: bool
 ) -> float | None:
-    """The share of a step in which ranks with equal stages wait; None without a closed form.
+    """The share of a step that ranks with equal stages are idle; None without a closed form.
 
     Args:
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: of one step.
         stages_per_rank: as in `orders.schedule_orders`.
-        splits: whether backward passes go in two parts, see `Plan.splits_backward`.
+        splits: whether backward passes are split in two, see `Plan.splits_backward`.
     """
     shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)
     try:
@@ -441,8 +488,47 @@ def closed_form_bubble(
         return None
 
 
-def _seconds(pace: MicroBatchSeconds, sending: float, weights_share: float) -> StageSeconds:
-    """With sending, and the share of the backward pass that is done later, for the weights."""
-    weights = pace.backward * weights_share
-    there, back = (sending + exchange for exchange in pace.exchange)
-    return StageSeconds(pace.forward + there, pace.backward - weights + back, weights)
+def product_efficiency(
+    products: NDArray[np.float64], processors: int, overhead: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The share of a GPU's rate for large matrix products that products of these sizes reach.
+
+    As in NVIDIA's Matrix Multiplication Background User's Guide: the output is cut into tiles,
+    tiles at its edges count as whole ones (tile quantization), the processors compute one tile each
+    at a time (wave quantization), and the cost of a tile besides its arithmetic matters less the
+    longer k is. Of that cost we count writing the result, which follows from the data sheet. If
+    there are fewer tiles than processors, k is cut as well where that is faster (split-k); each
+    part then writes its result. Tiles are 128 x 128, or half as wide where the output is no wider.
+
+    Args:
+        products: (operations, 4), see `OpLog.products`; where they are 0 the share is 1.
+        processors: see `DeviceSpec.processors`.
+        overhead: by operation, the k whose arithmetic takes as long as writing the result.
+    """
+    m, n, k, batch = np.maximum(products, 1.0).T
+    # Interpolated sizes may differ a little from whole numbers.
+    edges = [np.where(size > TILE / 2, TILE, TILE / 2) for size in (m, n)]
+    rows, columns = (np.ceil(s / e - 1e-6) for s, e in zip((m, n), edges, strict=True))
+    tiles = rows * columns * np.ceil(batch - 1e-6)
+    best = np.zeros_like(m)
+    for parts in (np.ones_like(m), np.maximum(1.0, processors // tiles)):
+        waves = np.ceil(tiles * parts / processors)
+        busy = tiles * parts / (waves * processors)
+        best = np.maximum(best, busy * k / (k + parts * overhead))
+    share = best * (m / (rows * edges[0])) * (n / (columns * edges[1]))
+    return np.where(products[:, 0] > 0, np.minimum(share, 1.0), 1.0)
+
+
+def _with_sending(stage: MicroBatchSeconds, sending: float, weights_share: float) -> StageSeconds:
+    """The seconds of a stage's passes, each with sending its output.
+
+    Args:
+        stage: without sending.
+        sending: seconds.
+        weights_share: the share of the backward pass that is done later, for the weights.
+    """
+    weights = stage.backward * weights_share
+    forward_extra, backward_extra = (sending + exchange for exchange in stage.exchange)
+    return StageSeconds(
+        stage.forward + forward_extra, stage.backward - weights + backward_extra, weights
+    )

@@ -246,5 +246,5 @@ def test_no_actions():
 
 
 def test_ticks_in_order():
-    with pytest.raises(ValueError, match=r"between the ticks \(1, 8, 7\)"):
+    with pytest.raises(ValueError, match=r"not in order: \(1, 8, 7\)"):
         RecordedPass(SMALL.timeline, (8,), 6)

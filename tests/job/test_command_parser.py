@@ -89,7 +89,10 @@ def test_a_job_is_named_by_its_place(
 def test_two_jobs_are_one_too_many(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         train_arguments(["digits", "--config", "mnist"])
-    assert "--config mnist and digits: one job at a time" in capsys.readouterr().err
+    assert (
+        "--config mnist and digits both name a job. Leave one of them out"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_unknown_job_is_told_as_one() -> None:

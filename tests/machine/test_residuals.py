@@ -363,7 +363,7 @@ def test_a_run_on_a_busy_machine_says_nothing_of_seconds(
     assert (found and found.predicted_seconds) == kept_seconds
     assert report.as_json()["step"]["busy"] == (machine == 20.0)
     notes = " ".join(memory_notes(report))
-    assert ("others used the machine meanwhile" in notes) == (machine == 20.0)
+    assert ("other programs used the machine" in notes) == (machine == 20.0)
     assert ("no predicted seconds: nothing was forecast" in notes) == (predicted is None)
 
 

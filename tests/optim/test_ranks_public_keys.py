@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "a factor without a warm-up": (
         ["optim.warmup_steps=0", "optim.warmup_factor=0.1"],
-        "warmup_factor=0.1 is where a warm-up begins, and there is none",
+        "warmup_factor=0.1 is for a warm-up, and there is none",
     ),
     "bf16 state of adam": (["optim.name=adam", "optim.state=bf16"], "state=bf16 is for name=adamw"),
     "no master weights of adam": (

@@ -304,7 +304,7 @@ def test_a_cap_on_a_gpu_leaves_room_for_workspaces_and_segments() -> None:
     on_cpu, _ = rank_limits(load_cluster("cpu"), memory=None, cap="10GiB")
     assert on_gpu.for_tensors == int(10 * GIB * 0.95) - 256 * MIB
     assert on_cpu.for_tensors == int(10 * GIB * 0.95) - 8 * MIB
-    assert said == "of the cap 768.0 MiB are kept for what is beside"
+    assert said == "of the cap 768.0 MiB are reserved for memory other than tensors"
     assert Limit(on_gpu.memory_for(on_gpu.for_tensors), beside=on_gpu.beside).for_tensors >= (
         on_gpu.for_tensors
     )

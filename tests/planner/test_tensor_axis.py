@@ -181,8 +181,8 @@ def test_stretches_of_a_sequence_hold_less_than_whole_activations(deep: PlanEval
     bounds = PlanBounds(deep)
     for one in (whole, stretches):
         bounds.even_seconds(one, deep.plan_of(one))
-    assert bounds.holds_no_more(stretches, whole)
-    assert not bounds.holds_no_more(whole, stretches)
+    assert bounds.is_no_larger(stretches, whole)
+    assert not bounds.is_no_larger(whole, stretches)
 
 
 WIDE = "model.args={num_layers: 2, width: 8192, num_heads: 64, sequence_length: 2048}"

@@ -163,7 +163,7 @@ def test_who_starts_no_ranks_starts_none_again(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["train", *words])
-    assert f"{option} is of ranks that bigtrain starts itself. Add -n N" in capsys.readouterr().err
+    assert f"{option} needs ranks that bigtrain starts itself. Add -n N" in capsys.readouterr().err
 
 
 RANK = r"""

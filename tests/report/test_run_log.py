@@ -88,7 +88,7 @@ def test_lines_that_cannot_be_written_are_written_later(log: Log) -> None:
     said = log.printed.getvalue()
     words = f"warning: {log.folder / 'metrics.jsonl'} cannot be written: [Errno 17] File exists"
     assert said.count(words) == 1
-    assert "The run goes on; its lines are kept until there is room." in said
+    assert "The run continues and keeps its lines in memory until there is room." in said
 
 
 def test_what_is_lost_at_the_end_is_said(log: Log) -> None:
@@ -99,7 +99,7 @@ def test_what_is_lost_at_the_end_is_said(log: Log) -> None:
         writer.step(result(2))
         writer._leave("memory.json", "{}\n")
     said = log.printed.getvalue()
-    assert f"warning: {log.folder / 'metrics.jsonl'} lacks its last lines: 2" in said
+    assert f"warning: {log.folder / 'metrics.jsonl'} lacks its last 2 lines" in said
     assert f"warning: {log.folder / 'memory.json'} was not written: [Errno 17] File exists" in said
 
 
@@ -149,7 +149,7 @@ def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
     assert "metrics.jsonl was replaced" in log.printed.getvalue()
 
 
-@pytest.mark.parametrize("how", ["removed", "cut to 0 bytes", "replaced"])
+@pytest.mark.parametrize("how", ["removed", "truncated to 0 bytes", "replaced"])
 def test_a_file_that_others_change_is_said_and_gone_on_with(log: Log, how: str) -> None:
     path = log.folder / "metrics.jsonl"
     with log.open() as writer:

@@ -411,7 +411,7 @@ def recomputed_blocks(context):
     group, slices = slice_group(context), {**SLICES, "mean": COLUMNS}
     found = [compared(in_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
     found.append(compared(in_double(Block, False, True), run, slices, group))
-    with pytest.raises(ConfigError, match="selective saves the results of products"):
+    with pytest.raises(ConfigError, match="selective saves the results of matrix products"):
         run(in_slices(in_double(Block, True, True), slices, group))
     return found
 

@@ -68,7 +68,7 @@ def test_no_file_stays_and_the_thread_ends(tmp_path):
     assert list(tmp_path.iterdir()) == []
     mover.close()
     assert threading.active_count() == threads
-    message = "from a mover that is closed. Run the backward pass before `close`"
+    message = "of an offloader that is closed. Run the backward pass before `close`"
     with pytest.raises(BigtrainError, match=message):
         loss.backward()
 
@@ -83,7 +83,9 @@ def test_a_mover_that_is_forgotten_closes_itself(tmp_path):
 
 
 def test_a_folder_that_takes_no_file(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere takes no file on .* Set it to a folder that"):
+    with pytest.raises(
+        ConfigError, match="nowhere: no file can be made on .* Set it to a folder that"
+    ):
         ActivationOffloader("disk", CPU, str(tmp_path / "nowhere"))
 
 

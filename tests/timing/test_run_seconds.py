@@ -95,14 +95,14 @@ def test_what_is_computed_again_takes_its_time():
 def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
     job, setup = setup_of("1f1b", 2, "strategy.cut.at=[blocks.2.mlp]")
     clock = RunClock(job, setup.resolved, setup.workload, StepTimer(cluster(2)))
-    sections = clock._sections("keep", None).sections
+    sections = clock._sections("keep").sections
     begin, edge, end = clock._edges()
     width, length = 64, 32
     attention, mlp = 8 * width**2 + 4 * length * width, 16 * width**2
     assert (begin, end) == (0, 2 + 4)
     assert edge == pytest.approx(3 + attention / (attention + mlp))
-    paces = [clock._pace(sections, *each) for each in ((begin, edge), (edge, end))]
-    whole = clock._pace(sections, begin, end)
+    paces = [clock._stage_seconds(sections, *each) for each in ((begin, edge), (edge, end))]
+    whole = clock._stage_seconds(sections, begin, end)
     assert sum(pace.total for pace in paces) == pytest.approx(whole.total)
     assert forecast(job, setup).parts["compute"] == pytest.approx(
         setup.plan.batch.accumulation_steps * max(pace.total for pace in paces)

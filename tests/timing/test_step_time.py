@@ -16,7 +16,7 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import OpLog
-from bigtrain.timing.products import product_efficiency
+from bigtrain.timing.step_time import product_efficiency
 from bigtrain.timing.step_time import MicroBatchSeconds, StepTimer
 
 A100, CPU = load_cluster("a100-node"), load_cluster("cpu")
@@ -138,7 +138,7 @@ def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
     copied = [t for t in every if t.kind == "copy"]
     assert sum(t.nbytes for t in copied) == gathered + gathered // 8 + reduced
     timer = StepTimer(A100)
-    seconds = sum(timer._one(t) for t in copied)
+    seconds = sum(timer._traffic_seconds(t) for t in copied)
     read_and_written = 2 * sum(t.nbytes for t in copied)
     assert seconds == pytest.approx(read_and_written / A100.device.memory_bandwidth)
 

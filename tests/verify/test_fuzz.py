@@ -116,8 +116,11 @@ def test_the_line_that_repeats_a_plan_is_the_plan():
     [
         (["--fuzz", "-1"], "--fuzz -1: at least 1 is needed"),
         (["--fuzz", "0"], "--fuzz 0: at least 1 is needed"),
-        (["--seed", "3"], "--seed is of what --fuzz draws: add --fuzz N"),
-        (["--fuzz", "2", "--strategies", "ddp"], "leave --strategy out, or --fuzz"),
+        (["--seed", "3"], "--seed is the seed of --fuzz. Add --fuzz N"),
+        (
+            ["--fuzz", "2", "--strategies", "ddp"],
+            "--fuzz draws strategies, and --strategy names some. Leave one of them out",
+        ),
         (["--fuzz", "1", "model.name=support.odd_strategies:Nothing"], "has no 'Nothing'"),
     ],
 )

@@ -1,0 +1,176 @@
+"""Lower bounds on the bytes that a candidate's fullest rank holds; none of them replays a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bigtrain.core.strategy import Plan
+from bigtrain.costs.forecast import Profile
+from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
+from bigtrain.memory.timeline import Breakdown
+from bigtrain.planner.held_micro_batches import HeldMicroBatches
+from bigtrain.planner.space import Candidate
+from bigtrain.planner.stages import RecomputeLevels
+from bigtrain.prediction.compose import section_states
+from bigtrain.prediction.predict import forecast_step
+from bigtrain.prediction.section_library import ModelSections
+from bigtrain.prediction.sections import Section
+
+SIMILARITY = 0.02
+"""Blocks whose saved bytes differ by at most this share are taken to be equal."""
+
+
+def state_widths(model: ModelSections) -> StateWidths:
+    """The bytes of each trained number of a model in one process."""
+    states, numbers = model.states, max(1, model.numbers)
+    return StateWidths(
+        parameters=states.parameters / numbers,
+        gradients=states.gradients / numbers,
+        optimizer=states.optimizer / numbers,
+    )
+
+
+class MemoryFloor:
+    """Lower bounds on the bytes of one candidate's fullest rank.
+
+    There are three, each closer than the one before: its share of the model's states
+    (`states_of_model`), that and the saved tensors of any cut (`any_cut`), and those of a given
+    cut (`rank`). Two moments of a step are considered: when all forward passes of the schedule's
+    peak have run and there are no gradients yet, and when there are.
+
+    Args:
+        plan: of the candidate.
+        candidate: how many stages, on which ranks.
+        widths: bytes of each trained number in one process; see `state_widths`.
+    """
+
+    def __init__(self, plan: Plan, candidate: Candidate, widths: StateWidths) -> None:
+        self._plan, self._candidate, self._widths = plan, candidate, widths
+        self.held = HeldMicroBatches(plan, candidate)
+
+    def states(self, numbers: int, *, gradients: bool) -> int:
+        """The bytes of the states on the fullest of the ranks that share so many trained numbers.
+
+        Args:
+            numbers: trained, on all ranks together.
+            gradients: at the moment when there are gradients; otherwise before that.
+        """
+        plan, plain = self._plan, self._widths
+        with_master = plan.bf16_parameters and plan.master_weights
+        # The shards are then the fp32 values themselves, gathered in bf16.
+        keeps_fp32 = plan.replicate.optimizer_gets == "shards"
+        optimizer = plain.optimizer + (4.0 if with_master and not keeps_fp32 else 0.0)
+        parameters, gradient = plain.parameters, plain.gradients
+        if with_master:
+            parameters, gradient = (4.0 if keeps_fp32 else 2.0), 2.0
+        if plan.release_gradients or not gradients:
+            gradient = 0.0
+        if plan.offload_tiers.optimizer != "device":
+            optimizer = 0.0
+        sharded = min_state_bytes(
+            numbers,
+            StateWidths(parameters, gradient, optimizer),
+            plan.replicate.sharded_states,
+            plan.state_ranks,
+        )
+        if gradients or not plan.replicate.gathers_whole:
+            return sharded
+        # Between the passes these replicas hold the gathered parameters in addition to the shards.
+        return sharded + int(numbers * (2.0 if plan.bf16_parameters else plain.parameters))
+
+    def states_of_model(self, numbers: int) -> int:
+        """The bytes of a rank's share of the states of a model with so many trained numbers."""
+        share = numbers // (self._candidate.pp * self._candidate.tp)
+        return max(self.states(share, gradients=gradients) for gradients in (False, True))
+
+    def state_factors(self, model: ModelSections) -> tuple[float, float]:
+        """A rank's bytes of states for each byte of its parameters, before and with gradients.
+
+        Args:
+            model: the sections of one tp rank.
+        """
+        share = self._candidate.pp / max(1, model.states.parameters)
+        numbers = model.numbers // self._candidate.pp
+        return (
+            self.states(numbers, gradients=False) * share,
+            self.states(numbers, gradients=True) * share,
+        )
+
+    def rank(
+        self, sections_of: dict[int, Sequence[Section]], factors: tuple[float, float]
+    ) -> Breakdown:
+        """The least that a rank with these stages holds: its states and the saved tensors.
+
+        Args:
+            sections_of: by stage of the rank.
+            factors: of `state_factors`.
+        """
+        parameters = sum(section_states(sections).parameters for sections in sections_of.values())
+        saved = {
+            stage: sum(section.passes[0].saved for section in sections)
+            for stage, sections in sections_of.items()
+        }
+        bounds = [
+            Breakdown(
+                parameters=int(factor * parameters),
+                activations=sum(in_flight[stage] * saved[stage] for stage in sections_of),
+            )
+            for factor, in_flight in zip(factors, self.held.fullest, strict=True)
+        ]
+        return max(bounds, key=lambda bound: bound.total)
+
+    def any_cut(
+        self,
+        levels: RecomputeLevels,
+        factors: tuple[float, float],
+        profile_of_blocks: Callable[[int], Profile],
+    ) -> int:
+        """The least that the fullest rank holds, wherever the model is cut into these stages.
+
+        A block at the smallest policy costs its states and, for every micro-batch in flight, its
+        saved tensors: w bytes on a rank. One block at a time is recomputed in addition. N blocks
+        on ranks that have M bytes for them: N is at most the sum of M / w, so M is at least N over
+        the sum of 1 / w.
+
+        Args:
+            levels: the model's sections.
+            factors: of `state_factors`.
+            profile_of_blocks: the profile of a stage of so many blocks at the smallest policy.
+        """
+        blocks = [section for section in levels["keep"].sections if section.name]
+        least = [section for section in levels[levels.least].sections if section.name]
+        if not blocks:
+            return 0
+        # Many blocks share one tuple of tensors.
+        states = {id(block.tensors): section_states([block]).parameters for block in blocks}
+        parameters = min(states.values())
+        saved = [section.passes[0].saved for section in least]
+        pairs = zip(blocks, saved, strict=True)
+        recomputed = max(0, min(block.passes[0].saved - size for block, size in pairs))
+        bound = 0
+        for factor, in_flight in zip(factors, self.held.fullest, strict=True):
+            fewest = [
+                min(
+                    in_flight[stage] for stage, owner in enumerate(self.held.ranks) if owner == rank
+                )
+                for rank in range(self._candidate.pp)
+            ]
+            rank_bytes = [factor * parameters + count * min(saved) for count in fewest]
+            if min(rank_bytes) > 0:
+                extra = recomputed if min(fewest) else 0
+                bound = max(bound, extra + int(len(blocks) / sum(1 / size for size in rank_bytes)))
+        are_equal = max(saved) <= (1 + SIMILARITY) * min(saved)
+        if are_equal and set(states.values()) == {parameters}:
+            bound = max(bound, self._fullest_stage(len(blocks), profile_of_blocks))
+        return bound
+
+    def _fullest_stage(self, blocks: int, profile_of_blocks: Callable[[int], Profile]) -> int:
+        """The forecast of a stage with its share of equal blocks and one micro-batch in flight.
+
+        At least one stage has as many.
+        """
+        if self._candidate.stages == 1:
+            return 0  # the forecast of the candidate itself costs no more
+        profile = profile_of_blocks(-(-blocks // self._candidate.stages))
+        received: int = sum(vars(profile.boundary).values())  # the first stage receives nothing
+        return int(forecast_step(profile, self._plan).peak().bytes / (1 + SIMILARITY)) - received

@@ -1,0 +1,103 @@
+"""The sections and the timed parts of a plan, for the planner's candidates and for a run alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigtrain.activations.policy import BlockPolicy
+from bigtrain.core.strategy import Plan
+from bigtrain.devices import is_accelerator
+from bigtrain.prediction.fake_runs.slices import without_slices
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
+from bigtrain.timing.step_time import StepTimer, TimedParts
+
+
+class PlanTimer:
+    """Gives the sections of plans, each slowed down as its block was when it was timed here.
+
+    Args:
+        library: the sections of the model.
+        timer: rates of the cluster.
+        blocks: times the model's blocks on this machine; None to go by the rates alone.
+    """
+
+    def __init__(
+        self, library: SectionLibrary, timer: StepTimer, blocks: BlockTimer | None
+    ) -> None:
+        self.library, self.timer, self.blocks = library, timer, blocks
+        self._slowdowns: dict[bool, Slowdowns | None] = {}
+        self._slowed: dict[ModelSections, ModelSections] = {}
+
+    def first_blocks(self, count: int) -> PlanTimer:
+        """The same for the model's first blocks alone; its slowdowns are those of the model."""
+        shorter = PlanTimer(self.library.first_blocks(count), self.timer, self.blocks)
+        shorter._slowdowns = self._slowdowns
+        return shorter
+
+    def sections(
+        self,
+        plan: Plan,
+        rows: int,
+        choice: BlockPolicy,
+        *,
+        waiting: bool = False,
+        cut: bool = False,
+        exact: bool = True,
+    ) -> ModelSections:
+        """The model's sections with their slowdowns; see `SectionLibrary.model_sections`.
+
+        Raises:
+            ConfigError: the model does not run without its numbers, or not with this choice.
+        """
+        model = self.library.model_sections(
+            plan, rows, choice, waiting=waiting, cut=cut, exact=exact
+        )
+        timed = self.slowdowns(plan)
+        if timed is None:
+            return model
+        if model not in self._slowed:
+            kept = self.library.model_sections(
+                plan, rows, "keep", waiting=waiting, cut=cut, exact=False
+            )
+            self._slowed[model] = timed.applied(model, kept, choice, rows, self.timer)
+        return self._slowed[model]
+
+    def slowdowns(self, plan: Plan) -> Slowdowns | None:
+        """How much longer the model's blocks take than rates say; None where none was timed.
+
+        Args:
+            plan: says whether parameters are bf16; each of the two kinds is timed once.
+        """
+        if self.blocks is None:
+            return None
+        bf16 = plan.bf16_parameters
+        if bf16 not in self._slowdowns:
+            timed = self.blocks.seconds(bf16_parameters=bf16)
+            unsliced = without_slices(plan)
+
+            def sections_at(rows: int) -> ModelSections:
+                return self.library.model_sections(unsliced, rows, "keep")
+
+            self._slowdowns[bf16] = (
+                slowdowns(
+                    timed,
+                    self.blocks.oversubscription,
+                    self.blocks.model,
+                    sections_at,
+                    self.timer,
+                )
+                if timed
+                else None
+            )
+        return self._slowdowns[bf16]
+
+    def timed_parts(self, plan: Plan) -> TimedParts:
+        """How much longer the optimizer's step and split backward passes take than rates say."""
+        timed = self.slowdowns(plan)
+        if timed is None:
+            return TimedParts()
+        parts = timed.parts(plan.batch.micro_size)
+        # The update was timed on the device; on the host of an accelerator nothing was.
+        on_host = plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type)
+        return replace(parts, update=1.0) if on_host else parts
