@@ -30,8 +30,6 @@ from bigtrain.machine.residuals import StepBasis
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
-from bigtrain.prediction.record_sections import RecordedSections
-from bigtrain.prediction.residuals import StepBasis
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
