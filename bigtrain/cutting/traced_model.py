@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.cutting.cut_points import crossing_values
 from bigtrain.cutting.stage_program import StageProgram, make_stage_program
@@ -17,11 +16,11 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.tensors.cuda_program import cuda_program
-from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.tree import map_tensors, tree_tensors
-from bigtrain.tracing.module_state import check_closures, constant_tensors
+from bigtrain.tracing.module_state import check_closures
 from bigtrain.tracing.records import ForwardTrace
 from bigtrain.tracing.tracer import trace_forward
+from bigtrain.tracing.watch import fake_twin
 
 CallSite = tuple[str, int]
 """A call of a module: its name, and the how manieth of its calls it is."""
@@ -63,11 +62,8 @@ class TracedModel:
         self.shared = shared_storages(model)
         self.hooked = [name for name, p in model.named_parameters() if p._backward_hooks]
         self._shapes_seen: MicroBatch | None = None
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_model, self._mode = fake_twin(model, device, double=numerics.double)
         with self._mode:
-            constants = constant_tensors(model)
-            double = numerics.double
-            self.fake_model = fake_model(model, device, double=double, constants=constants)
             for name in numerics.low(self.fake_model) if numerics.low is not None else ():
                 parameter = self.fake_model.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)

@@ -28,6 +28,9 @@ from bigtrain.devices import tracing_device
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
+from bigtrain.pipeline.stage_module import StageShapes
+from bigtrain.pipeline.stage_passes import StagePasses
+from bigtrain.pipeline.stage_worker import StageWorker
 from bigtrain.prediction.record import (
     FakeRun,
     profile_from_run,
@@ -35,7 +38,6 @@ from bigtrain.prediction.record import (
 )
 from bigtrain.prediction.whole_model import TakeStep, WholeModel
 from bigtrain.schedules.orders import TORCH_SCHEDULES
-from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 _NO_LOSS = torch.zeros(())
@@ -135,8 +137,13 @@ class _OneStage(WholeModel):
         """See `WholeModel.runner`."""
         group = None if assembly.slices is None else assembly.slices.group
         self.stage.crossings = self._layout.crossings(self._index, group)
-        parts = {"split": self._split, "holds": self._holds}
-        self.loop = StageLoop(assembly, self.stage, tracker, **parts)
+        self.loop = StageLoop(
+            assembly,
+            self.stage,
+            tracker,
+            splits_backward=self._split,
+            keeps_outputs=self._holds,
+        )
         return self.loop
 
     def wires(self) -> BoundaryBytes:
@@ -161,14 +168,15 @@ class _OneStage(WholeModel):
 
 
 class StageLoop(LoopRunner):
-    """The plain loop over a stage, between made-up neighbours.
+    """The plain loop over one stage, whose neighbours are made up: it runs `StagePasses`.
 
     Args:
         assembly: its module is the stage.
         stage: the same.
         tracker: of the storages.
-        split: whether it goes back in two parts.
-        holds: whether what is sent is held until it has gone back, as torch's tables have it.
+        splits_backward: whether the backward pass is run in two parts.
+        keeps_outputs: whether outputs stay alive until their gradients have been used, as they do
+            where torch's tables wait for a send after the backward pass of its micro-batch.
     """
 
     def __init__(
@@ -177,85 +185,76 @@ class StageLoop(LoopRunner):
         stage: Stage,
         tracker: StorageTracker,
         *,
-        split: bool,
-        holds: bool,
+        splits_backward: bool,
+        keeps_outputs: bool,
     ) -> None:
         super().__init__(assembly)
-        self._holds = holds
-        self._stage, self._tracker, self._split = stage, tracker, split
+        self._stage, self._tracker = stage, tracker
+        self._splits_backward, self._keeps_outputs = splits_backward, keeps_outputs
+        self._worker = StageWorker(self, {stage.index: stage})
         self.final = False
-        """Whether micro-batches go as the last of a step does."""
+        """Whether each micro-batch is run as the last one of a step."""
         self.only_sent = 0
-        """Bytes of what goes out and is neither kept for the backward pass nor held."""
-        self.sent_back = 0
-        """Bytes of the gradients of what comes in, as they are sent: inputs may share one."""
-        self.copied = 0
-        """Of those the bytes that are copied for it."""
+        """Bytes of the outputs that are neither saved for the backward pass nor kept."""
+        self.input_gradient_bytes = 0
+        """Bytes of the gradients of the inputs, as they are sent: two inputs may share one."""
+        self.copied_gradient_bytes = 0
+        """Bytes of these that were copied, to be contiguous."""
         self.weights_begin: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins."""
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
     ) -> Tensor:
-        """See `LoopRunner.run_micro_batch`; what it returns says nothing: no loss is known."""
+        """See `LoopRunner.run_micro_batch`; the loss that it returns is a zero: none is known."""
         del check
-        stage = self._stage
         self.meter.phase("forward")
-        wires = [self._arrived(meta) for meta in stage.incoming(micro_batch)]
-        with self.autocast():
-            output = whole_of(stage(*wires, micro_batch=micro_batch, scale=scale, final=self.final))
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        wanted = [out for out in outputs if out.requires_grad]
-        shapes = [(out.shape, out.dtype) for out in wanted]
-        sent = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
-        held = [out.detach() for out in outputs] if self._holds else []
-        del output, outputs
-        # What is sent on is let go; the graph is kept by its edges, as torch's stages do.
-        roots: list[Any] = wanted if stage.last else [get_gradient_edge(out) for out in wanted]
-        del wanted
+        self._worker.begin([micro_batch], scale, final=self.final)
+        passes = _MeasuredPasses(self._worker, self._stage, self._shapes(micro_batch))
+        outputs = passes.forward(0, [self._received(meta) for meta in passes.incoming])
+        sent = _storages(outputs)
+        if not self._keeps_outputs:
+            outputs.clear()
         self.only_sent = sum(size for key, size in sent.items() if not self._tracker.lives(key))
         self.meter.phase("backward")
-        gradients = None
-        if not stage.last:
-            gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
-        self.weights_begin.append(self._tracker.mark())
-        if roots:
-            self._go_back(roots, gradients, wires, held)
-        self.label_gradients()
+        gradients = [
+            self._received(meta).requires_grad_(False) if meta.requires_grad else None
+            for meta in passes.outgoing
+        ]
+        if self._stage.last:
+            gradients = [None]
+        if not self._splits_backward:
+            passes.backward(0, gradients)
+        else:
+            if not self._stage.index:  # it has no inputs: all of the pass is for the weights
+                outputs.clear()
+            passes.input_backward(0, gradients)
+            outputs.clear()
+            self.weights_begin.append(self._tracker.mark())
+            passes.weight_backward(0)
+        self.input_gradient_bytes = passes.sent_bytes
+        self.copied_gradient_bytes = passes.copied_bytes
         return _NO_LOSS
 
-    def _go_back(
-        self,
-        roots: list[Any],
-        gradients: list[Tensor] | None,
-        wires: list[Tensor],
-        held: list[Tensor],
-    ) -> None:
-        if not self._split or self._stage.index == 0:
-            if self._split:
-                # A first stage's inputs want nothing: all of it is for the weights.
-                held.clear()
-            torch.autograd.backward(roots, gradients)
-            self._send_back(wires)
-            return
-        _, groups = backward_for_inputs(roots, gradients, wires, self._stage.parameters())
-        self._send_back(wires)
-        held.clear()
-        roots.clear()  # as torch: the part for the weights begins at the layers that have some
-        self.weights_begin[-1] = self._tracker.mark()
-        backward_for_weights(self._stage.parameters(), groups)
+    def _shapes(self, micro_batch: MicroBatch) -> StageShapes:
+        return self._worker.shapes(micro_batch)[self._stage.index]
 
-    def _send_back(self, wires: list[Tensor]) -> None:
-        """Make the gradients of what came in contiguous, as `torch_stage` does to send them."""
-        given = [wire.grad for wire in wires if wire.grad is not None]
-        made = [gradient.contiguous() for gradient in given]
-        own, sent = _storages(given), _storages(made)
-        self.sent_back = sum(sent.values())
-        self.copied = sum(size for key, size in sent.items() if key not in own)
+    def _received(self, meta: Tensor) -> Tensor:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
 
-    def _arrived(self, meta: Tensor) -> Tensor:
-        wire = torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
-        return wire.requires_grad_(meta.requires_grad)
+
+class _MeasuredPasses(StagePasses):
+    """The passes of a stage, with the bytes of the gradients that it sends."""
+
+    sent_bytes = copied_bytes = 0
+
+    def contiguous_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        made = super().contiguous_gradients(gradients)
+        as_computed = _storages([gradient for gradient in gradients if gradient is not None])
+        sent = _storages(made)
+        self.sent_bytes = sum(sent.values())
+        self.copied_bytes = sum(size for key, size in sent.items() if key not in as_computed)
+        return made
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -264,8 +263,12 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 def _boundary(wires: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
     """With what a run of the stage has shown."""
-    sent_back = {"incoming_gradients": loop.sent_back, "incoming_copied": loop.copied}
-    return replace(wires, outgoing=loop.only_sent, **sent_back)
+    return replace(
+        wires,
+        outgoing=loop.only_sent,
+        incoming_gradients=loop.input_gradient_bytes,
+        incoming_copied=loop.copied_gradient_bytes,
+    )
 
 
 def _split(timeline: Timeline, at: int) -> Timeline:

@@ -31,7 +31,6 @@ from bigtrain.prediction.record import (
     optimizer_state_figures,
     profile_from_run,
     record_steps,
-    untraceable_reason,
 )
 from bigtrain.prediction.sections import (
     OpLog,
@@ -47,6 +46,7 @@ from bigtrain.prediction.sections import (
 from bigtrain.prediction.whole_model import WHOLE_MODEL, TakeStep, WholeModel
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.watch import untraceable_reason
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from bigtrain.schedules.orders import (
     TORCH_SCHEDULES,
     Action,
+    check_schedule,
     pipeline_table,
     schedule_orders,
     stage_ranks,
@@ -49,7 +50,7 @@ def schedule_events(
     """For each rank what happens in a step; an action waits by itself for what it receives.
 
     Args:
-        schedule: any but `naive`, which has no messages that go beside actions.
+        schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         stages_per_rank: see `orders.schedule_orders`.
         micro_batches: of one step.
@@ -57,6 +58,9 @@ def schedule_events(
     Raises:
         ConfigError: see `orders.check_schedule`.
     """
+    if schedule == "naive":
+        check_schedule(schedule, pp, stages_per_rank, micro_batches)
+        return one_at_a_time_events(tuple(range(pp)), micro_batches)
     if schedule in TORCH_SCHEDULES:
         placed = _torch_rows if SCHEDULES_LET_GO else _placed_as_torch_2_15
         rows = placed(schedule, pp, stages_per_rank, micro_batches)
@@ -64,6 +68,62 @@ def schedule_events(
     row = {"gpipe": _gpipe_row, "1f1b": _1f1b_row}[schedule]
     orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
     return tuple(_at_place(row(actions), rank, pp) for rank, actions in enumerate(orders))
+
+
+@lru_cache(maxsize=64)
+def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[EventRow, ...]:
+    """The events of each rank where a micro-batch goes forward and back before the next begins.
+
+    All messages are in one order that all ranks share, so no rank waits for a later one. A rank
+    waits for a send before it begins its next one, and for an output before its backward pass:
+    so the ranks overlap where that order lets them, and one send of a rank is open at a time.
+
+    Args:
+        ranks: the rank of each stage.
+        micro_batches: of one step.
+    """
+    rows: list[list[StepEvent]] = [[] for _ in range(max(ranks) + 1)]
+    is_open: dict[int, StepEvent] = {}
+
+    def wait(rank: int) -> None:
+        if rank in is_open:
+            rows[rank].append(_wait(is_open.pop(rank)))
+
+    def send(rank: int, event: StepEvent) -> None:
+        wait(rank)
+        rows[rank].append(event)
+        is_open[rank] = event
+
+    for number in range(micro_batches):
+        for stage, rank in enumerate(ranks):
+            if stage and ranks[stage - 1] != rank:
+                rows[rank].append(StepEvent(stage, "RECV_F", number))
+            rows[rank].append(StepEvent(stage, "F", number))
+            if stage < len(ranks) - 1 and ranks[stage + 1] != rank:
+                send(rank, StepEvent(stage, "SEND_F", number))
+        for stage, rank in reversed(list(enumerate(ranks))):
+            if stage < len(ranks) - 1 and ranks[stage + 1] != rank:
+                rows[rank].append(StepEvent(stage, "RECV_B", number))
+                wait(rank)
+            rows[rank].append(StepEvent(stage, "B", number))
+            if stage and ranks[stage - 1] != rank:
+                send(rank, StepEvent(stage, "SEND_B", number))
+    for rank in range(len(rows)):
+        wait(rank)
+    return tuple(tuple((event,) for event in row) for row in rows)
+
+
+def forward_events(ranks: Sequence[int]) -> tuple[EventRow, ...]:
+    """The events of each rank for the forward pass of one micro-batch; its sends are left open.
+
+    Args:
+        ranks: the rank of each stage.
+    """
+    kinds = ("RECV_F", "F", "SEND_F")
+    return tuple(
+        tuple(group for group in row if group[0].kind in kinds)
+        for row in one_at_a_time_events(tuple(ranks), 1)
+    )
 
 
 def _torch_rows(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:

@@ -2,10 +2,8 @@
 
 Before 2.15
 
-* the schedules of `torch.distributed.pipelining` keep what they have sent until a step is over and
-  make room for all that they receive beforehand: `pipeline.schedule_loop` runs them instead;
-* they wait for what they have sent at the end only, and place a few receives otherwise:
-  `schedules.events` does that;
+* the schedules of `torch.distributed.pipelining` wait for their sends at the end of a step only, and
+  place a few receives otherwise: `schedules.events` places them as torch 2.15 does;
 * the backward pass for inputs does not begin at edges, so they are dressed up as outputs;
 * the arithmetic of attention on a CPU is not counted.
 
@@ -43,7 +41,7 @@ _NUMBERS = re.match(r"(\d+)\.(\d+)", torch.__version__)
 TORCH = (int(_NUMBERS[1]), int(_NUMBERS[2])) if _NUMBERS else (0, 0)
 """The installed version, as far as it matters."""
 SCHEDULES_LET_GO = TORCH >= (2, 15)
-"""Whether torch's pipeline schedules let go of what has been sent, and place events as here."""
+"""Whether torch's tables of pipeline schedules place messages and waits as they are run here."""
 COUNTS_EXCHANGES = hasattr(dist.ProcessGroup, "register_pre_hook")
 """Whether process groups say what they exchange."""
 SPLITS_BACKWARD = TORCH >= (2, 13)

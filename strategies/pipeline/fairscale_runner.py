@@ -168,9 +168,8 @@ class FairscaleRunner(LoopRunner):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
-        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
-        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
-        scale = self.context.dp_size / max(total, 1)
+        total = self.count_targets(micro_batches)
+        scale = self.sum_scale(total)
         self.meter.phase("forward")
         placed = [self.place_batch(micro_batch) for micro_batch in micro_batches]
         for micro_batch in (*micro_batches, *placed):
