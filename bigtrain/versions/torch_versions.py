@@ -2,7 +2,7 @@
 
 Before 2.15
 
-* the schedules of `torch.distributed.pipelining` wait for their sends at the end of a step only, and
+* the schedules of `torch.distributed.pipelining` wait for sends at the end of a step only, and
   place a few receives otherwise: `schedules.events` places them as torch 2.15 does;
 * the backward pass for inputs does not begin at edges, so they are dressed up as outputs;
 * the arithmetic of attention on a CPU is not counted.
