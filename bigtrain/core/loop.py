@@ -106,7 +106,8 @@ class StepRunner:
 
     def count_targets(self, micro_batches: Sequence[MicroBatch]) -> int:
         """The valid targets of the global batch. Collective over the dp axis."""
-        return sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
+        own_count = sum(m.count for m in micro_batches)
+        return int(sum(self.context.all_gather_numbers(own_count, "dp")))
 
     def sum_scale(self, num_targets: int) -> float:
         """The factor of a micro-batch's summed loss: gradients are then those of the global mean.
