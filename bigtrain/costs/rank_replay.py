@@ -21,7 +21,7 @@ class RankActions:
     in_transit: Sequence[InTransit] = ()
     """For each action what is on its way to other ranks; see `transfers.transfers`."""
     turns: Sequence[InTransit] = ()
-    """For each action what is so just before it; see `transfers.turns`."""
+    """For each action what is so just before it; see `transfers.backward_starts`."""
 
 
 def join_stages(

@@ -17,7 +17,7 @@ from bigtrain.activations.policy import BlockPolicy
 from bigtrain.checkpoint.forecast_save import estimate_save
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.cutting.partition import AtomicUnits, partition
+from bigtrain.cutting.partition import LayerCosts, partition
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.planner.held_micro_batches import HeldMicroBatches, with_fewer_micro_batches
@@ -141,7 +141,7 @@ class StageFitter:
         first, last = ({t.name for t in self._all[k].tensors if not t.is_buffer} for k in (0, -1))
         return sorted(first & last)
 
-    def _pieces(self, kept: Sequence[Section]) -> AtomicUnits:
+    def _pieces(self, kept: Sequence[Section]) -> LayerCosts:
         """A piece for what is before the blocks, one for each block, the last with what follows."""
         last = len(self._all) - 2
         tp = self._plan.tp
@@ -155,7 +155,7 @@ class StageFitter:
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(kept)]
         crossing = [wire_bytes(section, tp)[0] for section in self._all[: last + 1]]
-        return AtomicUnits(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
+        return LayerCosts(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
 
     def fitted(
         self, edges: Sequence[int], limit: int

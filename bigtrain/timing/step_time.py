@@ -337,7 +337,9 @@ class StepTimer:
                 schedule_orders(schedule, plan.pp, per_rank, micro_batches), stages
             ).seconds
         else:  # one micro-batch goes there and back through all stages
-            total = sum(stage_seconds.forward + stage_seconds.inputs for stage_seconds in stages)
+            total = sum(
+                stage_seconds.forward + stage_seconds.input_backward for stage_seconds in stages
+            )
         # Where ranks take turns on the cores, those that wait leave them to the others.
         total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
         computing, exchanging = max(busy_seconds, key=sum)

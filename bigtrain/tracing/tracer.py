@@ -121,7 +121,7 @@ def _watch_state(
     """Run twice more, the second time with what the first has left, and see who reads it.
 
     Each attribute that changes must be of one stage. A module whose code goes another way the
-    second time cannot be cut through: the first script would not fit.
+    second time cannot be cut through: the first program would not fit.
     """
     touches: dict[Attribute, list[tuple[int, int]]] = {}
     written: set[Attribute] = set()
