@@ -200,10 +200,10 @@ def of_timm(name: str) -> tuple[nn.Module, Any]:
     return model, torch.randn(2, 3, size, size)
 
 
-def balanced(rehearsal: TracedModel, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
+def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
     """A cut with as much work in each stage, and how many places there were."""
-    found, _ = rehearsal.trace(micro_batch, training=True)
-    evaluated, _ = rehearsal.trace(micro_batch, training=False)
+    found, _ = traced_model.trace(micro_batch, training=True)
+    evaluated, _ = traced_model.trace(micro_batch, training=False)
     points, refused = legal_points(found)
     others, also = legal_points(evaluated)
     there = {(point.name, point.number) for point in others}
@@ -218,7 +218,7 @@ def balanced(rehearsal: TracedModel, micro_batch: MicroBatch, stages: int) -> tu
     for stage in range(1, stages):
         left = [call for call in before if call not in chosen]
         chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
-    return cut_at(found, sorted(chosen), rehearsal), len(points)
+    return cut_at(found, sorted(chosen), traced_model), len(points)
 
 
 def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[str, Tensor]:
@@ -278,10 +278,10 @@ def check(make: Callable[[str], tuple[nn.Module, Any]], name: str) -> dict[str, 
         )
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         micro_batch = MicroBatch(inputs, torch.zeros(2), 1, 2)
-        rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+        traced_model = TracedModel(model, Squares(), CPU, Numerics())
         whole = None
         for stages in (2, 4):
-            cut, row["legal_cuts"] = balanced(rehearsal, micro_batch, stages)
+            cut, row["legal_cuts"] = balanced(traced_model, micro_batch, stages)
             whole = whole or outcome(copy.deepcopy(model), micro_batch, None)
             gap = largest(whole, outcome(copy.deepcopy(model), micro_batch, cut))
             row[f"difference_{stages}"] = gap

@@ -22,9 +22,9 @@ from bigtrain.memory.timeline import Peak
 from bigtrain.models.blocks import find_blocks
 from bigtrain.prediction.operation_log import BlockCost, block_costs
 from bigtrain.prediction.predict import forecast_rank
-from bigtrain.prediction.record import untraceable_reason
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.cuda_program import stands_for_cuda
+from bigtrain.tracing.watch import untraceable_reason
 from bigtrain.units import format_bytes
 
 RECOMPUTE_RATES = {**NOMINAL_RATES, "cpu": replace(NOMINAL_RATES["cpu"], nbytes=1e9)}

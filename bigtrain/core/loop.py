@@ -104,6 +104,18 @@ class StepRunner:
         for parameter in self.module.parameters():
             parameter.grad = None
 
+    def count_targets(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """The valid targets of the global batch. Collective over the dp axis."""
+        own_count = sum(m.count for m in micro_batches)
+        return int(sum(self.context.all_gather_numbers(own_count, "dp")))
+
+    def sum_scale(self, num_targets: int) -> float:
+        """The factor of a micro-batch's summed loss: gradients are then those of the global mean.
+
+        Replicas average their gradients where a sum is needed, so it undoes that division as well.
+        """
+        return self.context.dp_size / max(num_targets, 1)
+
     def step_loss(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> StepLoss:
         """The loss of a step; read now, so that nothing goes on with it where it is refused."""
         loss = StepLoss(own_sum, mean)
@@ -316,9 +328,8 @@ class LoopRunner(StepRunner):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
         self.begin_step()
-        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
-        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
-        scale = self.context.dp_size / max(total, 1)
+        total = self.count_targets(micro_batches)
+        scale = self.sum_scale(total)
         for micro_batch in micro_batches:  # on a CPU they are all there from the start
             self.label_batch(micro_batch)
         losses = []

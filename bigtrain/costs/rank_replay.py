@@ -21,7 +21,7 @@ class RankActions:
     in_transit: Sequence[InTransit] = ()
     """By action the boundary tensors that are being sent or received; see `transfers.transfers`."""
     turns: Sequence[InTransit] = ()
-    """By action those just before it; see `transfers.turns`."""
+    """For each action what is so just before it; see `transfers.backward_starts`."""
 
 
 def join_stages(

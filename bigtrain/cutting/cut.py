@@ -1,4 +1,4 @@
-"""A model's cut: before which calls, which stage owns which tensor, and the stages themselves."""
+"""The cut of a model: the calls at which it is cut, the owners of tensors, and the stages."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from bigtrain.tracing.records import ForwardTrace
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut; the same on all ranks."""
+    """A cut of a model; the same on all ranks."""
 
     call_sites: tuple[CallSite, ...]
-    """The calls before which the cuts stand."""
+    """The calls before which the model is cut."""
     owners: dict[str, tuple[int, ...]]
-    """For each parameter and buffer, by its first name: the stages that use it, in order."""
+    """The stages that use each parameter and buffer, in order, by its first name."""
     aliases: dict[str, str]
-    """Every further name of a tied tensor -> its first name."""
+    """The first name of a tied tensor, by each of its other names."""
     cut_through: frozenset[str]
-    """Modules whose own code is run by every stage."""
+    """Modules whose own code every stage runs."""
     traced_model: TracedModel
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.call_sites) + 1
 
     def tensor_names_of(self, stages: Collection[int]) -> set[str]:
-        """First names of the tensors that these stages own."""
+        """First names of the tensors that these stages use."""
         return {name for name, own in self.owners.items() if set(own) & set(stages)}
 
     @property
     def ties(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Parameters that several stages use: first name and stages."""
+        """Parameters that several stages use: the first name and the stages of each."""
         twin = dict(self.traced_model.fake_model.named_parameters())
         return [(n, own) for n, own in self.owners.items() if len(own) > 1 and n in twin]
 
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
-        """Take out of a model, in place, what belongs to other stages; ghosts stay instead."""
+        """Replace the parameters and buffers of other stages by placeholders, in place."""
         own_names = self.tensor_names_of(stages)
         placeholders: dict[int, tuple[Tensor, PlaceholderTensor]] = {}
         for path, module in model.named_modules():
@@ -63,11 +63,11 @@ class Cut:
                     if tensor is None or self.aliases.get(qualified, qualified) in own_names:
                         continue
                     del table[key]
-                    _, ghost = placeholders.setdefault(
+                    _, placeholder = placeholders.setdefault(
                         id(tensor), (tensor, placeholder_like(tensor, device))
                     )
-                    ghost._is_param = isinstance(tensor, nn.Parameter)
-                    module.__dict__[key] = ghost
+                    placeholder._is_param = isinstance(tensor, nn.Parameter)
+                    module.__dict__[key] = placeholder
         for module in model.modules():  # lists of parameters, as recurrent layers have them
             for key, value in module.__dict__.items():
                 if isinstance(value, list) and any(id(item) in placeholders for item in value):
@@ -77,44 +77,47 @@ class Cut:
                     ]
 
     def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
-        """Make one stage of a model that is stripped to it."""
+        """Make one stage of a model that was stripped to it."""
         attach_head(loss, model)
         intercept_calls(model.named_modules())
 
-        def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
+        def program(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
             stage_program = self.traced_model.program(
                 micro_batch, training=training, places=self.call_sites
             )
             for name, used in stage_program.used.items():
                 if not set(used) <= set(self.owners[name]):
                     raise ConfigError(
-                        f"strategy.cut: stage {used[-1]} needs {name!r} "
+                        f"strategy.cut: stage {used[-1]} uses {name!r} "
                         f"{'in training' if training else 'in evaluation'} with these shapes, and "
-                        f"it is on stage {self.owners[name][0]}. Name other places in "
+                        f"stage {self.owners[name][0]} has it. Name other places in "
                         "strategy.cut.at."
                     )
             return stage_program
 
         split_modules, blocks = self.cut_through, find_blocks(self.traced_model.fake_model)
         own_blocks = tuple(name for name, _ in blocks if name not in split_modules)
-        return Stage(model, index, self.stages, script, loss, device, split_modules, own_blocks)
+        return Stage(model, index, self.stages, program, loss, device, split_modules, own_blocks)
 
 
 def copy_modules(model: nn.Module) -> nn.Module:
-    """A copy of the modules with the same tensor objects in them."""
+    """Copy the modules and share their tensors."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def cut_at(trace: ForwardTrace, calls: Sequence[int], rehearsal: TracedModel) -> Cut:
-    """The cut before these calls of a trace.
+def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel) -> Cut:
+    """Make the cut before these calls of a trace.
 
     Args:
-        trace: a trace of the rehearsal's twin.
+        trace: of the traced model.
         calls: in the order of execution.
-        rehearsal: of the model.
+        traced_model: the model.
+
+    Raises:
+        ConfigError: stages would share a tensor that cannot be copied to each.
     """
-    model = rehearsal.fake_model
+    model = traced_model.fake_model
     ticks = [trace.calls[call].begin for call in calls]
     named: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     all_names: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
@@ -123,39 +126,38 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], rehearsal: TracedModel) ->
     first_names = {id(tensor): name for name, tensor in named.items()}
     places = tuple((trace.calls[call].name, trace.calls[call].number) for call in calls)
     owners = stages_using(trace, ticks)
-    for name, used in rehearsal.uses(places).items():
+    for name, used in traced_model.uses(places).items():
         owners[name] = tuple(sorted({*owners.get(name, ()), *used}))
     starts = _first_stages(trace, ticks)
-    for name in named:  # what is not used in training: with its module, or what is around it
+    for name in named:  # unused in training: placed with its module, or the module around it
         if name not in owners:
             path = name.rpartition(".")[0]
             while path and path not in starts:
                 path = path.rpartition(".")[0]
             owners[name] = (starts.get(path, 0),)
     aliases = {n: first_names[id(t)] for n, t in all_names.items() if first_names[id(t)] != n}
-    for name in rehearsal.hooked:
+    for name in traced_model.hooked:
         if len(owners[name]) > 1:
             raise ConfigError(
                 f"strategy.cut: {name!r} has a gradient hook, and stages {owners[name]} would each "
                 "call it with a part of the gradient. Name places in strategy.cut.at that keep its "
-                "uses together, or take the hook away."
+                "uses together, or remove the hook."
             )
-    for first_tensor, second_tensor in rehearsal.shared:
+    for first_tensor, second_tensor in traced_model.shared:
         if owners[first_tensor] != owners[second_tensor] or len(owners[first_tensor]) > 1:
             raise ConfigError(
                 f"strategy.cut: {first_tensor!r} and {second_tensor!r} are different tensors on "
-                "the same memory, "
-                f"and stages {owners[first_tensor]} and {owners[second_tensor]} need them. Make "
-                "them one parameter, "
-                "or name places in strategy.cut.at that keep them together."
+                f"the same memory, and stages {owners[first_tensor]} and {owners[second_tensor]} "
+                "use them. Make them one parameter, or name places in strategy.cut.at that keep "
+                "them together."
             )
     split_modules = frozenset(OuterCalls(trace, calls).names)
-    return Cut(places, {n: owners[n] for n in named}, aliases, split_modules, rehearsal)
+    return Cut(places, {n: owners[n] for n in named}, aliases, split_modules, traced_model)
 
 
-def _first_stages(found: ForwardTrace, ticks: Sequence[int]) -> dict[str, int]:
-    """By module: the stage in which it is called first."""
+def _first_stages(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, int]:
+    """The stage in which each module is called first."""
     starts: dict[str, int] = {}
-    for call in found.calls:
+    for call in trace.calls:
         starts.setdefault(call.name, sum(tick <= call.begin for tick in ticks))
     return starts

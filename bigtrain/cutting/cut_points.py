@@ -1,8 +1,8 @@
-"""Where a traced model may be cut, and what would cross each cut.
+"""Where a traced model may be cut, and which tensors cross each cut.
 
-A cut stands before a call of a module, at any depth. It is legal where everything that is
-computed before it and used after it can be named on both sides: what a call returned, or what
-a function of torch gave to the code of a module that the cut goes through.
+A cut is before a call of a module, at any depth. It is legal if every tensor that is computed
+before it and used after it has a name on both sides: the result of a call, or of a function of
+torch that was called by the code of a module which the cut goes through.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ class CutPoint:
     """One legal cut."""
 
     call: int
-    """It stands before this call of the trace."""
+    """The call of the trace before which it is."""
     name: str
     number: int
     tick: int
     depth: int
-    """Calls that it goes through: 1 for a child of the model."""
+    """The number of calls that it goes through: 1 for a child of the model."""
     crossing: tuple[int, ...]
-    """Values of the trace."""
+    """The values of the trace that cross it."""
     nbytes: int
 
 
 class OuterCalls:
-    """The calls that cuts go through, of all cuts together: what every stage runs itself.
+    """The modules that the cuts go through: every stage runs their code itself.
 
     Args:
         trace: of the model.
-        calls: the calls before which cuts stand.
+        calls: the calls before which the cuts are.
     """
 
     def __init__(self, trace: ForwardTrace, calls: Iterable[int]) -> None:
@@ -47,11 +47,11 @@ class OuterCalls:
         self._trace = trace
 
     def contains(self, call: int) -> bool:
-        """Whether a call is gone through."""
+        """Whether a cut goes through a call."""
         return call < 0 or self._trace.calls[call].name in self.names
 
     def reaches(self, value: int, shown: dict[int, list[int]], given: dict[int, list[int]]) -> bool:
-        """Whether a value reaches the code of the spine: a function's or a whole call's result."""
+        """Whether the outer code gets a value, as the result of a function or of a whole call."""
         if any(self.contains(frame) for frame in shown.get(value, ())):
             return True
         calls = self._trace.calls
@@ -62,7 +62,7 @@ class OuterCalls:
 
 
 def ancestors(trace: ForwardTrace, call: int) -> list[int]:
-    """The calls around a call, innermost first, the model's own last."""
+    """The calls around a call, from the innermost to that of the model."""
     enclosing = []
     call = trace.calls[call].parent
     while call >= 0:
@@ -72,7 +72,7 @@ def ancestors(trace: ForwardTrace, call: int) -> list[int]:
 
 
 def visible_values(trace: ForwardTrace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """For each value the frames whose code got it from a function; the calls that returned it."""
+    """The frames whose code got each value from a function, and the calls that returned it."""
     frames_of: dict[int, list[int]] = {}
     calls_of: dict[int, list[int]] = {}
     for frame, _, values in trace.events:
@@ -85,18 +85,18 @@ def visible_values(trace: ForwardTrace) -> tuple[dict[int, list[int]], dict[int,
 
 
 class KnownValues:
-    """Which values every stage has at a tick without being sent them."""
+    """The values that every stage has at a tick without receiving them."""
 
-    def __init__(self, trace: ForwardTrace, spine: OuterCalls, tick: int) -> None:
-        self._trace, self._spine, self._tick = trace, spine, tick
-        self._found: dict[int, bool] = {}
+    def __init__(self, trace: ForwardTrace, outer: OuterCalls, tick: int) -> None:
+        self._trace, self._spine, self._tick = trace, outer, tick
+        self._known: dict[int, bool] = {}
 
     def has(self, value: int) -> bool:
-        """Whether a value is computed by the spine's code from the inputs and constants alone."""
-        if value not in self._found:
-            self._found[value] = True  # what it is changed by is often itself
-            self._found[value] = self._computed(value)
-        return self._found[value]
+        """Whether the outer code computes a value from inputs and constants alone."""
+        if value not in self._known:
+            self._known[value] = True  # a value is often among the sources of its own change
+            self._known[value] = self._computed(value)
+        return self._known[value]
 
     def _computed(self, value: int) -> bool:
         traced = self._trace.values[value]
@@ -114,24 +114,24 @@ class KnownValues:
 
 
 def storage_id(value: TracedValue) -> int:
-    """What tells its storage from others."""
+    """The id of the storage of a value."""
     return int(value.tensor.untyped_storage()._cdata)
 
 
 def values_to_send(
-    trace: ForwardTrace, spine: OuterCalls, live: Iterable[int], tick: int
+    trace: ForwardTrace, outer: OuterCalls, live: Iterable[int], tick: int
 ) -> list[int]:
-    """Of the values that are alive at a cut, those that must be sent over it."""
-    knowledge = KnownValues(trace, spine, tick)
+    """The values alive at a cut that must be sent over it."""
+    known = KnownValues(trace, outer, tick)
     return sorted(
         value
         for value in live
-        if trace.values[value].root in ("", "input") and not knowledge.has(value)
+        if trace.values[value].root in ("", "input") and not known.has(value)
     )
 
 
 def crossing_values(trace: ForwardTrace, call: int, calls: Iterable[int]) -> list[int]:
-    """What crosses the cut before one call, where cuts stand before all of `calls`."""
+    """The values that cross the cut before one call, if cuts are before all of `calls`."""
     tick = trace.calls[call].begin
     return values_to_send(trace, OuterCalls(trace, calls), live_values(trace, tick), tick)
 
@@ -146,10 +146,10 @@ def live_values(trace: ForwardTrace, tick: int) -> list[int]:
 
 
 def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
-    """All legal cuts in the order of execution; and for each call before which none may stand, why.
+    """Return the legal cuts in the order of execution, and the reason for each call without one.
 
     Of several at the same place (before a block, and before the block's first layer) the
-    outermost is kept.
+    outermost is returned.
     """
     rules = CutRules(trace)
     work = sorted(cost.tick for cost in trace.costs)
@@ -160,13 +160,11 @@ def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
     for index, call in enumerate(trace.calls[1:], start=1):
         while num_done < len(work) and work[num_done] < call.begin:
             num_done += 1
-        if (
-            num_done == 0 or num_done == done_before
-        ):  # nothing is computed between this cut and the last
+        if num_done in (0, done_before):  # nothing is computed between this cut and the last one
             continue
-        spine = OuterCalls(trace, [index])
-        values = values_to_send(trace, spine, alive.at(call.begin), call.begin)
-        reason = rules.objection(index, spine, values)
+        outer = OuterCalls(trace, [index])
+        values = values_to_send(trace, outer, alive.at(call.begin), call.begin)
+        reason = rules.objection(index, outer, values)
         if reason:
             refused.setdefault(call.name, reason)
             continue
@@ -180,7 +178,7 @@ def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
 
 
 class CutRules:
-    """What speaks against a cut."""
+    """The reasons against a cut."""
 
     def __init__(self, trace: ForwardTrace) -> None:
         self._trace = trace
@@ -188,8 +186,8 @@ class CutRules:
         self._last = {storage: writes[-1].tick for storage, writes in trace.writes.items()}
         self._whole = [*trace.whole, *_changed_roots(trace)]
 
-    def objection(self, call: int, spine: OuterCalls, values: Iterable[int]) -> str:
-        """Why no cut may stand before a call with these values crossing, or ''."""
+    def objection(self, call: int, outer: OuterCalls, values: Iterable[int]) -> str:
+        """The reason against a cut before a call, with these values crossing it; "" if none."""
         tick = self._trace.calls[call].begin
         around = ancestors(self._trace, call)
         for index in around:
@@ -199,29 +197,29 @@ class CutRules:
             if index in self._trace.enclosed:
                 return self._trace.enclosed[index]
         for value in values:
-            reason = self._unsendable(value, spine, call)
+            reason = self._unsendable(value, outer, call)
             if reason:
                 return reason
         for backward_tick, frame in self._trace.backward:
-            if backward_tick <= tick and spine.contains(frame):
+            if backward_tick <= tick and outer.contains(frame):
                 return "code that every stage runs asks for a gradient before it"
-        for stretch in self._whole:
-            if stretch.first <= tick < stretch.last:
-                return stretch.why
+        for uncuttable in self._whole:
+            if uncuttable.first <= tick < uncuttable.last:
+                return uncuttable.why
         return ""
 
-    def _unsendable(self, value: int, spine: OuterCalls, call: int) -> str:
+    def _unsendable(self, value: int, outer: OuterCalls, call: int) -> str:
         tick = self._trace.calls[call].begin
         traced = self._trace.values[value]
         tensor = traced.tensor
         kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
         if traced.root == "input":
             return f"the input {kind} is changed in place before it, and used after it"
-        if not spine.reaches(value, self.shown, self.given):
+        if not outer.reaches(value, self.shown, self.given):
             return (
-                f"a tensor {kind} that {self._origin(value)} is passed on past it otherwise than "
-                "by arguments and results, as by an attribute, or an object that collects what "
-                "layers leave in it. Let the layer return the tensor, or do without it"
+                f"a tensor {kind} that {self._origin(value)} is passed on past it, but not by "
+                "arguments and results: by an attribute, or by an object in which layers collect "
+                "tensors. Let the layer return the tensor, or do without it"
             )
         if tensor.layout != torch.strided or tensor.is_quantized:
             return f"a tensor of {tensor.layout} would have to be sent"
@@ -230,7 +228,7 @@ class CutRules:
         return ""
 
     def _origin(self, value: int) -> str:
-        """Which module a tensor comes from, as words."""
+        """The module that a tensor comes from, as words for a message."""
         givers = [call for call in self.given.get(value, ()) if self._trace.calls[call].name]
         if givers:
             return f"{self._trace.calls[givers[0]].name!r} returns"
@@ -263,7 +261,7 @@ def _changed_roots(trace: ForwardTrace) -> list[UncuttableRange]:
 
 
 class _LiveValues:
-    """The computed values that exist at a tick and are used after it; asked in order of ticks."""
+    """The computed values that exist at a tick and are used later; ticks are asked in order."""
 
     def __init__(self, trace: ForwardTrace) -> None:
         self._births = sorted(

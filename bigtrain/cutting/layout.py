@@ -1,4 +1,4 @@
-"""A cut model laid over ranks: which stage is whose."""
+"""The layout of a cut model: the rank of each stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigtrain.slicing.scatter_gather import Crossing
 from bigtrain.units import MIB, format_bytes, format_count
 
 MAX_CHECKED_BYTES = 256 * MIB
-"""Parameter bytes up to which a cut model is run beside the whole one before the first step."""
+"""The most parameter bytes with which a cut model is compared with the whole one at the start."""
 
 
 @dataclass(frozen=True)
@@ -29,62 +29,69 @@ class Layout:
 
     chosen: ChosenCut
     ranks: tuple[int, ...]
-    """For each stage its pp rank, or device."""
+    """The pp rank, or device, of each stage."""
     place_word: str = "pp rank"
     note: str = ""
-    """A line on what is different in stages."""
+    """A line on how stages differ from the whole model; "" if they do not."""
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of one rank, in order."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == pp_rank)
 
     def between_ranks(self, stage: int) -> tuple[bool, bool]:
-        """Whether what comes into a stage, and what goes out of it, goes between ranks."""
-        around = (self.ranks[stage - 1 : stage], self.ranks[stage + 1 : stage + 2])
-        into, out = (any(rank != self.ranks[stage] for rank in other) for other in around)
-        return into, out
+        """Whether a stage's inputs, and whether its outputs, pass between two ranks."""
+        neighbours = (self.ranks[stage - 1 : stage], self.ranks[stage + 1 : stage + 2])
+        inputs, outputs = (
+            any(rank != self.ranks[stage] for rank in neighbour) for neighbour in neighbours
+        )
+        return inputs, outputs
 
     def crossings(self, stage: int, group: SliceGroup | None) -> Crossings:
-        """How the ranks with slices of a stage, if there are any, hand on its wires."""
-        into, out = self.between_ranks(stage)
-        return Crossing(group, into), Crossing(group, out)
+        """How the inputs and the outputs of a stage pass between ranks.
+
+        Args:
+            stage: its number.
+            group: the ranks with slices of the stage; None if it is not sliced.
+        """
+        inputs, outputs = self.between_ranks(stage)
+        return Crossing(group, inputs), Crossing(group, outputs)
 
     @property
     def all_stages(self) -> range:
-        """Those of all ranks."""
+        """The stages of all ranks."""
         return range(len(self.ranks))
 
     @property
     def shared(self) -> list[str]:
         """First names of the parameters that several stages of one rank use."""
-        found = []
+        names = []
         for name, stages in self.chosen.cut.ties:
-            places = [self.ranks[stage] for stage in stages]
-            if len(set(places)) < len(places):
-                found.append(name)
-        return found
+            ranks = [self.ranks[stage] for stage in stages]
+            if len(set(ranks)) < len(ranks):
+                names.append(name)
+        return names
 
     @property
     def untrained(self) -> list[int]:
-        """The stages that have no trained parameter."""
+        """The stages without a trained parameter."""
         cut = self.chosen.cut
         named = cut.traced_model.fake_model.named_parameters()
         trained = {name for name, parameter in named if parameter.requires_grad}
         return [s for s in self.all_stages if trained.isdisjoint(cut.tensor_names_of([s]))]
 
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:
-        """Compare the stages with the whole model on a small input, where that is cheap.
+        """Compare the stages with the whole model on a small input, if that is cheap.
 
         Returns:
-            A line that says what was done.
+            A line with the result, or with the reason why they were not compared.
 
         Raises:
-            ConfigError: they compute different things.
+            ConfigError: the stages compute something else.
         """
         size = sum(self.chosen.parameter_bytes)
         if size > MAX_CHECKED_BYTES:
             return (
-                f"cut: not compared with the whole model, whose parameters are "
+                f"cut: not compared with the whole model, because its parameters have "
                 f"{format_bytes(size)}, more than {format_bytes(MAX_CHECKED_BYTES)}"
             )
         try:
@@ -105,7 +112,9 @@ class Layout:
         twin = dict(chosen.cut.traced_model.fake_model.named_parameters())
         for stage, name in enumerate(names):
             numbers = sum(
-                twin[own].numel() for own in chosen.cut.tensor_names_of([stage]) if own in twin
+                twin[tensor].numel()
+                for tensor in chosen.cut.tensor_names_of([stage])
+                if tensor in twin
             )
             share = chosen.partition.seconds[stage] / work
             sent = ""
@@ -120,7 +129,7 @@ class Layout:
 
 
 def numerics_for(precision: str, *, bf16_parameters: bool, of_cuda: bool) -> Numerics:
-    """What decides the types in a run of this precision.
+    """Return the settings that decide the types in a run of this precision.
 
     Args:
         precision: of the job.

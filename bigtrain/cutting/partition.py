@@ -1,7 +1,7 @@
-"""Where to cut a model: the contiguous partition whose slowest stage is fastest, and that fits.
+"""The partition of layers into stages: the fastest slowest stage among those that fit.
 
-Dynamic programming over (stage, last piece), as in PipeDream (Narayanan et al., SOSP 2019,
-section 3.1), with one stage to a device, and each stage's memory as a constraint.
+Dynamic programming over (stage, last layer), as in PipeDream (Narayanan et al., SOSP 2019,
+section 3.1), with one stage to a device, and the memory of each stage as a constraint.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from bigtrain.cutting.partition_tables import (
     TIE_TOLERANCE,
-    AtomicUnits,
     Floats,
+    LayerCosts,
     Partition,
     Tables,
     backtrack_cuts,
@@ -28,11 +28,11 @@ from bigtrain.cutting.partition_tables import (
 from bigtrain.errors import ConfigError
 from bigtrain.units import format_bytes
 
-__all__ = ["AtomicUnits", "Partition", "partition"]
+__all__ = ["LayerCosts", "Partition", "partition"]
 
 
 def partition(
-    pieces: AtomicUnits,
+    layers: LayerCosts,
     stages: int,
     *,
     bandwidth: float,
@@ -43,31 +43,31 @@ def partition(
 ) -> Partition:
     """Find the partition whose slowest stage is fastest among those that fit.
 
-    A stage's seconds are those of its pieces, and of what it sends: activations over its end,
-    gradients of the same size over its start. Its bytes are `state_factor` times its parameters,
-    and `in_flight` times what it saves; a tensor counts once in each stage that uses it. Ties go
-    to the most even stages (the least sum of squares), then to the fewest bytes over all cuts.
+    A stage's seconds are those of its layers and of sending: activations over its end, gradients
+    of the same size over its start. Its bytes are `state_factor` times its parameters, and
+    `in_flight` times its saved tensors; a tensor counts once in each stage that uses it. Ties go to
+    the most even stages (the least sum of squares), then to the fewest bytes over all cuts.
 
-    With several stages to a device the slowest stage is still what is minimised, and the sum of a
-    device's stages must fit. The choice of cuts is exact where the best partition without sharing
-    fits (`proven`); otherwise a device's memory is dealt to its stages in many ways, for each of
-    which the choice is exact: what comes out fits, and may not be the best.
+    With several stages to a device the slowest stage is still minimised, and the stages of a device
+    must fit together. The choice is exact if the best partition under each stage's whole limit fits
+    (`proven`). Otherwise the memory of a device is divided among its stages in many ways, and the
+    choice is exact for each of them: the result fits, and may not be the best.
 
     Args:
-        pieces: what there is to be cut.
-        stages: how many stages.
+        layers: the costs of the layers.
+        stages: the number of stages.
         bandwidth: bytes per second from one stage to the next; may be infinite.
-        state_factor: bytes held for each byte of parameters: with gradients and optimizer state.
-        in_flight: for each stage, the most micro-batches whose saved tensors it holds at once.
+        state_factor: resident bytes (gradients, optimizer state) for each byte of parameters.
+        in_flight: the most micro-batches in flight on each stage.
         memory: bytes for each stage, or for all stages of its device together; None for no limit.
-        devices: the rank of each stage; None for a rank to each.
+        devices: the rank of each stage; None for one stage on each rank.
 
     Raises:
-        ConfigError: more stages than pieces, or nothing (with several stages to a device: nothing
-            that was found) fits the memory.
-        ValueError: a sequence does not have an entry for each stage.
+        ConfigError: there are more stages than layers, or no partition (with several stages to a
+            device: none that was tried) fits the memory.
+        ValueError: a sequence does not have one entry for each stage.
     """
-    n = len(pieces.seconds)
+    n = len(layers.seconds)
     per_stage = {"in_flight": in_flight, "memory": memory, "devices": devices}
     for name, values in per_stage.items():
         if values is not None and len(values) != stages:
@@ -77,7 +77,7 @@ def partition(
             f"strategy.cut: {stages} stages, and the model can be cut at {n - 1} places: at most "
             f"{n} stages. Use mesh.pp={n}, or fewer stages on each rank."
         )
-    tables = make_tables(pieces, bandwidth, state_factor, in_flight)
+    tables = make_tables(layers, bandwidth, state_factor, in_flight)
     if memory is None:
         memory = [2**62] * stages
     groups: dict[int, list[int]] = {}
@@ -98,16 +98,16 @@ def partition(
 def _fullest(
     candidate: Partition, groups: dict[int, list[int]], limits: Sequence[int]
 ) -> tuple[float, int]:
-    """How full the fullest device is (1 for just full), and which it is."""
-    held_bytes = {d: sum(candidate.bytes[s] for s in group) for d, group in groups.items()}
+    """The share of its limit that the fullest device needs, and the device."""
+    stage_bytes = {d: sum(candidate.bytes[s] for s in group) for d, group in groups.items()}
     return max(
-        (held_bytes[d] / limits[group[0]] if limits[group[0]] > 0 else math.inf, d)
+        (stage_bytes[d] / limits[group[0]] if limits[group[0]] > 0 else math.inf, d)
         for d, group in groups.items()
     )
 
 
 def _too_small(tables: Tables, limits: Sequence[int]) -> ConfigError:
-    """What the roomiest partition needs where it is tightest."""
+    """The error with the fullest stage of the partition whose fullest stage is least full."""
     roomiest = _roomiest(tables, limits)
     shares = [held / max(1, limit) for held, limit in zip(roomiest.bytes, limits, strict=True)]
     stage = int(np.argmax(shares))
@@ -137,10 +137,10 @@ def _refusal(stages: int, where: str, needed: int, limit: int) -> ConfigError:
 def _share(
     tables: Tables, limits: Sequence[int], groups: dict[int, list[int]], fastest: float
 ) -> Partition:
-    """A partition whose devices fit, as fast as is found; none is faster than `fastest`.
+    """The fastest partition found whose devices fit; none is faster than `fastest`.
 
-    Once a device's memory is dealt to its stages, the rest is exact. The deals are drawn around
-    that of the best partition so far, always the same ones; as many as a second or so allows.
+    Once the memory of a device is divided among its stages, the rest is exact. Divisions are drawn
+    around that of the best partition so far, with a fixed seed, as many as about a second allows.
     """
     generator = np.random.default_rng(0)
     best: tuple[tuple[float, float], Partition] | None = None
@@ -159,7 +159,7 @@ def _share(
         if best[0] <= (1.0, fastest * (1 + TIE_TOLERANCE)):
             break
         spread = (0.0, 0.1, 0.3, 1.0)[(number + 1) % 4]
-        stage_limits = _rooms(
+        stage_limits = _divided_limits(
             best[1], limits, groups, np.exp(generator.normal(size=tables.stages) * spread)
         )
     if best is None:
@@ -173,10 +173,10 @@ def _share(
     return replace(candidate, proven=candidate.slowest <= fastest * (1 + TIE_TOLERANCE))
 
 
-def _rooms(
+def _divided_limits(
     candidate: Partition, limits: Sequence[int], groups: dict[int, list[int]], factors: Floats
 ) -> list[int]:
-    """A device's memory dealt to its stages: as a partition needs it, times a factor for each."""
+    """Divide each device's memory among its stages: as a partition needs it, times factors."""
     stage_limits = list(limits)
     for group in groups.values():
         free = max(0, limits[group[0]] - sum(candidate.bytes[stage] for stage in group))
@@ -189,9 +189,9 @@ def _rooms(
 def _moved(
     tables: Tables, candidate: Partition, limits: Sequence[int], groups: dict[int, list[int]]
 ) -> tuple[int, ...]:
-    """The cuts after moving one at a time, as long as the slower of its two stages gets faster."""
+    """The cuts after moving one at a time while the slower of its two stages gets faster."""
     ends = [0, *candidate.cuts, tables.n]
-    held_bytes = list(candidate.bytes)
+    stage_bytes = list(candidate.bytes)
     group_of = {stage: group for group in groups.values() for stage in group}
     improved = True
     while improved:
@@ -205,9 +205,9 @@ def _moved(
             current = slower[ends[right] - positions[0]]
             new_left = tables.bytes(left, positions, ends[left])
             new_right = tables.bytes(right, ends[right + 1], positions)
-            more_left, more_right = new_left - held_bytes[left], new_right - held_bytes[right]
-            used_left = sum(held_bytes[stage] for stage in group_of[left])
-            used_right = sum(held_bytes[stage] for stage in group_of[right])
+            more_left, more_right = new_left - stage_bytes[left], new_right - stage_bytes[right]
+            used_left = sum(stage_bytes[stage] for stage in group_of[left])
+            used_right = sum(stage_bytes[stage] for stage in group_of[right])
             if group_of[left] is group_of[right]:
                 more_left = more_right = more_left + more_right
             fits = (used_left + more_left <= limits[left]) & (
@@ -217,6 +217,6 @@ def _moved(
             best = int(np.argmin(slower))
             if slower[best] < current * (1 - TIE_TOLERANCE):
                 ends[right] = int(positions[best])
-                held_bytes[left], held_bytes[right] = int(new_left[best]), int(new_right[best])
+                stage_bytes[left], stage_bytes[right] = int(new_left[best]), int(new_right[best])
                 improved = True
     return tuple(ends[1:-1])

@@ -1,6 +1,6 @@
-"""The cost of every run of consecutive pieces, and dynamic programming over them.
+"""The cost of every run of consecutive layers, and dynamic programming over them.
 
-All tables are indexed [b, a] for the stage that holds the pieces a <= i < b.
+All tables are indexed [b, a] for the stage with the layers a <= i < b.
 """
 
 from __future__ import annotations
@@ -20,50 +20,52 @@ CostFn = Callable[[int, slice, slice], Floats]
 CombineFn = Callable[..., Any]
 
 TIE_WEIGHT = 1e-9
-"""The weight of crossing bytes beside the evenness of the stages."""
+"""The weight of crossing bytes compared with the evenness of the stages."""
 TIE_TOLERANCE = 1e-13
-"""What two sums of the same seconds may differ by, relatively, and still be a tie."""
+"""The relative difference up to which two sums of seconds are a tie."""
 ROWS_AT_ONCE = 96
-"""Rows of a table worked on at once: what fits into a core's cache."""
+"""Rows of a table that are computed at once, so that they fit into the cache of a core."""
 
 
 @dataclass(frozen=True)
-class AtomicUnits:
-    """The n atomic pieces of a model in order of execution; before each but the first one may cut.
+class LayerCosts:
+    """The costs of the n layers of a model, in order of execution.
+
+    A layer is the work between two neighbouring cut points, and may be less than a module.
 
     Raises:
-        ValueError: the lengths differ, or a tensor names a piece that is not there.
+        ValueError: the lengths differ, or a tensor names a layer that does not exist.
     """
 
     seconds: Sequence[float]
-    """Forward and backward of one micro-batch, a number for each piece."""
+    """Seconds of each layer, forward and backward, for one micro-batch."""
     crossing: Sequence[int]
-    """Bytes that cross a cut before piece i, in each direction; the first is not read."""
+    """Bytes that cross a cut before layer i, in each direction; the first is not used."""
     params: Sequence[tuple[int, Sequence[int]]]
-    """Bytes of each parameter, and the pieces that use it."""
+    """The bytes of each parameter, and the layers that use it."""
     saved: Sequence[tuple[int, Sequence[int]]]
-    """Bytes of each tensor that one micro-batch keeps for its backward pass, and the pieces that
-    use it."""
+    """The bytes of each tensor that one micro-batch saves for its backward pass, and the layers
+    that use it."""
 
     def __post_init__(self) -> None:
         n = len(self.seconds)
         if not n or len(self.crossing) != n:
-            raise ValueError(f"{n} pieces with {len(self.crossing)} crossings")
-        used = [piece for _, pieces in (*self.params, *self.saved) for piece in pieces]
+            raise ValueError(f"{n} layers with {len(self.crossing)} crossings")
+        used = [layer for _, layers in (*self.params, *self.saved) for layer in layers]
         if used and not 0 <= min(used) <= max(used) < n:
-            raise ValueError(f"a tensor names piece {min(used)} or {max(used)} of {n}")
+            raise ValueError(f"a tensor names layer {min(used)} or {max(used)} of {n}")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages of consecutive pieces."""
+    """Stages of consecutive layers."""
 
     cuts: tuple[int, ...]
-    """The first piece of each stage but the first."""
+    """The first layer of the second and each later stage."""
     seconds: tuple[float, ...]
-    """Of each stage, for one micro-batch, with what it sends."""
+    """Seconds of each stage for one micro-batch, sending included."""
     bytes: tuple[int, ...]
-    """Of each stage: parameters with all that belongs to them, and what is kept in flight."""
+    """Bytes of each stage: parameters, gradients, optimizer state and what is in flight."""
     crossing: int
     """Bytes over all cuts, in one direction."""
     proven: bool = True
@@ -77,10 +79,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class Tables:
-    """What any stage would cost, (n + 1, n + 1)."""
+    """The costs of all possible stages; tables of (n + 1, n + 1)."""
 
     seconds: Floats
-    """Infinite where b <= a: no stage is empty."""
+    """Infinite for b <= a: no stage is empty."""
     state: Integers
     saved: Integers
     crossing: Floats
@@ -88,7 +90,7 @@ class Tables:
 
     @property
     def n(self) -> int:
-        """Number of pieces."""
+        """Number of layers."""
         return len(self.crossing) - 1
 
     @property
@@ -97,44 +99,44 @@ class Tables:
         return len(self.in_flight)
 
     def bytes(self, stage: int, rows: Any, columns: Any) -> Integers:
-        """Bytes of one of the stages if it were the pieces of [b, a]."""
-        kept: Integers = (
+        """Bytes of a stage if it has the layers of [b, a]."""
+        nbytes: Integers = (
             self.state[rows, columns] + self.in_flight[stage] * self.saved[rows, columns]
         )
-        return kept
+        return nbytes
 
 
 def make_tables(
-    pieces: AtomicUnits, bandwidth: float, state_factor: float, in_flight: Sequence[int]
+    layers: LayerCosts, bandwidth: float, state_factor: float, in_flight: Sequence[int]
 ) -> Tables:
-    """The tables of `partition`'s arguments; see there."""
-    n = len(pieces.seconds)
-    # More digits than needed: equal sums of seconds must come out as ties wherever they begin.
-    ends = np.concatenate(([0.0], np.cumsum(np.asarray(pieces.seconds, dtype=np.longdouble))))
+    """Make the tables; for the arguments see `partition`."""
+    n = len(layers.seconds)
+    # With extra digits, so that equal sums of seconds are ties wherever they begin.
+    ends = np.concatenate(([0.0], np.cumsum(np.asarray(layers.seconds, dtype=np.longdouble))))
     crossing = np.zeros(n + 1)
-    crossing[1:n] = pieces.crossing[1:]
+    crossing[1:n] = layers.crossing[1:]
     sent = crossing / bandwidth
     seconds = (ends[:, None] - ends[None, :]).astype(np.float64) + (sent[:, None] + sent[None, :])
     seconds[np.triu_indices(n + 1)] = math.inf
-    state = np.ceil(state_factor * _union(pieces.params, n)).astype(np.int64)
-    return Tables(seconds, state, _union(pieces.saved, n), crossing, in_flight)
+    state = np.ceil(state_factor * _union(layers.params, n)).astype(np.int64)
+    return Tables(seconds, state, _union(layers.saved, n), crossing, in_flight)
 
 
 def _union(tensors: Sequence[tuple[int, Sequence[int]]], n: int) -> Integers:
-    """Bytes of the distinct tensors that the pieces a <= i < b use, exactly.
+    """Bytes of the distinct tensors that the layers a <= i < b use, exactly.
 
-    A tensor is counted at the first piece of the stage that uses it: for its piece p, with q the
+    A tensor is counted at the first layer of the stage that uses it: for its layer p, with q the
     one before, where q < a <= p < b. That is a rectangle, and its corners are enough.
     """
     rows, left, right, sizes = [], [], [], []
     for nbytes, users in tensors:
         previous_user = -1
-        for piece in sorted(set(users)):
-            rows.append(piece + 1)
+        for layer in sorted(set(users)):
+            rows.append(layer + 1)
             left.append(previous_user + 1)
-            right.append(piece + 1)
+            right.append(layer + 1)
             sizes.append(nbytes)
-            previous_user = piece
+            previous_user = layer
     table = np.zeros((n + 1, n + 1), dtype=np.int64)
     np.add.at(table, (rows, left), np.asarray(sizes, dtype=np.int64))
     np.add.at(table, (rows, right), -np.asarray(sizes, dtype=np.int64))
@@ -158,7 +160,7 @@ def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition |
     most = float(tables.crossing[np.isfinite(tables.crossing)].max(initial=0.0)) + 1.0
 
     def uneven(_stage: int, rows: slice, columns: slice) -> Floats:
-        """A stage that waits for the slowest holds as much of the rest as it may."""
+        """The square of a stage's share of the slowest: its sum is least for even stages."""
         times = tables.seconds[rows, columns]
         square = (times / bound) ** 2 if bound else times
         return np.where(
@@ -170,7 +172,7 @@ def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition |
 
 
 def lowest_starts(tables: Tables, limits: Sequence[int | None]) -> list[Integers]:
-    """For each stage and end b the smallest a with which it fits: a longer stage holds more."""
+    """For each stage and end b the smallest a with which it fits: more layers need more bytes."""
     ends = np.arange(tables.n + 1)
     lows = []
     for stage, limit in enumerate(limits):
@@ -187,14 +189,14 @@ def lowest_starts(tables: Tables, limits: Sequence[int | None]) -> list[Integers
 def sweep_stages(
     tables: Tables, lows: Sequence[Integers], cost: CostFn, combine: CombineFn
 ) -> list[Floats]:
-    """The least combined cost of the first stages, for each number of them and each end b."""
+    """The least combined cost of the first k stages, for each k and each end b."""
     n, stages = tables.n, tables.stages
     starts = np.arange(n + 1)
     values = [np.full(n + 1, math.inf)]
     values[0][0] = 0.0
     for stage in range(stages):
         before, after = values[-1], np.full(n + 1, math.inf)
-        # As many pieces are left over as there are stages to come.
+        # Each of the remaining stages needs at least one layer.
         for begin in range(stage + 1, n - stages + stage + 2, ROWS_AT_ONCE):
             rows = slice(begin, min(begin + ROWS_AT_ONCE, n - stages + stage + 2))
             low = lows[stage][rows]
@@ -211,7 +213,7 @@ def sweep_stages(
 def backtrack_cuts(
     tables: Tables, lows: Sequence[Integers], cost: CostFn, combine: CombineFn, values: list[Floats]
 ) -> tuple[int, ...]:
-    """The cuts behind the last value: from the end, each the earliest that gives it."""
+    """The cuts of the least cost, from the last to the first; of equal ones the earliest."""
     cuts: list[int] = []
     end = tables.n
     for stage in range(tables.stages - 1, 0, -1):

@@ -1,8 +1,8 @@
-"""Tensors with a shape and no values: what a stage computes with where the work is another's.
+"""Placeholders: tensors with a shape and no values, for the parts of other stages.
 
-A ghost says its shape, type and device, so that the user's own code runs over it as over the
-real thing, on the meta device underneath. When the stage's own part begins, `become_real` puts the
-values that have come from the stage before into the very objects that the user's code holds.
+A placeholder has a shape, type and device, so the user's code computes with it as with a real
+tensor; underneath it is on the meta device. When the stage's own part begins, `become_real` turns
+the very objects that the user's code holds into the tensors received from the previous stage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _phase = _Phase()
 
 @contextmanager
 def placeholder_phase() -> Iterator[None]:
-    """A forward pass in which ghosts may be computed with until `forbid_placeholders`."""
+    """Allow computing with placeholders inside of a `with` block, until `forbid_placeholders`."""
     before, _phase.real = _phase.real, False
     try:
         yield
@@ -41,7 +41,7 @@ def placeholder_phase() -> Iterator[None]:
 
 
 def forbid_placeholders() -> None:
-    """From here on in this forward pass all tensors are there: whoever takes a ghost is told."""
+    """Refuse placeholders for the rest of this forward pass: all tensors are real now."""
     _phase.real = True
 
 
@@ -57,11 +57,11 @@ class PlaceholderTensor(Tensor):
     def __new__(
         cls, meta: Tensor, device: torch.device, trained: bool = False
     ) -> PlaceholderTensor:  # noqa: FBT001, FBT002
-        """A ghost of what `meta` describes, as if it were on `device`.
+        """Make a placeholder with the shape and type of `meta`, as if it were on `device`.
 
-        `trained`: it says that it requires a gradient; autograd knows nothing of it.
+        With `trained` its `requires_grad` is true; autograd does not see it.
         """
-        ghost: PlaceholderTensor = torch.Tensor._make_wrapper_subclass(
+        placeholder: PlaceholderTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -69,13 +69,13 @@ class PlaceholderTensor(Tensor):
             dtype=meta.dtype,
             device=device,
         )
-        ghost._meta = meta
-        ghost._trained, ghost._is_param = trained, False
-        return ghost
+        placeholder._meta = meta
+        placeholder._trained, placeholder._is_param = trained, False
+        return placeholder
 
     @property
     def requires_grad(self) -> bool:
-        """What the real tensor says: the user's code may ask."""
+        """Whether the real tensor requires a gradient: the user's code may ask."""
         return self._trained
 
     @requires_grad.setter
@@ -83,21 +83,21 @@ class PlaceholderTensor(Tensor):
         self._trained = trained
 
     def requires_grad_(self, requires_grad: bool = True) -> PlaceholderTensor:  # noqa: FBT001, FBT002
-        """Say so from now on."""
+        """Set `requires_grad`."""
         self._trained = requires_grad
         return self
 
     def register_hook(self, hook: Any) -> RemovableHandle:
-        """Nothing: the real tensor has the hook."""
+        """Do nothing: the stage with the real tensor registers the hook."""
         return RemovableHandle(OrderedDict({0: hook}))
 
     def retain_grad(self) -> None:
-        """Nothing."""
+        """Do nothing: the stage with the real tensor retains its gradient."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
-        return f"Ghost({tuple(self.shape)}, {self.dtype}, {self.device})"
+        return f"Placeholder({tuple(self.shape)}, {self.dtype}, {self.device})"
 
-    # With these two, whoever watches operations lets a ghost take them apart, and sees metas.
+    # With these two a dispatch mode unwraps a placeholder before its operations, and sees metas.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_meta"], self.device
 
@@ -115,51 +115,49 @@ class PlaceholderTensor(Tensor):
     ) -> Any:
         if _phase.real:
             raise ConfigError(
-                f"strategy.cut: {func} is given a tensor of another stage that was not sent: it is "
-                "passed on otherwise than by arguments and results. Name other places in "
+                f"strategy.cut: {func} uses a tensor of another stage that was not sent, because "
+                "it is not passed on by arguments and results. Name other places in "
                 "strategy.cut.at, or use a strategy without a cut."
             )
         kwargs = kwargs or {}
-        ghosts: dict[int, Tensor] = {}
+        placeholders: dict[int, Tensor] = {}
         device: torch.device | None = None
         trained = False
-        metas: list[Tensor] = []  # held, so that no other tensor gets one's id
+        metas: list[Tensor] = []  # kept alive, so that no other tensor gets the id of one
 
         def unwrap(leaf: Any) -> Any:
             nonlocal device, trained
             if isinstance(leaf, Tensor):
                 trained = trained or (leaf.requires_grad and torch.is_grad_enabled())
             if isinstance(leaf, PlaceholderTensor):
-                # A number on the CPU goes with tensors of any device.
+                # A 0-dim CPU tensor may be combined with tensors of any device.
                 if device is None or leaf.dim():
                     device = leaf.device
-                ghosts[id(leaf._meta)] = leaf
+                placeholders[id(leaf._meta)] = leaf
                 return leaf._meta
             if isinstance(leaf, Tensor):
                 meta = leaf.detach().to(_META)
-                ghosts[id(meta)] = leaf
+                placeholders[id(meta)] = leaf
                 metas.append(meta)
                 return meta
             return _META if isinstance(leaf, torch.device) else leaf
 
         low_args, low_kwargs = tree_map(unwrap, (args, kwargs))
-        wanted = kwargs.get("device")
-        target_device = (
-            torch.device(wanted) if wanted is not None else device or torch.device("cpu")
-        )
+        named = kwargs.get("device")
+        target_device = torch.device(named) if named is not None else device or torch.device("cpu")
         result = func(*low_args, **low_kwargs)
         trained = trained and func is not torch.ops.aten.detach.default
 
         def wrap(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            # A conjugate is lazy: its bit would have to be the ghost's as well.
+            # A conjugate is lazy: the placeholder would need the same bit.
             leaf = leaf.resolve_conj().resolve_neg()
-            # What an operation changes in place stays the same object.
-            same = ghosts.get(id(leaf))
-            differs = leaf.is_floating_point() or leaf.is_complex()
+            # An operation in place returns the object that it was given.
+            same = placeholders.get(id(leaf))
+            has_gradient = leaf.is_floating_point() or leaf.is_complex()
             return (
-                PlaceholderTensor(leaf, target_device, trained and differs)
+                PlaceholderTensor(leaf, target_device, trained and has_gradient)
                 if same is None
                 else same
             )
@@ -168,21 +166,21 @@ class PlaceholderTensor(Tensor):
 
 
 def placeholder_like(tensor: Tensor, device: torch.device) -> PlaceholderTensor:
-    """A new ghost of a tensor's shape, stride and type."""
+    """A new placeholder of a tensor's shape, stride and type."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
     return PlaceholderTensor(meta, device, tensor.requires_grad)
 
 
-def become_real(ghost: Tensor, real: Tensor) -> None:
-    """Make a ghost's object the real tensor, wherever references to it are held.
+def become_real(placeholder: Tensor, real: Tensor) -> None:
+    """Turn a placeholder into the real tensor, for everyone who has a reference to it.
 
-    torch.utils.swap_tensors does this and refuses objects that views or autograd still point
-    to from below; of a ghost they may: nothing will ever be computed with what they see.
+    `torch.utils.swap_tensors` does this too, but refuses a tensor that a view or autograd still
+    refers to. For a placeholder that is harmless: nothing is computed with its values.
     """
-    ghost.__class__, real.__class__ = real.__class__, ghost.__class__
-    mine, theirs = dict(ghost.__dict__), dict(real.__dict__)
-    ghost.__dict__.clear()
+    placeholder.__class__, real.__class__ = real.__class__, placeholder.__class__
+    mine, theirs = dict(placeholder.__dict__), dict(real.__dict__)
+    placeholder.__dict__.clear()
     real.__dict__.clear()
-    ghost.__dict__.update(theirs)
+    placeholder.__dict__.update(theirs)
     real.__dict__.update(mine)
-    torch._C._swap_tensor_impl(ghost, real)
+    torch._C._swap_tensor_impl(placeholder, real)

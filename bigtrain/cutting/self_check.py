@@ -1,4 +1,4 @@
-"""A cut model against the whole one, in one process: the same output and the same gradients."""
+"""Compare a cut model with the whole one, in one process: loss and gradients must be equal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from bigtrain.losses.loss import Loss
 from bigtrain.tensors.fake import fake_model
 
 SELF_CHECK_TOLERANCE = 1e-4
-"""Relative: in float32 kernels may add up in another order from one call to the next."""
+"""The largest relative difference: float32 kernels may sum in another order in each call."""
 
 
 def compare_cut(
     cut: Cut, model: nn.Module, micro_batch: MicroBatch, loss: Loss, rows: int = 2
 ) -> float:
-    """Run the whole model and its stages one after the other on the CPU, with invented weights.
+    """Run the whole model, then its stages, on the CPU with invented weights.
 
     Args:
         cut: of the model.
-        model: any copy of it, on the meta device too; it is left as it is.
+        model: on any device, meta included; it is left as it is.
         micro_batch: its first rows are used.
         loss: as in the run.
-        rows: how many.
+        rows: the number of rows.
 
     Returns:
         The largest difference of the loss and of any gradient, relative to the largest gradient.
@@ -80,7 +80,7 @@ def _difference(
         whole.named_parameters(), cut_model.parameters(), strict=True
     ):
         if (expected_parameter.grad is None) != (found_parameter.grad is None):
-            raise ConfigError(_complaint(name, "it has a gradient in only one of the two"))
+            raise ConfigError(_difference_message(name, "it has a gradient in only one of the two"))
         if (
             expected_parameter.grad is not None
             and found_parameter.grad is not None
@@ -92,21 +92,21 @@ def _difference(
             if not gap <= worst:
                 worst, worst_name = gap, name
     if not worst <= SELF_CHECK_TOLERANCE:
-        raise ConfigError(_complaint(worst_name, f"they differ by {worst:.2g}, relative"))
+        raise ConfigError(_difference_message(worst_name, f"they differ by {worst:.2g}, relative"))
     return worst
 
 
-def _complaint(name: str, what: str) -> str:
+def _difference_message(name: str, what: str) -> str:
     return (
-        f"strategy.cut: the stages do not compute what the whole model does: {name}: {what}. "
-        "Something passes between modules otherwise than as tensors. Name other places in "
+        f"strategy.cut: the stages compute something else than the whole model: {name}: {what}. "
+        "Something other than tensors passes between modules. Name other places in "
         "strategy.cut.at, or use a strategy without a cut."
     )
 
 
 @torch.no_grad()
 def _invent(model: nn.Module) -> None:
-    """Values that keep any model's numbers in range; which they are does not matter."""
+    """Fill a model with values that keep the numbers of any model in range."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if not parameter.is_floating_point():

@@ -1,9 +1,9 @@
-"""What every stage does in a forward pass of one shape, so that all ranks count the same way.
+"""The program of the stages for a forward pass of one shape; it is the same on all ranks.
 
-The spine of the cuts is run by every stage. Along it *events* are counted: the beginning of each
-call that its code makes, and each function of torch that gives it tensors. A tensor's *mark* is
-(event, place in the result); a cut stands before an event. Both are the same on all ranks, since
-they all run the same code over the same shapes.
+Every stage runs the outer code: that of the modules which cuts go through. Along it *events* are
+counted: the begin of each call that the code makes, and each function of torch that returns tensors
+to it. A tensor's *value id* is (event, position in the result); a cut is before an event. Both are
+equal on all ranks, because all run the same code on the same shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, ModuleCall
 
 ValueId = tuple[int, int]
 ExpectedEvent = tuple[object, ...]
-"""Of a call its module's name, of a function the shapes of what it gives."""
+"""The name of the module that is called, or the shapes of the tensors that a function returns."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,26 @@ class BoundaryTensor:
 
     value_id: ValueId
     meta: Tensor
-    """On the meta device: shape, stride, type; it requires a gradient where one comes back."""
+    """On the meta device: shape and type; it requires a gradient if one is sent back."""
     order: tuple[int, ...]
-    """Its dims from the outermost in memory to the innermost: it is sent in this order."""
+    """Its dims from the outermost in memory to the innermost: the order in which it is sent."""
 
     @classmethod
-    def of(cls, mark: ValueId, tensor: Tensor, *, trained: bool) -> BoundaryTensor:
-        """The wire of a fake tensor."""
+    def of(cls, value_id: ValueId, tensor: Tensor, *, trained: bool) -> BoundaryTensor:
+        """Describe a fake tensor."""
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(trained)
-        return cls(mark, meta, order)
+        return cls(value_id, meta, order)
 
     def send(self, tensor: Tensor, crossing: Crossing) -> Tensor:
-        """What a rank sends of it, contiguous."""
+        """The part of the tensor that this rank sends, contiguous."""
         lies = crossing.sequence_shard(self.meta)
         if lies is None:
             return scatter_boundary(self._pack(whole_of(tensor)), crossing.scatter_group)
         return self._pack(as_operand(tensor, *lies))
 
     def receive(self, sent: Tensor, crossing: Crossing) -> Tensor:
-        """As it was, strides included; a new tensor object, on the same memory if it can be."""
+        """The whole tensor with its strides: a new object, if possible on the memory received."""
         lies = crossing.sequence_shard(self.meta)
         if lies is None:
             return self._unpack(
@@ -63,7 +63,7 @@ class BoundaryTensor:
         return SlicedTensor.of(self._unpack(sent), *lies)
 
     def sent_meta(self, crossing: Crossing) -> Tensor:
-        """Shape and type of what a rank sends, on the meta device."""
+        """The part that this rank sends, on the meta device."""
         lies = crossing.sequence_shard(self.meta)
         if lies is None:
             return sent_meta(self._packed(self.meta.shape), crossing.scatter_group)
@@ -71,7 +71,7 @@ class BoundaryTensor:
         return self._packed(slices.local_shape(self.meta.shape, group.rank, group.size))
 
     def gathered_bytes(self, crossing: Crossing) -> int:
-        """The bytes of all parts, where it is sent in parts that are gathered."""
+        """Bytes of all parts, if it is sent in parts that are gathered; else 0."""
         if crossing.sequence_shard(self.meta) is not None:
             return 0
         whole = self._packed(self.meta.shape)
@@ -81,8 +81,8 @@ class BoundaryTensor:
         return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()
 
     def _unpack(self, tensor: Tensor) -> Tensor:
-        back = [self.order.index(dim) for dim in range(len(self.order))]
-        return tensor.permute(back)
+        inverse = [self.order.index(dim) for dim in range(len(self.order))]
+        return tensor.permute(inverse)
 
     def _packed(self, shape: Sequence[int]) -> Tensor:
         packed = [shape[dim] for dim in self.order]
@@ -92,11 +92,11 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class SkippedResult:
-    """What a call returns where it is not run: metas in the place of tensors."""
+    """The result of a call that a stage does not run: meta tensors instead of tensors."""
 
     template: Any
     value_ids: tuple[ValueId | None, ...]
-    """For each tensor: None, it is new; or the mark of the object that is handed on."""
+    """For each tensor the value id of the object that the call returned, or None if it is new."""
 
 
 @dataclass(frozen=True)
@@ -104,95 +104,99 @@ class StageProgram:
     """The cuts of one forward pass."""
 
     cuts: tuple[int, ...]
-    """The events before which they stand."""
+    """The events before which the cuts are."""
     boundaries: tuple[tuple[BoundaryTensor, ...], ...]
-    """For each cut."""
+    """The tensors that cross each cut."""
     results: dict[int, SkippedResult]
-    """By event: of each call of the spine's code that is not of the spine itself."""
+    """By event: of each call of the outer code to a module that no cut goes through."""
     needed: frozenset[ValueId]
-    """Marks that are asked for later."""
+    """Value ids of tensors that are sent or returned later."""
     expected: tuple[ExpectedEvent, ...]
-    """What each event is: a stage that sees another one has taken another way than the rest."""
+    """All events: a stage that sees another one is on another path than the other stages."""
     copied: frozenset[int]
-    """Which of the inputs the model changes: each stage needs its own."""
+    """Positions of the inputs that the model changes in place: each stage copies them."""
     random: bool
-    """Whether the spine's code draws random numbers."""
+    """Whether the outer code draws random numbers."""
     used: dict[str, tuple[int, ...]]
-    """By parameter or buffer: the stages that use it."""
+    """The stages that use each parameter and buffer, by name."""
 
     def fingerprint(self) -> str:
-        """The same for two scripts that fit each other, on whatever machine they were made."""
-        wires = [
+        """A hash that is equal for programs that fit each other, on any machine."""
+        boundaries = [
             [
-                (w.value_id, tuple(w.meta.shape), w.meta.dtype, w.meta.requires_grad, w.order)
-                for w in cut
+                (t.value_id, tuple(t.meta.shape), t.meta.dtype, t.meta.requires_grad, t.order)
+                for t in boundary
             ]
-            for cut in self.boundaries
+            for boundary in self.boundaries
         ]
-        said = repr(
-            (self.cuts, wires, self.expected, sorted(self.results), sorted(self.used.items()))
+        text = repr(
+            (self.cuts, boundaries, self.expected, sorted(self.results), sorted(self.used.items()))
         )
-        return hashlib.sha256(said.encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def make_stage_program(
     trace: ForwardTrace, calls: Sequence[int], trained: Sequence[frozenset[int]]
 ) -> StageProgram:
-    """Write down what the stages do.
+    """Make the program of the stages.
 
     Args:
         trace: of a forward pass.
-        calls: the calls before which the cuts stand, in order.
-        trained: for each cut the values to which a gradient comes back.
+        calls: the calls before which the cuts are, in order.
+        trained: for each cut the values that get a gradient from the stages after it.
 
     Raises:
-        ConfigError: a cut that is legal alone is not with the others.
+        ConfigError: a cut that is legal by itself is not legal together with the others.
     """
-    spine = OuterCalls(trace, calls)
+    outer = OuterCalls(trace, calls)
     rules = CutRules(trace)
-    events, marks, starts = _count(trace, spine)
-    wires = []
+    events, value_ids, starts = _count(trace, outer)
+    boundaries = []
     for call, trained_values in zip(calls, trained, strict=True):
         values = crossing_values(trace, call, calls)
-        objection = rules.objection(call, spine, values)
-        if not objection and not all(value in marks for value in values):
-            objection = "a tensor cannot be named on both sides of it"
+        objection = rules.objection(call, outer, values)
+        if not objection and not all(value in value_ids for value in values):
+            objection = "a tensor has no name on both sides of it"
         if objection:
             raise ConfigError(
-                f"strategy.cut: no cut can stand before {trace.calls[call].name!r}, in every "
-                f"mode, with every shape and together with the others: {objection}. Name other "
-                "places "
-                "in strategy.cut.at."
+                f"strategy.cut: the model cannot be cut before {trace.calls[call].name!r} in "
+                f"every mode, with every shape and together with the other cuts: {objection}. Name "
+                "other places in strategy.cut.at."
             )
-        wires.append(
+        boundaries.append(
             tuple(
                 BoundaryTensor.of(
-                    marks[value], trace.values[value].tensor, trained=value in trained_values
+                    value_ids[value], trace.values[value].tensor, trained=value in trained_values
                 )
                 for value in values
             )
         )
     results = {
-        event: _result(trace, trace.calls[call], marks, event) for event, call in events.items()
+        event: _result(trace, trace.calls[call], value_ids, event) for event, call in events.items()
     }
-    needed = {wire.value_id for cut in wires for wire in cut}
-    needed |= {mark for result in results.values() for mark in result.value_ids if mark is not None}
+    needed = {tensor.value_id for boundary in boundaries for tensor in boundary}
+    needed |= {
+        value_id
+        for result in results.values()
+        for value_id in result.value_ids
+        if value_id is not None
+    }
     ticks = [trace.calls[call].begin for call in calls]
     inputs = [value for value in trace.values if value.root == "input"]
     return StageProgram(
         tuple(starts[call] for call in calls),
-        tuple(wires),
+        tuple(boundaries),
         results,
         frozenset(needed),
-        _expected(trace, spine),
+        _expected(trace, outer),
         frozenset(i for i, value in enumerate(inputs) if storage_id(value) in trace.writes),
-        any(spine.contains(frame) for frame in trace.random),
+        any(outer.contains(frame) for frame in trace.random),
         stages_using(trace, ticks),
     )
 
 
 def stages_using(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """For each parameter and buffer that is used: the stages that do, for cuts at these ticks."""
+    """The stages that use each parameter and buffer, by name, for cuts at these ticks."""
     stages_of: dict[str, tuple[int, ...]] = {}
     for value in trace.values:
         if value.root in ("parameter", "buffer") and value.uses:
@@ -201,10 +205,10 @@ def stages_using(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, tuple[i
     return stages_of
 
 
-def _expected(trace: ForwardTrace, spine: OuterCalls) -> tuple[ExpectedEvent, ...]:
+def _expected(trace: ForwardTrace, outer: OuterCalls) -> tuple[ExpectedEvent, ...]:
     expected_events: list[ExpectedEvent] = []
     for frame, call, values in trace.events:
-        if (frame < 0 and call < 0) or not spine.contains(frame):
+        if (frame < 0 and call < 0) or not outer.contains(frame):
             continue
         if call >= 0:
             expected_events.append((trace.calls[call].name,))
@@ -216,52 +220,52 @@ def _expected(trace: ForwardTrace, spine: OuterCalls) -> tuple[ExpectedEvent, ..
 
 
 def _count(
-    trace: ForwardTrace, spine: OuterCalls
+    trace: ForwardTrace, outer: OuterCalls
 ) -> tuple[dict[int, int], dict[int, ValueId], dict[int, int]]:
-    """(event -> call outside the spine), (value -> its first mark), (call -> its event)."""
+    """(event -> call of a module without a cut), (value -> its first id), (call -> its event)."""
     call_of_event: dict[int, int] = {}
     starts: dict[int, int] = {}
-    marks: dict[int, ValueId] = {}
+    value_ids: dict[int, ValueId] = {}
     event = 0
     for frame, call, values in trace.events:
         if frame < 0 and call < 0:
             continue
-        if not spine.contains(frame):
+        if not outer.contains(frame):
             continue
         if call >= 0:
             starts[call] = event
-            if not spine.contains(call):
+            if not outer.contains(call):
                 call_of_event[event] = call
                 for position, value in enumerate(trace.calls[call].outputs):
-                    marks.setdefault(value, (event, position))
+                    value_ids.setdefault(value, (event, position))
         else:
             for position, value in enumerate(values):
-                marks.setdefault(value, (event, position))
+                value_ids.setdefault(value, (event, position))
         event += 1
-    return call_of_event, marks, starts
+    return call_of_event, value_ids, starts
 
 
 def _result(
-    trace: ForwardTrace, call: ModuleCall, marks: dict[int, ValueId], event: int
+    trace: ForwardTrace, call: ModuleCall, value_ids: dict[int, ValueId], event: int
 ) -> SkippedResult:
-    value_ids: list[ValueId | None] = []
+    result_ids: list[ValueId | None] = []
     for position, value in enumerate(call.outputs):
-        mark = marks.get(value)
-        value_ids.append(mark if mark != (event, position) else None)
+        value_id = value_ids.get(value)
+        result_ids.append(value_id if value_id != (event, position) else None)
         if trace.values[value].root == "input":
-            value_ids[-1] = (-1, _place(trace, value))
+            result_ids[-1] = (-1, _input_position(trace, value))
     template = map_tensors(call.result, _meta)
     if any(not tensor.is_meta for tensor in nested_tensors(template)):
         raise ConfigError(
-            f"strategy.cut: what {call.name!r} returns holds tensors in objects within objects, "
+            f"strategy.cut: the result of {call.name!r} has tensors in objects within objects, "
             "where they cannot be replaced. Return tuples, mappings or dataclasses of tensors, "
             "or name places in strategy.cut.at around it."
         )
-    return SkippedResult(template, tuple(value_ids))
+    return SkippedResult(template, tuple(result_ids))
 
 
-def _place(trace: ForwardTrace, value: int) -> int:
-    """The how manieth of the inputs a value is."""
+def _input_position(trace: ForwardTrace, value: int) -> int:
+    """The position of a value among the inputs."""
     return sum(1 for other in trace.values[:value] if other.root == "input")
 
 

@@ -1,4 +1,4 @@
-"""Forward passes rehearsed on fake tensors: one trace, and one script, for each shape of batch."""
+"""Forward passes traced on fake tensors: one trace, and one program, for each shape of batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.cutting.cut_points import crossing_values
 from bigtrain.cutting.stage_program import StageProgram, make_stage_program
@@ -17,42 +16,42 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.tensors.cuda_program import cuda_program
-from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.tree import map_tensors, tree_tensors
-from bigtrain.tracing.module_state import check_closures, constant_tensors
+from bigtrain.tracing.module_state import check_closures
 from bigtrain.tracing.records import ForwardTrace
 from bigtrain.tracing.tracer import trace_forward
+from bigtrain.tracing.watch import fake_twin
 
 CallSite = tuple[str, int]
-"""A call of a module: its name, and the how manieth of its calls it is."""
+"""A call of a module: its name, and the number of the call, from 0."""
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What decides the types of what is computed."""
+    """The settings that decide the types of tensors in a forward pass."""
 
     double: bool = False
     """Parameters and inputs are float64."""
     autocast: bool = False
     """The forward pass runs under autocast to bf16."""
     low: Callable[[nn.Module], Sequence[str]] | None = None
-    """The names of the parameters that the layers see in bf16."""
+    """Returns the names of the parameters that layers see in bf16."""
     of_cuda: bool = False
-    """The tensors are a CPU's, and what is computed is CUDA's: see `cuda_program`."""
+    """Tensors are on the CPU, and operations are those of CUDA: see `cuda_program`."""
 
 
-KEPT_TRACES = 4
-"""Traces that are kept: a cut is chosen and written down from the same two."""
+MAX_TRACES = 4
+"""Traces that are cached: a cut is chosen, and its program made, from the same two."""
 
 
 class TracedModel:
-    """Traces a model on fake tensors, in the shapes that are asked for.
+    """Traces a model on fake tensors, one trace for each shape of micro-batch.
 
     Args:
-        model: any copy of it, on the meta device too; a twin is made.
-        loss: says which tensors a gradient comes back to.
+        model: on any device, meta included; a copy is traced.
+        loss: decides which boundary tensors get a gradient.
         device: whose kernels are traced.
-        numerics: what decides the types.
+        numerics: decides the types.
     """
 
     def __init__(
@@ -63,27 +62,24 @@ class TracedModel:
         self.shared = shared_storages(model)
         self.hooked = [name for name, p in model.named_parameters() if p._backward_hooks]
         self._shapes_seen: MicroBatch | None = None
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_model, self._mode = fake_twin(model, device, double=numerics.double)
         with self._mode:
-            constants = constant_tensors(model)
-            double = numerics.double
-            self.fake_model = fake_model(model, device, double=double, constants=constants)
             for name in numerics.low(self.fake_model) if numerics.low is not None else ():
                 parameter = self.fake_model.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
-        self._scripts: dict[object, StageProgram] = {}
+        self._programs: dict[object, StageProgram] = {}
         self._traces: dict[object, tuple[ForwardTrace, MicroBatch]] = {}
 
     def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[ForwardTrace, MicroBatch]:
-        """Run the twin once; the trace, and the fake batch.
+        """Return a trace for this shape, and the fake batch of it.
 
         Raises:
-            ConfigError: it cannot run so.
+            ConfigError: the model does not run on tensors without values.
         """
         self._shapes_seen = micro_batch.map(_without_numbers)
         key = (*_shapes(micro_batch), training)
         if key not in self._traces:
-            while len(self._traces) >= KEPT_TRACES:
+            while len(self._traces) >= MAX_TRACES:
                 self._traces.pop(next(iter(self._traces)))
             self._traces[key] = self._trace(micro_batch, training)
         return self._traces[key]
@@ -93,7 +89,7 @@ class TracedModel:
         with self._mode:
             batch = micro_batch.fake(self._device, double=self._numerics.double)
             batch = replace(batch, count=max(1, batch.count))
-        # The model may take the containers of its inputs apart: it gets its own.
+        # The model may change the containers of its inputs, so it gets new ones.
         inputs = map_tensors(batch.inputs, lambda tensor: tensor)
         with torch.set_grad_enabled(training):
             recorded = trace_forward(
@@ -104,26 +100,26 @@ class TracedModel:
     def program(
         self, micro_batch: MicroBatch, *, training: bool, places: Sequence[CallSite]
     ) -> StageProgram:
-        """What the stages do with batches of this shape; made once for each shape.
+        """Return the program of the stages for batches of this shape, made once for each shape.
 
         Raises:
-            ConfigError: the calls before which the cuts stand are not made with this shape.
+            ConfigError: with this shape the model does not make the calls at which it is cut.
         """
         key = (*_shapes(micro_batch), training, tuple(places))
-        if key not in self._scripts:
+        if key not in self._programs:
             recorded, batch = self.trace(micro_batch, training=training)
             calls = [_call_at(recorded, place, micro_batch) for place in places]
-            with torch.enable_grad():  # also where it is asked for under `no_grad`
+            with torch.enable_grad():  # the caller may be under `no_grad`
                 trained = (
                     self._trained(recorded, batch, calls)
                     if training
                     else (frozenset(),) * len(calls)
                 )
-            self._scripts[key] = make_stage_program(recorded, calls, trained)
-        return self._scripts[key]
+            self._programs[key] = make_stage_program(recorded, calls, trained)
+        return self._programs[key]
 
     def uses(self, places: Sequence[CallSite]) -> dict[str, tuple[int, ...]]:
-        """The stages that use each tensor in evaluation, with the shapes last seen.
+        """The stages that use each tensor in evaluation, with the shape that was traced last.
 
         Raises:
             ConfigError: no cut can be there in evaluation.
@@ -145,15 +141,15 @@ class TracedModel:
     def _trained(
         self, recorded: ForwardTrace, batch: MicroBatch, calls: Sequence[int]
     ) -> tuple[frozenset[int], ...]:
-        """For each cut, of the values that cross it, those that get a gradient from behind it."""
+        """For each cut the crossing values that get a gradient from the stages after it."""
         loss: Sequence[Tensor] | None = None
-        if batch.targets is not None:  # without a loss all stages are in one graph: autograd knows
+        if batch.targets is not None:  # without a loss all stages are in one graph
             try:
                 with self._mode:
                     loss = [self._loss(recorded.output, batch.targets, batch.count)]
-            except Exception:  # noqa: BLE001 - a user's loss may want values, as CTC does
-                # It runs on real tensors alone, in the last stage: all that the model returns may
-                # have a part in it. What has none gets zeros.
+            except Exception:  # noqa: BLE001 - a user's loss may need values, as CTC does
+                # It runs on real tensors only, in the last stage. It may depend on any output of
+                # the model; an output on which it does not depend gets zeros as gradient.
                 loss = tree_tensors(recorded.output)
         trained_values = []
         for call in calls:
@@ -191,20 +187,23 @@ def _call_at(recorded: ForwardTrace, call_site: CallSite, micro_batch: MicroBatc
             return index
     shapes = ", ".join(str(tuple(t.shape)) for t in tree_tensors(micro_batch.inputs))
     raise ConfigError(
-        f"strategy.cut: with inputs of {shapes} the model does not call {call_site[0]!r}, before "
-        "which a cut stands. Name places in strategy.cut.at that every batch goes through."
+        f"strategy.cut: with inputs of {shapes} the model does not call {call_site[0]!r}, where it "
+        "is cut. Name modules in strategy.cut.at that every batch calls."
     )
 
 
 def _reached(ends: Sequence[Tensor], edges: Mapping[Any, int]) -> set[int]:
-    """The values to whose edges the graph of these leads, not by way of one another."""
+    """The values whose edges the graph of `ends` reaches first, not through another one's."""
     value_at = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
     reached_values: set[int] = set()
     pending: list[Any] = []
     for end in ends:
         if end.requires_grad:
             edge = torch.autograd.graph.get_gradient_edge(end)
-            if (edge.node, edge.output_nr) in value_at:  # handed on as it is
+            if (
+                edge.node,
+                edge.output_nr,
+            ) in value_at:  # returned as it crossed
                 reached_values.add(value_at[edge.node, edge.output_nr])
             else:
                 pending.append(edge.node)
@@ -220,7 +219,7 @@ def _reached(ends: Sequence[Tensor], edges: Mapping[Any, int]) -> set[int]:
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:
-    # What is remembered between steps must not keep a batch.
+    # Shapes that are remembered between steps must not keep a batch alive.
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

@@ -1,4 +1,4 @@
-"""What is said of a cut that leaves one rank most of the work, and which tensor is behind it."""
+"""The warning for a cut that gives one rank most of the work, with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bigtrain.cutting.cut_points import CutPoint, legal_points
 from bigtrain.tracing.records import END_OF_PASS, ForwardTrace
 
 MOST_WORK = 2.0
-"""Times the work that the other ranks have on average, above which a rank's is worth a word."""
+"""A rank with more than this many times the average work of the others is warned of."""
 
 
 def uneven_note(
@@ -20,14 +20,14 @@ def uneven_note(
     *,
     named: bool,
 ) -> str:
-    """A line on the rank with far more work than the others; '' where there is none.
+    """Return a line on the rank with far more work than the others; "" if there is none.
 
     Args:
         trace: of the model.
         starts: where the second and later stages begin.
         seconds: of each stage.
-        devices: for each stage its rank.
-        named: whether the user said where the cuts are.
+        devices: the rank of each stage.
+        named: whether the user named the cuts.
     """
     work = dict.fromkeys(devices, 0.0)
     for device, own in zip(devices, seconds, strict=True):
@@ -37,12 +37,12 @@ def uneven_note(
     if not others or work[fullest] <= MOST_WORK * sum(others) / len(others):
         return ""
     share = 100 * work[fullest] / sum(work.values())
-    said = (
+    text = (
         f"cut: rank {fullest} has {share:.0f} % of the work of {len(work)} ranks, and the others "
         "wait for it"
     )
     if named:
-        return f"{said}: strategy.cut.at says so. Leave it out, and the stages are balanced."
+        return f"{text}: strategy.cut.at asks for it. Leave it out to balance the stages."
     stages = [stage for stage, device in enumerate(devices) if device == fullest]
     heaviest = max(stages, key=lambda stage: seconds[stage])
     ticks = [0, *(point.tick for point in starts), END_OF_PASS]
@@ -50,12 +50,12 @@ def uneven_note(
     if not reason:
         names = ["the input", *(repr(point.name) for point in starts), "the end"]
         between = f"{names[heaviest]} and {names[heaviest + 1]}"
-        reason = f"between {between} no module is called before which a cut could stand"
-    return f"{said}: {reason}."
+        reason = f"between {between} no module is called at which the model could be cut"
+    return f"{text}: {reason}."
 
 
 def _nearest_refusal(trace: ForwardTrace, first: int, last: int) -> str:
-    """Why no cut is where it would halve a stretch of ticks; '' where nothing speaks against it."""
+    """The reason against a cut near the middle of an interval of ticks; "" if there is none."""
     points, refused = legal_points(trace)
     legal = {point.name for point in points}
     work = sorted(cost.tick for cost in trace.costs if first < cost.tick < last)
@@ -65,10 +65,10 @@ def _nearest_refusal(trace: ForwardTrace, first: int, last: int) -> str:
         for call in reversed(trace.calls)
         if first < call.begin < last and call.name in refused and call.name not in legal
     }
-    # A block's own beginning says more to its author than that of a layer in it.
+    # The begin of a block tells its author more than that of a layer in it.
     if not inside:
         return ""
     reach = max(len(work) / 8, min(inside.values()))
     near = [name for name, distance in inside.items() if distance <= reach]
-    name = min(near, key=lambda one: (one.count("."), inside[one]))
-    return f"no cut can stand before {name!r}: {refused[name]}"
+    name = min(near, key=lambda near_name: (near_name.count("."), inside[near_name]))
+    return f"the model cannot be cut before {name!r}: {refused[name]}"

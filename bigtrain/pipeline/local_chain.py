@@ -1,4 +1,4 @@
-"""All stages of a cut model in one process, one after the other, each on a device of its own."""
+"""All stages of a cut model in one process, one after the other, each on its device."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.tensors.not_a_child import NotAChild
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 
 class StageChain(nn.Module):
-    """Calls the stages in order and carries what crosses the cuts from device to device.
+    """Calls the stages in order and copies boundary tensors from device to device.
 
-    It has the parameters and modules of `model` under their own names.
+    It has the parameters and modules of `model` under the same names.
 
     Args:
         stages: of the whole model; their parameters are moved to their devices.
-        devices: one for each.
-        model: whose tensors these are.
+        devices: one for each stage.
+        model: the whole model with these tensors.
 
     Raises:
         ConfigError: a parameter is used on two devices.
@@ -37,7 +38,7 @@ class StageChain(nn.Module):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._modules = model._modules
         self._stages, self._devices = tuple(stages), tuple(devices)
-        self._model = (model,)  # no child: its names are this one's already
+        self._model = NotAChild(model)
         device_of: dict[int, tuple[str, torch.device]] = {}
         for stage, device in zip(stages, devices, strict=True):
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
@@ -45,8 +46,7 @@ class StageChain(nn.Module):
                 if known_device != device:
                     raise ConfigError(
                         f"strategy.cut: {known_name!r} is used on {known_device} and, as {name!r}, "
-                        "on "
-                        f"{device}. Untie it in the model, or cut over ranks: leave "
+                        f"on {device}. Untie it in the model, or cut over ranks: leave "
                         "strategy.cut.devices out."
                     )
                 tensor.data = tensor.data.to(device)
@@ -60,10 +60,10 @@ class StageChain(nn.Module):
         return self
 
     def follow_mode(self) -> None:
-        """Be in the model's mode: whoever has the model sets it there."""
+        """Set the stages to the mode of the model, which its user may have changed."""
         for stage in self._stages:
-            if stage.training is not self._model[0].training:
-                self.train(self._model[0].training)
+            if stage.training is not self._model.module.training:
+                self.train(self._model.module.training)
                 break
 
     def forward(self, inputs: Any) -> Any:

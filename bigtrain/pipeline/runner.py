@@ -1,23 +1,20 @@
 """Training a model that is cut into stages, on the schedules of torch.distributed.pipelining.
 
-All ranks of one pipeline load the same micro-batches, so all of them know every shape: nothing is
-sent but the tensors that cross a cut, and their gradients. A step's micro-batches of one shape
-run in the schedule's order; those left over (a smaller last one) run through one at a time.
+All ranks of one pipeline load the same micro-batches, so all of them know every shape: only the
+boundary tensors and their gradients are sent. A step's micro-batches of one shape run in the
+schedule's order; remaining ones (a smaller last one) run one at a time.
 
-Memory in flight follows the schedule: a micro-batch's inputs, outputs and graph are let go with its
-backward pass, and the losses that are kept to the end of a step are detached numbers by then.
-torch 2.15 does so if it is told not to collect outputs; before it, `schedule_loop` does.
+Memory in flight follows the schedule: a micro-batch's inputs, outputs and graph are released with
+its backward pass. Losses are detached, so they keep no graph until the end of the step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
@@ -25,26 +22,26 @@ from bigtrain.core.state import load_optimizer, load_tensors, model_state, modul
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.pipeline.one_at_a_time import StageTransport, backward_through, forward_through
 from bigtrain.pipeline.schedule_loop import ScheduleLoop
+from bigtrain.pipeline.stage_module import StageModule, StageShapes, is_sharded
+from bigtrain.pipeline.stage_worker import StageWorker
 from bigtrain.pipeline.state import gather_names
 from bigtrain.pipeline.tied_parameters import TiedGradients, TiedParameter
-from bigtrain.pipeline.torch_stage import (
-    StageCaller,
-    StageModule,
-    StageShapes,
-    TorchSchedule,
-    is_sharded,
+from bigtrain.pipeline.transport import StageTransport
+from bigtrain.schedules.events import (
+    EventRow,
+    forward_events,
+    one_at_a_time_events,
+    schedule_events,
 )
 from bigtrain.schedules.orders import check_schedule, stage_ranks
-from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 from bigtrain.tensors.tree import map_tensors
-from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 
-_KEPT = 64
-"""Schedules that are kept for shapes seen before; sequences of every length would be many."""
-BatchSignature = tuple[bool, str]
+_MAX_LOOPS = 64
+"""Loops that are cached for shapes seen before: sequences of every length would need many."""
+LoopKey = tuple[bool, str, int]
+"""Training or evaluation mode, the signature of the micro-batches, and how many there are."""
 
 
 class PipelineRunner(StepRunner):
@@ -89,24 +86,23 @@ class PipelineRunner(StepRunner):
         self._schedule = schedule
         self._count = stages[0].count
         self._per_rank = self._count // context.pp_size
-        ranks = stage_ranks(schedule, context.pp_size, self._per_rank)
-        self._ties = TiedGradients(ties, ranks, parameters, context)
-        self._transport = StageTransport(context, ranks)
+        self._ranks = stage_ranks(schedule, context.pp_size, self._per_rank)
+        self._ties = TiedGradients(ties, self._ranks, parameters, context)
+        self._transport = StageTransport(context, self._ranks)
+        self._predictions = StageTransport(context, self._ranks)
+        """Its sends stay open from one prediction to the next, so that the stages overlap."""
+        self._worker = StageWorker(self, self._stages)
         self._sharded = any(is_sharded(stage) for stage in stages)
-        self._placed: dict[int, tuple[MicroBatch, int]] = {}
-        self._built: OrderedDict[tuple[BatchSignature, int], Any] = OrderedDict()
+        self._loops: OrderedDict[LoopKey, ScheduleLoop] = OrderedDict()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
-        context = self.context
         self.begin_step()
-        self._transport.wait_sends()
-        self._placed.clear()  # of a step that failed
+        self._predictions.wait_sends()
+        self._transport.clear()
         self._set_mode(training=self.module.training)
         # All ranks of a pipeline have the same targets: they count once.
-        total = sum(context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
-        # Replicas average their gradients; a sum is wanted, so undo that here.
-        scale = context.dp_size / max(total, 1)
+        scale = self.sum_scale(self.count_targets(micro_batches))
         for micro_batch in micro_batches:
             self.label_batch(micro_batch)
         losses: list[Tensor] = []
@@ -152,26 +148,22 @@ class PipelineRunner(StepRunner):
     def _run(self, group: Sequence[MicroBatch], scale: float, *, final: bool) -> list[Tensor]:
         """Forward and backward of micro-batches of one shape; the losses on the last stage's rank.
 
-        As many as the schedule takes go in its order, the rest one at a time.
+        As many as the schedule takes run in its order, the rest one at a time.
         """
-        signature = (self.module.training, _signature(group[0]))
         losses: list[Tensor] = []
         num_done = 0
         while num_done < len(group):
-            number = self._largest(len(group) - num_done)
-            part = group[num_done : num_done + max(1, number)]
+            num_left = len(group) - num_done
+            in_schedule = self._largest(num_left)
+            part = group[num_done : num_done + (in_schedule or num_left)]
             num_done += len(part)
-            ends = final and num_done == len(group)
-            if number:
-                losses += self._scheduled(signature, part, scale, final=ends)
-            else:
-                losses += self._relayed(signature, part[0], scale, final=ends)
+            loop = self._loop(part, in_schedule=in_schedule > 0)
+            self._worker.begin(part, scale, final=final and num_done == len(group))
+            losses += loop.run()
         return losses
 
     def _largest(self, available: int) -> int:
         """How many of these micro-batches the schedule takes at once; 0 for none."""
-        if self._schedule == "naive":
-            return 0
         for number in range(available, 0, -1):
             try:
                 check_schedule(self._schedule, self.context.pp_size, self._per_rank, number)
@@ -180,107 +172,49 @@ class PipelineRunner(StepRunner):
             return number
         return 0
 
-    def _scheduled(
-        self, signature: BatchSignature, part: Sequence[MicroBatch], scale: float, *, final: bool
-    ) -> list[Tensor]:
-        schedule = self._cached((signature, len(part)), lambda: self._build(part))
-        last = len(part) - 1
-        arguments = [
-            {"micro_batch": m, "scale": scale, "final": final and number == last}
-            for number, m in enumerate(part)
-        ]
-        losses: list[Tensor] = schedule.step(arguments)
-        return losses
+    def _loop(self, part: Sequence[MicroBatch], *, in_schedule: bool) -> ScheduleLoop:
+        """The cached loop for micro-batches of this shape, or a new one; the oldest is dropped.
 
-    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was made for this key, or what is made now; the least used one goes."""
-        if key not in self._built:
-            self._built[key] = make()
-            if len(self._built) > _KEPT:
-                self._built.popitem(last=False)
-        self._built.move_to_end(key)
-        return self._built[key]
+        Collective over the pp axis where it is new.
+        """
+        key = (self.module.training, _signature(part[0]), len(part))
+        if key not in self._loops:
+            shapes = self._agreed_shapes(self.place_batch(part[0]))
+            events = self._events(len(part), in_schedule=in_schedule)
+            self._loops[key] = ScheduleLoop(events, self._worker, shapes, self._transport)
+            if len(self._loops) > _MAX_LOOPS:
+                self._loops.popitem(last=False)
+        self._loops.move_to_end(key)
+        return self._loops[key]
 
-    def _build(self, part: Sequence[MicroBatch]) -> Any:
-        """Make the schedule for micro-batches of this shape. Collective at its first step."""
-        shapes = self._agreed_shapes(self.place_batch(part[0]))
-        calls = {i: StageCaller(stage, self._compute) for i, stage in self._stages.items()}
-        make = TorchSchedule if SCHEDULES_LET_GO else ScheduleLoop
-        return make(self._schedule, calls, shapes, len(part), self.context, self._begin_backward)
+    def _events(self, micro_batches: int, *, in_schedule: bool) -> EventRow:
+        """The events of this rank, in the order of the schedule or one micro-batch at a time."""
+        pp, per_rank = self.context.pp_size, self._per_rank
+        rows = (
+            schedule_events(self._schedule, pp, per_rank, micro_batches)
+            if in_schedule
+            else one_at_a_time_events(self._ranks, micro_batches)
+        )
+        return rows[self.context.pp_rank]
 
-    def _agreed_shapes(self, batch: MicroBatch) -> dict[int, StageShapes]:
-        """The shapes, where all ranks of the pipeline go through the model alike. Collective.
+    def _agreed_shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
+        """The shapes, once all ranks of the pipeline agree on the stages' programs. Collective.
 
         Raises:
             ConfigError: their models or versions differ.
         """
-        agreed_shapes = self._shapes(batch)
+        shapes = self._worker.shapes(placed)
         fingerprint = getattr(next(iter(self._stages.values())), "fingerprint", None)
         if fingerprint is not None:
             with self.autocast():
-                own_fingerprint = int(
-                    fingerprint(batch)[:12], 16
-                )  # no more bits than a float64 holds
+                # No more bits than a float64 holds.
+                own_fingerprint = int(fingerprint(placed)[:12], 16)
             if len(set(self.context.all_gather_numbers(own_fingerprint, "pp"))) > 1:
                 raise ConfigError(
                     "strategy.cut: the ranks of the pipeline do not go through the model alike. "
                     "Let them all run the same code, model.args and versions."
                 )
-        return agreed_shapes
-
-    def _shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
-        with self.autocast():
-            return {
-                index: (
-                    tuple(stage.incoming(placed)) if index else (),
-                    tuple(stage.outgoing(placed)) if index < self._count - 1 else (),
-                )
-                for index, stage in self._stages.items()
-            }
-
-    def _relayed(
-        self, signature: BatchSignature, micro_batch: MicroBatch, scale: float, *, final: bool
-    ) -> list[Tensor]:
-        shapes = self._cached(
-            (signature, 0), lambda: self._agreed_shapes(self.place_batch(micro_batch))
-        )
-        kept_graphs: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
-        loss = forward_through(
-            self._transport,
-            self._stages,
-            shapes,
-            lambda stage, wires: self._compute(stage, wires, micro_batch, scale, final),
-            keep=lambda index, wires, edges: kept_graphs.update({index: (wires, edges)}),
-        )
-        backward_through(self._transport, self._count, kept_graphs, shapes, self._begin_backward)
-        return [] if loss is None else [loss.detach()]
-
-    def _compute(
-        self,
-        stage: StageModule,
-        wires: Sequence[Tensor],
-        micro_batch: MicroBatch,
-        scale: float,
-        final: bool,  # noqa: FBT001 - handed on
-    ) -> Any:
-        self.meter.phase("forward")
-        placed = self._place_once(micro_batch)
-        with self.autocast():
-            return whole_of(stage(*wires, micro_batch=placed, scale=scale, final=final))
-
-    def _place_once(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch on the device, which is let go of when all stages here had it."""
-        placed, num_left = self._placed.pop(id(micro_batch), (None, len(self._stages)))
-        if placed is None:
-            placed = self.place_batch(micro_batch)
-            self.label_batch(placed)
-        if num_left > 1:
-            self._placed[id(micro_batch)] = placed, num_left - 1
-        return placed
-
-    def _begin_backward(self) -> Callable[[], None]:
-        self.meter.phase("backward")
-        return self.label_gradients
+        return shapes
 
     def norm(self) -> Tensor:
         """The norm over all stages; a tied parameter counts once. Collective."""
@@ -297,14 +231,13 @@ class PipelineRunner(StepRunner):
         """See `Runner.predict`."""
         self._set_mode(training=False)
         placed = self.place_batch(micro_batch)
-        with torch.no_grad(), self.autocast():
-            output = forward_through(
-                self._transport,
-                self._stages,
-                self._shapes(placed),
-                lambda stage, wires: whole_of(stage(*wires, micro_batch=placed)),
-            )
-        return (output, placed.targets) if self._count - 1 in self._stages else None
+        shapes = self._worker.shapes(placed)
+        events = forward_events(self._ranks)[self.context.pp_rank]
+        loop = ScheduleLoop(events, self._worker, shapes, self._predictions)
+        self._worker.begin([placed])
+        with torch.no_grad():
+            outputs = loop.run()
+        return (outputs[0], placed.targets) if outputs else None
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
@@ -333,7 +266,7 @@ class PipelineRunner(StepRunner):
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._transport.wait_sends()
+        self._predictions.wait_sends()
         super().close()
 
 

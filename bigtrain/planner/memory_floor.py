@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile

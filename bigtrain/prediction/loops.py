@@ -1,8 +1,8 @@
-"""Loops over fake tensors beside the plain one: of a stage of a model, of a backward pass in parts.
+"""Loops over fake tensors, besides the plain one: one stage, and a backward pass in two parts.
 
-Between the two parts of a backward pass torch keeps a stage's graph from the layers with weights
-on, with all that was saved there, and at each of them the gradient that came. So both are recorded
-as they are.
+In a zero-bubble schedule the backward pass for the inputs leaves the graph of the layers with
+weights, with their saved tensors and the gradient of each, until the backward pass for the weights.
+So both parts are recorded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from bigtrain.devices import tracing_device
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
+from bigtrain.pipeline.stage_module import StageShapes
+from bigtrain.pipeline.stage_passes import StagePasses
+from bigtrain.pipeline.stage_worker import StageWorker
 from bigtrain.prediction.record import (
     FakeRun,
     profile_from_run,
@@ -35,96 +38,100 @@ from bigtrain.prediction.record import (
 )
 from bigtrain.prediction.whole_model import TakeStep, WholeModel
 from bigtrain.schedules.orders import TORCH_SCHEDULES
-from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 _NO_LOSS = torch.zeros(())
 
 
 def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Profile:
-    """Run two micro-batches and two optimizer steps of a stage on fake tensors.
+    """Record two micro-batches and two optimizer steps of a stage on fake tensors.
 
     Args:
         workload: with an example.
         resolved: with a layout.
-        index: the stage.
+        index: the number of the stage.
 
     Returns:
-        As `record.make_profile`, with what comes in and the gradients that come back.
+        The profile, as of `record.make_profile`, with the stage's inputs and the gradients of its
+        outputs.
     """
-    run, unit = _record_stage(workload, resolved, index, split=False)
+    run, recorded = _record_stage(workload, resolved, index, splits_backward=False)
     profile, passes = profile_from_run(run, resolved.plan), {}
     if run.later is not None:
         passes = {"first_last": run.later.window(0), "later_last": run.later.window(1)}
     return replace(
         profile,
         passes={**profile.passes, **passes},
-        boundary=_boundary(unit.wires(), unit.loop),
-        crossing=_crossing(unit, resolved, index),
+        boundary=_boundary(recorded.boundary_bytes(), recorded.loop),
+        crossing=_crossing(recorded, resolved, index),
         tensors=tuple(
-            (n, p.nbytes, str(p.dtype)) for n, p in unit.stage.named_parameters() if p.requires_grad
+            (name, parameter.nbytes, str(parameter.dtype))
+            for name, parameter in recorded.stage.named_parameters()
+            if parameter.requires_grad
         ),
     )
 
 
-def split_backward(
+def add_input_weight_passes(
     profile: Profile, workload: Workload, resolved: ResolvedPlan, index: int
 ) -> Profile:
-    """A stage's profile with the same run once more, its backward pass in two phases.
+    """Add the passes of a stage whose backward pass has two parts: for inputs, for weights.
 
     Args:
-        profile: of `profile_stage`.
-        workload: as there.
-        resolved: as there.
-        index: the stage.
+        profile: the result of `profile_stage`.
+        workload: see `profile_stage`.
+        resolved: see `profile_stage`.
+        index: see `profile_stage`.
     """
-    run, unit = _record_stage(workload, resolved, index, split=True)
-    begins = unit.loop.weights_begin[1:3]  # of the second step: the first has one micro-batch
-    first, later = (_split(run.window(n), begin) for n, begin in enumerate(begins))
+    run, recorded = _record_stage(workload, resolved, index, splits_backward=True)
+    begins = recorded.loop.weights_begin[1:3]  # of the second step: the first has one micro-batch
+    first, later = (_with_weight_phase(run.window(n), begin) for n, begin in enumerate(begins))
     return replace(
         profile,
         passes={**profile.passes, "first_split": first, "later_split": later},
-        # Here gradients of inputs are what autograd gives; whole passes lay them as the inputs.
-        boundary=_boundary(profile.boundary, unit.loop),
+        # Here autograd decides the strides of the inputs' gradients; in a whole backward pass
+        # they have those of the inputs. So other gradients are copied to be contiguous.
+        boundary=_boundary(profile.boundary, recorded.loop),
     )
 
 
 def _record_stage(
-    workload: Workload, resolved: ResolvedPlan, index: int, *, split: bool
+    workload: Workload, resolved: ResolvedPlan, index: int, *, splits_backward: bool
 ) -> tuple[FakeRun, _OneStage]:
-    unit = _OneStage(resolved, index, split=split)
+    subject = _OneStage(resolved, index, splits_backward=splits_backward)
     device = tracing_device(resolved.plan.device_type)
-    return record_steps(workload, resolved, device, unit), unit
+    return record_steps(workload, resolved, device, subject), subject
 
 
 class _OneStage(WholeModel):
-    """One stage of a cut model."""
+    """Records one stage of a cut model."""
 
     stage: Stage
-    script: StageProgram
+    program: StageProgram
     loop: StageLoop
 
-    def __init__(self, resolved: ResolvedPlan, index: int, *, split: bool) -> None:
+    def __init__(self, resolved: ResolvedPlan, index: int, *, splits_backward: bool) -> None:
         layout, traits = resolved.layout, resolved.plan.cut
         if layout is None or traits is None:
             raise ValueError("the model is not cut")
-        self._cut, self._index, self._split = layout.chosen.cut, index, split
-        self._layout = layout
+        self._layout, self._cut, self._index = layout, layout.chosen.cut, index
+        self._splits_backward = splits_backward
         following = layout.ranks[index + 1 : index + 2]
         is_sent = traits.is_distributed and any(rank != layout.ranks[index] for rank in following)
-        self._holds = is_sent and traits.schedule in TORCH_SCHEDULES
+        # torch's tables wait for a send after the backward pass of its micro-batch.
+        self._keeps_outputs = is_sent and traits.schedule in TORCH_SCHEDULES
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:
-        """See `WholeModel.placed`. Every stage of a run has the batch as it is computed with."""
+        """See `WholeModel.placed`. The batch is in the precision of the run, for every stage."""
         if plan.precision == "fp64":
             micro_batch = micro_batch.double()
         cut, real = self._cut, replace(micro_batch, count=max(1, micro_batch.count))
-        # The script is traced under a fake mode of its own, so before ours.
-        self.script = cut.traced_model.program(real, training=True, places=cut.call_sites)
+        # The program is traced under its own fake mode, so before the recording's is entered.
+        self.program = cut.traced_model.program(real, training=True, places=cut.call_sites)
         return real
 
     def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """See `WholeModel.root`. The twin is stripped to the stage."""
+        """See `WholeModel.root`. The fake model is stripped to the stage."""
         self._cut.strip(fake, [self._index], device)
         self.stage = self._cut.stage(fake, self._index, loss, device)
         if plan.cut is not None:
@@ -135,24 +142,30 @@ class _OneStage(WholeModel):
         """See `WholeModel.runner`."""
         group = None if assembly.slices is None else assembly.slices.group
         self.stage.crossings = self._layout.crossings(self._index, group)
-        parts = {"split": self._split, "holds": self._holds}
-        self.loop = StageLoop(assembly, self.stage, tracker, **parts)
+        self.loop = StageLoop(
+            assembly,
+            self.stage,
+            tracker,
+            splits_backward=self._splits_backward,
+            keeps_outputs=self._keeps_outputs,
+        )
         return self.loop
 
-    def wires(self) -> BoundaryBytes:
-        """What is sent over the cuts of the stage."""
-        sizes = []
-        for side in (0, 1):
-            sent = self.stage.wires(self.script, side)
-            sizes.append(sum(t.numel() * t.element_size() for t in sent))
-            sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
-        gathered = self.stage.gathered_bytes(self.script)
-        return replace(BoundaryBytes(*sizes), gathered=gathered)
+    def boundary_bytes(self) -> BoundaryBytes:
+        """Bytes of the stage's inputs and outputs, and of the gradients of each."""
+        inputs, outputs = (self.stage.boundary_metas(self.program, side) for side in (0, 1))
+        return BoundaryBytes(
+            incoming=_nbytes(inputs),
+            incoming_gradients=_nbytes([t for t in inputs if t.requires_grad]),
+            outgoing=_nbytes(outputs),
+            outgoing_gradients=_nbytes([t for t in outputs if t.requires_grad]),
+            gathered=self.stage.gathered_bytes(self.program),
+        )
 
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
     ) -> list[tuple[int, ...]]:
-        """See `WholeModel.steps`. Where the last micro-batch alone goes otherwise, it goes, too."""
+        """See `WholeModel.steps`; with another last micro-batch a step of such ones is added."""
         marks = super().steps(runner, batches, step)
         if self.stage.recompute == "except_last":
             self.loop.final = True
@@ -161,14 +174,15 @@ class _OneStage(WholeModel):
 
 
 class StageLoop(LoopRunner):
-    """The plain loop over a stage, between made-up neighbours.
+    """The plain loop over one stage between imaginary neighbours; it runs `StagePasses`.
 
     Args:
         assembly: its module is the stage.
         stage: the same.
         tracker: of the storages.
-        split: whether it goes back in two parts.
-        holds: whether what is sent is held until it has gone back, as torch's tables have it.
+        splits_backward: whether the backward pass is run in two parts.
+        keeps_outputs: whether outputs stay alive until their gradients have been used, as they do
+            where torch's tables wait for a send after the backward pass of its micro-batch.
     """
 
     def __init__(
@@ -177,113 +191,112 @@ class StageLoop(LoopRunner):
         stage: Stage,
         tracker: StorageTracker,
         *,
-        split: bool,
-        holds: bool,
+        splits_backward: bool,
+        keeps_outputs: bool,
     ) -> None:
         super().__init__(assembly)
-        self._holds = holds
-        self._stage, self._tracker, self._split = stage, tracker, split
+        self._stage, self._tracker = stage, tracker
+        self._splits_backward, self._keeps_outputs = splits_backward, keeps_outputs
+        self._worker = StageWorker(self, {stage.index: stage})
         self.final = False
-        """Whether micro-batches go as the last of a step does."""
+        """Whether each micro-batch is run as the last one of a step."""
         self.only_sent = 0
-        """Bytes of what goes out and is neither kept for the backward pass nor held."""
-        self.sent_back = 0
-        """Bytes of the gradients of what comes in, as they are sent: inputs may share one."""
-        self.copied = 0
-        """Of those the bytes that are copied for it."""
+        """Bytes of the outputs that are neither saved for the backward pass nor kept."""
+        self.input_gradient_bytes = 0
+        """Bytes of the gradients of the inputs, as they are sent: two inputs may share one."""
+        self.copied_gradient_bytes = 0
+        """Bytes of these that were copied, to be contiguous."""
         self.weights_begin: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins."""
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
     ) -> Tensor:
-        """See `LoopRunner.run_micro_batch`; what it returns says nothing: no loss is known."""
+        """See `LoopRunner.run_micro_batch`; the loss that it returns is a zero: none is known."""
         del check
-        stage = self._stage
         self.meter.phase("forward")
-        wires = [self._arrived(meta) for meta in stage.incoming(micro_batch)]
-        with self.autocast():
-            output = whole_of(stage(*wires, micro_batch=micro_batch, scale=scale, final=self.final))
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        wanted = [out for out in outputs if out.requires_grad]
-        shapes = [(out.shape, out.dtype) for out in wanted]
-        sent = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
-        held = [out.detach() for out in outputs] if self._holds else []
-        del output, outputs
-        # What is sent on is let go; the graph is kept by its edges, as torch's stages do.
-        roots: list[Any] = wanted if stage.last else [get_gradient_edge(out) for out in wanted]
-        del wanted
+        self._worker.begin([micro_batch], scale, final=self.final)
+        passes = _MeasuredPasses(self._worker, self._stage, self._shapes(micro_batch))
+        outputs = passes.forward(0, [self._received(meta) for meta in passes.incoming])
+        sent = _storages(outputs)
+        if not self._keeps_outputs:
+            outputs.clear()
         self.only_sent = sum(size for key, size in sent.items() if not self._tracker.lives(key))
         self.meter.phase("backward")
-        gradients = None
-        if not stage.last:
-            gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
-        self.weights_begin.append(self._tracker.mark())
-        if roots:
-            self._go_back(roots, gradients, wires, held)
-        self.label_gradients()
+        gradients = [
+            self._received(meta).requires_grad_(False) if meta.requires_grad else None
+            for meta in passes.outgoing
+        ]
+        if self._stage.last:
+            gradients = [None]
+        if not self._splits_backward:
+            passes.backward(0, gradients)
+        else:
+            if not self._stage.index:  # it has no inputs: all of the pass is for the weights
+                outputs.clear()
+            passes.input_backward(0, gradients)
+            outputs.clear()
+            self.weights_begin.append(self._tracker.mark())
+            passes.weight_backward(0)
+        self.input_gradient_bytes = passes.sent_bytes
+        self.copied_gradient_bytes = passes.copied_bytes
         return _NO_LOSS
 
-    def _go_back(
-        self,
-        roots: list[Any],
-        gradients: list[Tensor] | None,
-        wires: list[Tensor],
-        held: list[Tensor],
-    ) -> None:
-        if not self._split or self._stage.index == 0:
-            if self._split:
-                # A first stage's inputs want nothing: all of it is for the weights.
-                held.clear()
-            torch.autograd.backward(roots, gradients)
-            self._send_back(wires)
-            return
-        _, groups = backward_for_inputs(roots, gradients, wires, self._stage.parameters())
-        self._send_back(wires)
-        held.clear()
-        roots.clear()  # as torch: the part for the weights begins at the layers that have some
-        self.weights_begin[-1] = self._tracker.mark()
-        backward_for_weights(self._stage.parameters(), groups)
+    def _shapes(self, micro_batch: MicroBatch) -> StageShapes:
+        return self._worker.shapes(micro_batch)[self._stage.index]
 
-    def _send_back(self, wires: list[Tensor]) -> None:
-        """Make the gradients of what came in contiguous, as `torch_stage` does to send them."""
-        given = [wire.grad for wire in wires if wire.grad is not None]
-        made = [gradient.contiguous() for gradient in given]
-        own, sent = _storages(given), _storages(made)
-        self.sent_back = sum(sent.values())
-        self.copied = sum(size for key, size in sent.items() if key not in own)
+    def _received(self, meta: Tensor) -> Tensor:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
 
-    def _arrived(self, meta: Tensor) -> Tensor:
-        wire = torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
-        return wire.requires_grad_(meta.requires_grad)
+
+class _MeasuredPasses(StagePasses):
+    """The passes of a stage, with the bytes of the gradients that it sends."""
+
+    sent_bytes = copied_bytes = 0
+
+    def contiguous_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        made = super().contiguous_gradients(gradients)
+        as_computed = _storages([gradient for gradient in gradients if gradient is not None])
+        sent = _storages(made)
+        self.sent_bytes = sum(sent.values())
+        self.copied_bytes = sum(size for key, size in sent.items() if key not in as_computed)
+        return made
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
-def _boundary(wires: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
-    """With what a run of the stage has shown."""
-    sent_back = {"incoming_gradients": loop.sent_back, "incoming_copied": loop.copied}
-    return replace(wires, outgoing=loop.only_sent, **sent_back)
+def _boundary(boundary: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
+    """Replace shapes' bytes by those that a run of the stage has shown."""
+    return replace(
+        boundary,
+        outgoing=loop.only_sent,
+        incoming_gradients=loop.input_gradient_bytes,
+        incoming_copied=loop.copied_gradient_bytes,
+    )
 
 
-def _split(timeline: Timeline, at: int) -> Timeline:
-    """With a second backward phase, for the weights."""
+def _with_weight_phase(timeline: Timeline, at: int) -> Timeline:
+    """Add a second backward phase, for the weights, from a tick on."""
     return replace(timeline, phases=(*timeline.phases, (at, "backward")))
 
 
-def _crossing(unit: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBytes:
-    """What the rank of a stage exchanges with those of its neighbours, and of tied parameters."""
+def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBytes:
+    """Bytes that the rank of a stage exchanges with other pp ranks, tied gradients included."""
     layout = resolved.layout
     if layout is None or not resolved.plan.pp > 1:
         return CrossingBytes()
-    own_rank, wires = layout.ranks[index], unit.wires()
+    own_rank, boundary = layout.ranks[index], recorded.boundary_bytes()
     before, after = layout.between_ranks(index)
     tied: list[tuple[int, int]] = []
     rows = {
         name: (len(p), p.nbytes // len(p)) if p.dim() and len(p) else (1, p.nbytes)
-        for name, p in unit.stage.named_parameters()
+        for name, p in recorded.stage.named_parameters()
         if p.requires_grad
     }
     for name, stages in layout.chosen.cut.ties:
@@ -292,14 +305,14 @@ def _crossing(unit: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBy
         if first_here == index and name in rows:
             tied += (len(owners) - 1) * [rows[name]]
     return CrossingBytes(
-        sent=after * wires.outgoing + before * wires.incoming_gradients,
-        received=before * wires.incoming + after * wires.outgoing_gradients,
+        sent=after * boundary.outgoing + before * boundary.incoming_gradients,
+        received=before * boundary.incoming + after * boundary.outgoing_gradients,
         tied=tuple(tied),
     )
 
 
-class SplitBackward(WholeModel):
-    """All of a model, whose backward pass is in two parts: for the inputs, for the weights.
+class InputThenWeightBackward(WholeModel):
+    """Records a whole model whose backward pass has two parts: for inputs, then for weights.
 
     Args:
         names: of the blocks.
@@ -307,60 +320,58 @@ class SplitBackward(WholeModel):
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self.wires: list[Tensor] = []
-        """What the first block is called with in this micro-batch."""
+        self.first_inputs: list[Tensor] = []
+        """The inputs of the first block in this micro-batch, cut off from the graph before it."""
         self.starts: list[int] = []
-        """When the parts for the weights begin, one for each micro-batch."""
+        """For each micro-batch the tick at which the backward pass for the weights begins."""
         self.done: list[tuple[int, str]] = []
-        """(clock, block) when the weights of a block are done; "" for what is in none."""
+        """(tick, block) at which the weights of a block are done; "" for weights in no block."""
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
-        """The plain loop, but for its backward pass."""
+        """The plain loop with another backward pass."""
         self._tracker = tracker
-        return _SplitLoop(assembly, self)
+        return _InputThenWeightLoop(assembly, self)
 
     def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """See `WholeModel.root`. The first block's inputs are cut off before others see them."""
+        """See `WholeModel.root`. The first block's inputs are detached before other hooks run."""
         for name in self._names:
             block = fake.get_submodule(name)
             block.register_forward_pre_hook(self._detach_inputs, with_kwargs=True)
         return super().root(fake, loss, plan, device)
 
     def _detach_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.wires:
+        if self.first_inputs:
             return None
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        wanted = [t for t in leaves if t.requires_grad]
-        wanted = wanted or [t for t in leaves if t.is_floating_point()]
-        ids = {id(t) for t in wanted}
+        trained = [t for t in leaves if t.requires_grad]
+        ids = {id(t) for t in trained or [t for t in leaves if t.is_floating_point()]}
 
         def cut(leaf: Any) -> Any:
             if id(leaf) not in ids:
                 return leaf
-            wire = leaf.detach().requires_grad_()
-            self.wires.append(wire)
-            return wire
+            first_input = leaf.detach().requires_grad_()
+            self.first_inputs.append(first_input)
+            return first_input
 
         return tree_map(cut, (args, kwargs))
 
     def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Both parts; what is in no block comes last, and so keeps what it has longest."""
+        """Run both parts; weights in no block come last, so that their graph lives longest."""
         parameters = [parameter for _, parameter in named]
-        wires, self.wires = self.wires, []
-        _, groups = backward_for_inputs([loss], None, wires, iter(parameters))
+        first_inputs, self.first_inputs = self.first_inputs, []
+        _, groups = backward_for_inputs([loss], None, first_inputs, iter(parameters))
         owners = {get_gradient_edge(p).node: self._block(name) for name, p in named}
         by_node = dict(zip(owners, parameters, strict=True))
-        places = {name: place for place, name in enumerate(self._names)}
+        positions = {name: position for position, name in enumerate(self._names)}
 
-        def place(group: Any) -> tuple[int, str]:
-            return min(
-                (places.get(o, len(places)), o) for o in (owners[n] for n in group["params"])
-            )
+        def position_of(group: Any) -> tuple[int, str]:
+            blocks = (owners[node] for node in group["params"])
+            return min((positions.get(block, len(positions)), block) for block in blocks)
 
         self.starts.append(self._tracker.mark())
-        for group in sorted(groups, key=place):
-            name = place(group)[1]
-            # Torch makes a view of each parameter that it is given, for its node.
+        for group in sorted(groups, key=position_of):
+            name = position_of(group)[1]
+            # torch makes a view of each parameter it is given, so it is given the group's only.
             backward_for_weights((by_node[node] for node in group["params"]), [group])
             self.done.append((self._tracker.mark(), name))
 
@@ -368,11 +379,11 @@ class SplitBackward(WholeModel):
         return next((n for n in self._names if parameter.startswith(f"{n}.")), "")
 
 
-class _SplitLoop(LoopRunner):
-    def __init__(self, assembly: Assembly, parts: SplitBackward) -> None:
+class _InputThenWeightLoop(LoopRunner):
+    def __init__(self, assembly: Assembly, subject: InputThenWeightBackward) -> None:
         super().__init__(assembly)
-        self._parts = parts
+        self._subject = subject
 
     def backward(self, loss: Tensor) -> None:
         named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
-        self._parts.backward(loss, named)
+        self._subject.backward(loss, named)

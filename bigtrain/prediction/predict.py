@@ -16,9 +16,10 @@ from bigtrain.costs.traffic import StepVolume, pinned_activations
 from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
-from bigtrain.prediction.loops import profile_stage, split_backward
-from bigtrain.prediction.record import make_profile, untraceable_reason
+from bigtrain.prediction.loops import add_input_weight_passes, profile_stage
+from bigtrain.prediction.record import make_profile
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.watch import untraceable_reason
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
             profile = profile_stage(workload, resolved, stage)
             plan.check_model(ModelFacts(profile=profile))
             if plan.splits_backward:
-                profile = split_backward(profile, workload, resolved, stage)
+                profile = add_input_weight_passes(profile, workload, resolved, stage)
             profiles[stage] = profile
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = untraceable_reason(error)

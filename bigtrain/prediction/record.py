@@ -48,6 +48,7 @@ from bigtrain.tensors.fake_mode import FakeMode
 from bigtrain.tensors.kernel_workspaces import workspaces_of
 from bigtrain.tensors.memory_format import set_channels_last
 from bigtrain.tensors.replaced_products import ReplacedProducts
+from bigtrain.tracing.watch import untraceable_reason
 
 
 class FakeMeter(MemoryMeter):
@@ -500,12 +501,3 @@ def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) 
         batch_bytes=storage_bytes(micro_batch.tensors()),
         untraceable=reason,
     )
-
-
-def untraceable_reason(error: Exception) -> str:
-    """One line on why a model cannot run without its numbers."""
-    name = type(error).__name__
-    if name in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        return f"the value of a tensor decides what it does: {error}"
-    lines = str(error).strip().splitlines()
-    return f"{name}: {lines[0]}" if lines else name

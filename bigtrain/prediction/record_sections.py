@@ -25,13 +25,12 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.optim.step_memory import StepMemory
 from bigtrain.prediction.block_ticks import SectionHooks
-from bigtrain.prediction.loops import SplitBackward
+from bigtrain.prediction.loops import InputThenWeightBackward
 from bigtrain.prediction.record import (
     FakeRun,
     optimizer_state_figures,
     profile_from_run,
     record_steps,
-    untraceable_reason,
 )
 from bigtrain.prediction.sections import (
     OpLog,
@@ -47,6 +46,7 @@ from bigtrain.prediction.sections import (
 from bigtrain.prediction.whole_model import WHOLE_MODEL, TakeStep, WholeModel
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tracing.watch import untraceable_reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,7 +371,7 @@ def record_split_backward(
         the model does not run so.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
-    unit = SplitBackward(notes.names)
+    unit = InputThenWeightBackward(notes.names)
     try:
         run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)
     except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
@@ -382,7 +382,7 @@ def record_split_backward(
 
 
 def _split_sections(
-    apart: SectionSplitter, run: FakeRun, unit: SplitBackward
+    apart: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
 ) -> dict[str, PassPair]:
     """The blocks of a run and what is after them; nothing where they do not follow one another."""
     if not apart.order:
@@ -393,7 +393,7 @@ def _split_sections(
 
 
 def _split_passes(
-    splitter: SectionSplitter, run: FakeRun, unit: SplitBackward, which: int
+    splitter: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward, which: int
 ) -> list[SectionPass]:
     start, stop = run.marks[which], run.marks[which + 1]
     begin = next((tick for tick in unit.starts if start < tick <= stop), stop)

@@ -11,14 +11,12 @@ from bigtrain.units import format_bytes
 
 _MESSAGE = re.compile(r"(send to|receive from) rank (\d+), (\d+) bytes")
 _WAITS_IN = (
-    "/pipeline/one_at_a_time.py",
-    "/pipeline/schedule_loop.py",
+    "/pipeline/transport.py",
     "/pipeline/tied_parameters.py",
     "/parameter_server/shards.py",
     "/parameter_server/server.py",
     "/parameter_server/inbox.py",
     "/recorder/root_exchange.py",
-    "/distributed/pipelining/schedules.py",
 )
 """Source files that wait for messages: a rank whose stack ends there waits for its last message."""
 

@@ -1,4 +1,4 @@
-"""How long a schedule takes and how much of that is idle: played, and in closed form."""
+"""Seconds of a schedule and its idle share, simulated and in closed form."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from bigtrain.schedules.orders import (
 
 
 class StageSeconds(NamedTuple):
-    """One micro-batch on one stage; a whole backward takes `inputs + weights`.
+    """One micro-batch on one stage; a whole backward pass takes the sum of its two parts.
 
-    torch's stage 0 has no inputs to send gradients of: its I does nothing and its W everything.
+    The first stage has no inputs that need a gradient: its I takes no time and its W all of it.
     """
 
     forward: float
-    inputs: float
-    weights: float
+    input_backward: float
+    """The backward pass for the stage's inputs."""
+    weight_backward: float
+    """The backward pass for the stage's weights."""
 
 
 class Bubble(NamedTuple):
-    """One step of the pipeline, with nothing but the computation."""
+    """One step of the pipeline, computation only."""
 
     seconds: float
     """From the first action to the end of the last."""
@@ -41,21 +43,29 @@ class Bubble(NamedTuple):
 
 
 def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
-    """Play a step through: each action as early as its rank and what it needs allow.
+    """Simulate a step: each action begins as soon as its rank is free and its inputs exist.
 
-    F needs the F of the stage before; B and I need the F of their own stage and the B or I of the
-    stage behind; W needs its I. Sending takes no time.
+    F needs the F of the previous stage; B and I need the F of their stage and the B or I of the
+    next stage; W needs its I. Sending takes no time.
 
     Args:
         orders: of all ranks.
         seconds: of each stage.
 
     Raises:
-        ValueError: the ranks wait for each other for ever.
+        ValueError: the schedule is in a deadlock.
     """
     program = _in_order(orders)
-    durations = [[cost.forward, cost.inputs + cost.weights, *cost[1:]] for cost in seconds]
-    ends = [0.0] * (len(program) + 1)  # the last one is of what is not waited for
+    durations = [
+        [
+            cost.forward,
+            cost.input_backward + cost.weight_backward,
+            cost.input_backward,
+            cost.weight_backward,
+        ]
+        for cost in seconds
+    ]
+    ends = [0.0] * (len(program) + 1)  # the last one is for index -1: no dependency
     clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
     for number, (rank, stage, kind, first, second) in enumerate(program):
         duration = durations[stage][kind]
@@ -70,14 +80,14 @@ _KINDS: tuple[ActionKind, ...] = ("F", "B", "I", "W")
 
 @lru_cache(maxsize=64)
 def _in_order(orders: Orders) -> list[tuple[int, int, int, int, int]]:
-    """The actions of all ranks, each after what it needs.
+    """The actions of all ranks in an order in which each follows those that it needs.
 
     Returns:
-        Of each the rank, the stage, the number of its kind, and the places of two others that it
-        needs, -1 for none.
+        For each action: rank, stage, index of its kind, and the positions of the up to two actions
+        that it needs, -1 for none.
 
     Raises:
-        ValueError: the ranks wait for each other for ever.
+        ValueError: the schedule is in a deadlock.
     """
     last = max((action.stage for actions in orders for action in actions), default=0)
     places: dict[Action, int] = {}
@@ -102,12 +112,12 @@ def _in_order(orders: Orders) -> list[tuple[int, int, int, int, int]]:
         if actions[place:]
     ]
     if stuck:
-        raise ValueError(f"the schedule never comes to {stuck[0]}")
+        raise ValueError(f"the schedule never reaches {stuck[0]}")
     return program
 
 
 def _needed(action: Action, places: dict[Action, int], last: int) -> tuple[int, int] | None:
-    """Where the two actions are that one needs, -1 for none; None for not yet."""
+    """The positions of the up to two actions that one needs, -1 for none; None if not yet run."""
     stage, kind, number = action
     needed: list[int | None] = []
     if kind == "F" and stage > 0:
@@ -119,10 +129,10 @@ def _needed(action: Action, places: dict[Action, int], last: int) -> tuple[int, 
             needed.append(places.get(Action(stage + 1, "I", number)) if whole is None else whole)
     if kind == "W":
         needed.append(places.get(Action(stage, "I", number)))
-    found = [place for place in needed if place is not None]
-    if len(found) < len(needed):
+    known = [position for position in needed if position is not None]
+    if len(known) < len(needed):
         return None
-    first, second = (*found, -1, -1)[:2]
+    first, second = (*known, -1, -1)[:2]
     return first, second
 
 
@@ -132,17 +142,21 @@ def bubble_share(
     micro_batches: int,
     stages_per_rank: int = 1,
     forward: float = 1.0,
-    inputs: float = 1.0,
-    weights: float = 1.0,
+    input_backward: float = 1.0,
+    weight_backward: float = 1.0,
 ) -> float:
-    """Idle time over all time of a step, `Bubble.share`, where all stages are alike.
+    """The idle share of a step (see `Bubble.share`) if all stages take the same seconds.
 
-    Idle time of each rank, F, I and W being one stage's seconds: GPipe, 1F1B, interleaved and
-    LoopedBFS (p-1)(F+I+W); interleaved zero bubble (p-1)(F+I - min(F, I, W)), which is ZB-H1's
-    (p-1)(F+I-W) where W is the least; ZBV and DualPipeV (p-1)F for F = I = W. Where I is a whole
-    backward pass, no shorter than F, and W nothing: ZBV 2(p-1)I, and DualPipeV min(F, (p-1)(I-F))
-    less, as torch's tables are played. With fewer micro-batches than ranks, interleaved and
-    LoopedBFS wait (v-1)(p-m) times longer.
+    With p ranks, m micro-batches, v stages a rank and F, I and W the seconds of one stage, each
+    rank idles for
+
+    * GPipe, 1F1B, interleaved and LoopedBFS: (p-1)(F+I+W). With fewer micro-batches than ranks the
+      last two idle (v-1)(p-m)(F+I+W) longer;
+    * interleaved zero bubble: (p-1)(F+I - min(F, I, W)), which is ZB-H1's (p-1)(F+I-W) where W is
+      the least;
+    * ZBV and DualPipeV: (p-1)F for F = I = W. If I is a whole backward pass, no shorter than F, and
+      W is zero: 2(p-1)I for ZBV, and min(F, (p-1)(I-F)) less for DualPipeV, as a simulation of
+      torch's tables shows.
 
     Args:
         schedule: one of `orders.SCHEDULES`.
@@ -150,36 +164,36 @@ def bubble_share(
         micro_batches: of one step.
         stages_per_rank: as in `orders.schedule_orders`.
         forward: seconds of one micro-batch on one stage.
-        inputs: of its backward pass to the stage's inputs.
-        weights: of its backward pass to the weights.
+        input_backward: seconds of the backward pass for the stage's inputs.
+        weight_backward: seconds of the backward pass for the weights.
 
     Raises:
         ConfigError: see `orders.check_schedule`.
-        ValueError: a split schedule with so few micro-batches, or a V with so unequal seconds, that
-            only playing it through (`simulate_step`) tells.
+        ValueError: there is no closed form, only `simulate_step`: a schedule with a split backward
+            pass has too few micro-batches, or a V-shaped one has unequal seconds.
     """
     p, m, v = pp, micro_batches, stages_per_rank
     check_schedule(schedule, p, v, m)
-    whole = forward + inputs + weights
+    whole = forward + input_backward + weight_backward
     least = {"interleaved_zero_bubble": p, "zbv_zero_bubble": 2 * p - 1, "dualpipev": 2 * p}
     if p == 1:
         return 0.0
-    split = forward == inputs == weights
-    is_whole = weights == 0 and inputs >= forward
-    uneven = schedule in V_SHAPED_SCHEDULES and not (split or is_whole)
+    is_equal = forward == input_backward == weight_backward
+    is_whole = weight_backward == 0 and input_backward >= forward
+    uneven = schedule in V_SHAPED_SCHEDULES and not (is_equal or is_whole)
     if uneven or m < least.get(schedule, 1):
         raise ValueError(
-            f"{schedule} with {p} ranks and {m} micro-batches of {forward}, {inputs} and {weights} "
-            "seconds has no closed form; play it through with schedules.bubble"
+            f"{schedule} with {p} ranks and {m} micro-batches of {forward}, {input_backward} and "
+            f"{weight_backward} seconds has no closed form; use schedules.bubble.simulate_step"
         )
     if schedule == "naive":
         idle = m * (p - 1) * whole
     elif schedule in V_SHAPED_SCHEDULES and is_whole:
-        idle = 2 * (p - 1) * inputs
+        idle = 2 * (p - 1) * input_backward
         if schedule == "dualpipev":
-            idle -= min(forward, (p - 1) * (inputs - forward))
+            idle -= min(forward, (p - 1) * (input_backward - forward))
     elif schedule in least:
-        idle = (p - 1) * (forward + inputs - min(forward, inputs, weights))
+        idle = (p - 1) * (forward + input_backward - min(forward, input_backward, weight_backward))
     else:
         idle = (p - 1 + (v - 1) * max(0, p - m)) * whole
     return idle / (idle + m * v * whole)

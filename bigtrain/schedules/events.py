@@ -1,7 +1,7 @@
-"""What a rank computes, sends, receives and waits for in a step, in order, as torch 2.15 has it.
+"""The events of a rank's step in order: passes, sends, receives and waits.
 
-Earlier torch places a few receives otherwise, and waits for what it has sent when the step is over:
-here messages and waits are placed by torch 2.15's rules.
+Messages and waits are placed by the rules of torch 2.15. Earlier versions place a few receives
+elsewhere, and wait for all sends at the end of the step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from bigtrain.schedules.orders import (
     TORCH_SCHEDULES,
     Action,
+    check_schedule,
     pipeline_table,
     schedule_orders,
     stage_ranks,
@@ -22,11 +23,11 @@ from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 EventKind = Literal[
     "F", "B", "I", "W", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "WAIT_SEND_F", "WAIT_SEND_B"
 ]
-"""An action; a message, of an output or of a gradient, which only begins; the end of one sent."""
+"""An action; the begin of a message (F: outputs, B: gradients); the wait for a send."""
 
 
 class StepEvent(NamedTuple):
-    """What a rank does next."""
+    """One action, message or wait of a rank."""
 
     stage: int
     kind: EventKind
@@ -34,7 +35,7 @@ class StepEvent(NamedTuple):
 
 
 EventRow = tuple[tuple[StepEvent, ...], ...]
-"""A rank's step: messages in one group begin together, all else is alone in its group."""
+"""A rank's step in groups: the messages of a group begin together, other events are alone."""
 _SENDS: dict[str, EventKind] = {"F": "SEND_F", "B": "SEND_B"}
 _RECEIVES: dict[str, EventKind] = {"F": "RECV_F", "B": "RECV_B"}
 _WAITS: dict[str, EventKind] = {"SEND_F": "WAIT_SEND_F", "SEND_B": "WAIT_SEND_B"}
@@ -46,10 +47,10 @@ _WITH_PREVIOUS = ("RECV_F", "SEND_B", "WAIT_SEND_B")
 def schedule_events(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[EventRow, ...]:
-    """For each rank what happens in a step; an action waits by itself for what it receives.
+    """Return the events of each rank in a step; an action itself waits for what it receives.
 
     Args:
-        schedule: any but `naive`, which has no messages that go beside actions.
+        schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         stages_per_rank: see `orders.schedule_orders`.
         micro_batches: of one step.
@@ -57,13 +58,72 @@ def schedule_events(
     Raises:
         ConfigError: see `orders.check_schedule`.
     """
+    if schedule == "naive":
+        check_schedule(schedule, pp, stages_per_rank, micro_batches)
+        return one_at_a_time_events(tuple(range(pp)), micro_batches)
     if schedule in TORCH_SCHEDULES:
         placed = _torch_rows if SCHEDULES_LET_GO else _placed_as_torch_2_15
         rows = placed(schedule, pp, stages_per_rank, micro_batches)
         return tuple(_torch_row(rows[rank]) for rank in range(pp))
     row = {"gpipe": _gpipe_row, "1f1b": _1f1b_row}[schedule]
     orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
-    return tuple(_at_place(row(actions), rank, pp) for rank, actions in enumerate(orders))
+    return tuple(_without_ends(row(actions), rank, pp) for rank, actions in enumerate(orders))
+
+
+@lru_cache(maxsize=64)
+def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[EventRow, ...]:
+    """The events of each rank where a micro-batch goes forward and back before the next begins.
+
+    All messages are in one order that all ranks share, so no rank waits for a later one. A rank
+    waits for a send before it begins its next one, and for an output before its backward pass:
+    so the ranks overlap where that order lets them, and one send of a rank is open at a time.
+
+    Args:
+        ranks: the rank of each stage.
+        micro_batches: of one step.
+    """
+    rows: list[list[StepEvent]] = [[] for _ in range(max(ranks) + 1)]
+    is_open: dict[int, StepEvent] = {}
+
+    def wait(rank: int) -> None:
+        if rank in is_open:
+            rows[rank].append(_wait(is_open.pop(rank)))
+
+    def send(rank: int, event: StepEvent) -> None:
+        wait(rank)
+        rows[rank].append(event)
+        is_open[rank] = event
+
+    for number in range(micro_batches):
+        for stage, rank in enumerate(ranks):
+            if stage and ranks[stage - 1] != rank:
+                rows[rank].append(StepEvent(stage, "RECV_F", number))
+            rows[rank].append(StepEvent(stage, "F", number))
+            if stage < len(ranks) - 1 and ranks[stage + 1] != rank:
+                send(rank, StepEvent(stage, "SEND_F", number))
+        for stage, rank in reversed(list(enumerate(ranks))):
+            if stage < len(ranks) - 1 and ranks[stage + 1] != rank:
+                rows[rank].append(StepEvent(stage, "RECV_B", number))
+                wait(rank)
+            rows[rank].append(StepEvent(stage, "B", number))
+            if stage and ranks[stage - 1] != rank:
+                send(rank, StepEvent(stage, "SEND_B", number))
+    for rank in range(len(rows)):
+        wait(rank)
+    return tuple(tuple((event,) for event in row) for row in rows)
+
+
+def forward_events(ranks: Sequence[int]) -> tuple[EventRow, ...]:
+    """The events of each rank for the forward pass of one micro-batch; its sends are left open.
+
+    Args:
+        ranks: the rank of each stage.
+    """
+    kinds = ("RECV_F", "F", "SEND_F")
+    return tuple(
+        tuple(group for group in row if group[0].kind in kinds)
+        for row in one_at_a_time_events(tuple(ranks), 1)
+    )
 
 
 def _torch_rows(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
@@ -73,10 +133,11 @@ def _torch_rows(schedule: str, pp: int, stages_per_rank: int, micro_batches: int
 
 
 def _placed_as_torch_2_15(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
-    """Earlier torch's table with the messages where torch 2.15 has them.
+    """The table of an earlier torch with the messages where torch 2.15 places them.
 
-    Ranks take turns in placing what they do. From 2.15 on they take one more where gradients are
-    reduced, to wait for it, and so a receive may come to stand before an action or behind it.
+    torch places the actions of all ranks round-robin. From 2.15 on a rank has one more action after
+    each reduction of gradients, which waits for it: this decides on which side of an action a
+    receive is placed.
     """
     from torch.distributed.pipelining import schedules
 
@@ -87,16 +148,16 @@ def _placed_as_torch_2_15(schedule: str, pp: int, stages_per_rank: int, micro_ba
     for rank, row in table.pipeline_order.items():
         reduced = torch._add_reduce_grad(torch._add_unshard_reshard(row), micro_batches)
         rows[rank] = [
-            turn
+            placed
             for action in reduced
-            for turn in [action] * (1 + (action.computation_type == torch.REDUCE_GRAD))
+            for placed in [action] * (1 + (action.computation_type == torch.REDUCE_GRAD))
         ]
     ranks = stage_ranks(schedule, pp, stages_per_rank)
     return torch._add_send_recv(rows, stage_to_rank=ranks.__getitem__, num_stages=len(ranks))
 
 
 def _torch_row(row: Sequence[Any]) -> EventRow:
-    """A row of torch's table; pairs of actions that may overlap come one after the other."""
+    """A row of torch's table; of a pair of actions that may overlap one follows the other."""
     groups = [
         [
             StepEvent(part.stage_index, part.computation_type.value, part.microbatch_index)
@@ -111,7 +172,7 @@ def _torch_row(row: Sequence[Any]) -> EventRow:
 
 
 def _with_waits(groups: Sequence[Sequence[StepEvent]]) -> Iterator[list[StepEvent]]:
-    """Outputs are waited for when their micro-batch has come back, all else at the end."""
+    """Add waits: for an output after its micro-batch's backward pass, for the rest at the end."""
     is_open: dict[StepEvent, None] = {}
     for group in groups:
         waits = []
@@ -131,7 +192,7 @@ def _wait(sent: StepEvent) -> StepEvent:
 
 
 def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
-    """What a half of the step sends is waited for at the end of that half."""
+    """Sends of all forward passes are waited for after the last of them; gradients likewise."""
     for kind in ("F", "B"):
         sent = []
         for action in actions:
@@ -144,24 +205,24 @@ def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
 
 
 def _1f1b_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
-    """What a rank sends one way begins together with what comes the other way.
+    """A send and the receive from the same neighbour begin together.
 
-    An output is let go when the next one is there, as long as nothing comes back, then at once; a
-    gradient when the next one is there.
+    During warm-up an output is waited for once the next one is computed, later before the next
+    action; a gradient is waited for once the next one is computed.
     """
     for number, action in enumerate(actions):
         previous = actions[number - 1] if number else None
         messages = [_event(action, _RECEIVES)]
         if previous is not None:
             messages.insert(0, _event(previous, _SENDS))
-        turns = previous is not None and previous.kind != action.kind
-        yield from [messages] if turns else ([event] for event in messages)
+        changes = previous is not None and previous.kind != action.kind
+        yield from [messages] if changes else ([event] for event in messages)
         output = messages[:-1] if previous is not None and previous.kind == "F" else []
         gradient = [a for a in actions[:number] if a.kind == action.kind == "B"][-1:]
-        if turns:
+        if changes:
             yield from ([_wait(event)] for event in output)
         yield [_event(action)]
-        if not turns:
+        if not changes:
             yield from ([_wait(event)] for event in output)
         yield from ([_wait(_event(sent, _SENDS))] for sent in gradient)
     last = _event(actions[-1], _SENDS)
@@ -173,8 +234,8 @@ def _event(action: Action, kinds: dict[str, EventKind] | None = None) -> StepEve
     return StepEvent(action.stage, kinds[action.kind] if kinds else action.kind, action.micro_batch)
 
 
-def _at_place(groups: Iterable[Sequence[StepEvent]], rank: int, pp: int) -> EventRow:
-    """Without messages of the first rank with one before it, and of the last with one behind."""
+def _without_ends(groups: Iterable[Sequence[StepEvent]], rank: int, pp: int) -> EventRow:
+    """Drop messages to a rank before the first one and after the last one."""
     left_out = (*_WITH_PREVIOUS * (rank == 0), *_WITH_NEXT * (rank == pp - 1))
     kept = (tuple(event for event in group if event.kind not in left_out) for group in groups)
     return tuple(group for group in kept if group)

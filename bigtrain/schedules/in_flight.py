@@ -1,4 +1,4 @@
-"""How many micro-batches a stage holds at once, from the order of its actions."""
+"""How many micro-batches are in flight on a stage at once, from the order of its actions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from bigtrain.schedules.orders import (
 )
 
 SCHEDULES_WAITING_AT_HEAD = ("gpipe", "looped_bfs", "interleaved_zero_bubble")
-"""Those in which the last stage has several micro-batches in flight, if there are several; with
-all others it goes back with each at once. Known without an order, which takes its time."""
+"""Schedules in which the last stage has several micro-batches in flight. In all others it runs the
+backward pass of each at once. Listed, because making an order takes time."""
 
 
 def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
-    """The most micro-batches that each stage of a rank holds saved tensors of at one moment.
+    """The most micro-batches of which each stage of a rank has saved tensors at one moment.
 
-    One is held from its F to its B, or to its W: torch's I keeps the graph (`retain_graph=True` in
-    `stage_backward_input`) with all that it has saved.
+    They are saved from F to B, or to W: torch's I keeps the graph and its saved tensors
+    (`retain_graph=True` in `stage_backward_input`).
     """
-    held = dict.fromkeys((stage for stage, _, _ in actions), 0)
-    most = dict(held)
+    in_flight = dict.fromkeys((stage for stage, _, _ in actions), 0)
+    most = dict(in_flight)
     for stage, kind, _ in actions:
-        held[stage] += IN_FLIGHT_CHANGE[kind]
-        if held[stage] > most[stage]:
-            most[stage] = held[stage]
+        in_flight[stage] += IN_FLIGHT_CHANGE[kind]
+        if in_flight[stage] > most[stage]:
+            most[stage] = in_flight[stage]
     return most
 
 
@@ -39,7 +39,7 @@ def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
 def in_flight_by_stage(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool
 ) -> tuple[int, ...]:
-    """For each stage the most micro-batches that it has in flight in a step.
+    """The most micro-batches that each stage has in flight in a step.
 
     Args:
         schedule: see `schedule_orders`.
@@ -54,17 +54,17 @@ def in_flight_by_stage(
     if schedule in SINGLE_STAGE_SCHEDULES:
         check_schedule(schedule, pp, stages_per_rank, micro_batches)
         return forwards_ahead(schedule, pp, micro_batches)
-    held: dict[int, int] = {}
+    in_flight: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
-        held |= peak_in_flight(actions if splits else merge_split_backward(actions))
-    return tuple(held[stage] for stage in range(pp * stages_per_rank))
+        in_flight |= peak_in_flight(actions if splits else merge_split_backward(actions))
+    return tuple(in_flight[stage] for stage in range(pp * stages_per_rank))
 
 
 @lru_cache(maxsize=16384)
 def in_flight_at_peak(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool, later: bool
 ) -> tuple[int, ...]:
-    """For each stage those that it has in flight when the stages of its rank have most together.
+    """The micro-batches in flight on each stage when its rank has most of them in all its stages.
 
     Args:
         schedule: see `schedule_orders`.
@@ -72,7 +72,7 @@ def in_flight_at_peak(
         stages_per_rank: see `schedule_orders`.
         micro_batches: see `schedule_orders`.
         splits: see `Plan.splits_backward`.
-        later: only moments at which every stage of the rank has made its gradients.
+        later: look only at moments after the first backward pass of every stage of the rank.
 
     Raises:
         ConfigError: see `check_schedule`.
@@ -80,7 +80,7 @@ def in_flight_at_peak(
     if schedule in SINGLE_STAGE_SCHEDULES:
         check_schedule(schedule, pp, stages_per_rank, micro_batches)
         ahead = forwards_ahead(schedule, pp, micro_batches)
-        # After the first backward pass there is one less, until there is another forward pass.
+        # After the first backward pass there is one less, until the next forward pass.
         return tuple(n - (later and n == micro_batches) for n in ahead)
     at_peak: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):

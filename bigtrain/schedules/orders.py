@@ -1,8 +1,8 @@
-"""Pipeline schedules: the order in which each rank works, what is in flight, who stands idle.
+"""Pipeline schedules: the order in which each rank runs its forward and backward passes.
 
-With several stages on a rank the order is torch's own table (torch 2.15,
-`torch.distributed.pipelining.schedules`); with one it is the textbook's, which is torch's, too:
-GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503).
+With several stages on a rank the order is that of torch's table
+(`torch.distributed.pipelining.schedules`). With one stage it is the order of the paper, which torch
+follows as well: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 from bigtrain.errors import ConfigError, did_you_mean
 
 ActionKind = Literal["F", "B", "I", "W"]
-"""Forward; whole backward; its part for the stage's inputs; its part for the weights."""
+"""Forward; whole backward; the backward pass for the stage's inputs; that for the weights."""
 SINGLE_STAGE_SCHEDULES = ("naive", "gpipe", "1f1b")
-"""With one stage on each rank."""
+"""Schedules with one stage on each rank."""
 TORCH_SCHEDULES = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "looped_bfs": "ScheduleLoopedBFS",
@@ -25,20 +25,20 @@ TORCH_SCHEDULES = {
     "zbv_zero_bubble": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-"""With several, and torch's class."""
+"""Schedules with several stages on each rank, and torch's class of each."""
 MAX_PLACED_ACTIONS = 512
-"""Actions of a kind up to which torch's placing of sends and receives is asked for."""
+"""The most forward passes, over all stages, for which torch is asked to place messages."""
 V_SHAPED_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
-"""Rank r has the stages r and 2 pp - 1 - r; elsewhere it has r, r + pp, r + 2 pp, ..."""
+"""Rank r has the stages r and 2 pp - 1 - r; with all others it has r, r + pp, r + 2 pp, ..."""
 STEADY_SCHEDULES = ("naive", "1f1b")
-"""With which further micro-batches change no rank's peak, once there are some for each rank."""
+"""Schedules in which more micro-batches than ranks change no rank's peak memory."""
 SPLIT_BACKWARD_SCHEDULES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-"""Those that compute the gradients of inputs and of weights apart."""
+"""Schedules with separate backward passes for the inputs and for the weights."""
 SCHEDULES = (*SINGLE_STAGE_SCHEDULES, *TORCH_SCHEDULES)
 
 
 class Action(NamedTuple):
-    """What a rank does next."""
+    """One forward or backward pass of a rank."""
 
     stage: int
     kind: ActionKind
@@ -58,7 +58,7 @@ def stage_ranks(schedule: str, pp: int, stages_per_rank: int) -> tuple[int, ...]
 
 
 def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> None:
-    """Refuse what a schedule cannot do: torch's own conditions, before torch is loaded.
+    """Refuse numbers of stages and micro-batches that a schedule cannot run; torch is not loaded.
 
     Raises:
         ConfigError: with the numbers, and those that would do.
@@ -87,8 +87,8 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
     rounds = max(1, micro_batches // pp)
     if schedule.startswith("interleaved") and micro_batches % rounds:
         raise ConfigError(
-            f"strategy.cut: schedule={schedule} with mesh.pp={pp} deals {micro_batches} "
-            f"micro-batches to {rounds} rounds, and that leaves a remainder. Use "
+            f"strategy.cut: schedule={schedule} with mesh.pp={pp} runs a step in {rounds} equal "
+            f"rounds, and {micro_batches} micro-batches are no multiple of {rounds}. Use "
             f"{micro_batches // rounds * rounds} micro-batches: change train.micro_batch_size or "
             "train.global_batch_size."
         )
@@ -96,28 +96,29 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
 
 @lru_cache(maxsize=256)
 def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
-    """What each rank does in a step.
+    """Return the actions of each rank in a step.
 
-    `naive` lets a micro-batch through all stages and back before the next one begins.
+    With `naive` a micro-batch runs forward and backward through all stages before the next begins.
 
     Args:
         schedule: one of `SCHEDULES`.
         pp: number of ranks.
-        stages_per_rank: 1 for `naive`, `gpipe` and `1f1b`; 2 for those shaped like a V.
+        stages_per_rank: 1 for `naive`, `gpipe` and `1f1b`; 2 for V-shaped schedules.
         micro_batches: of one step.
 
     Raises:
         ConfigError: see `check_schedule`.
     """
-    given = (schedule, pp, stages_per_rank, micro_batches)
-    return tuple(_rank_order(*given, rank) for rank in range(pp))
+    return tuple(
+        _rank_order(schedule, pp, stages_per_rank, micro_batches, rank) for rank in range(pp)
+    )
 
 
 @lru_cache(maxsize=1024)
 def rank_order(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
 ) -> tuple[Action, ...]:
-    """What one rank does in a step: see `schedule_orders`, which takes longer for many ranks."""
+    """Return the actions of one rank; quicker than `schedule_orders` if there are many ranks."""
     return _rank_order(schedule, pp, stages_per_rank, micro_batches, rank)
 
 
@@ -133,7 +134,7 @@ def _rank_order(
 
 
 def forwards_ahead(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
-    """For each rank its forward passes before the first backward pass, one stage on each."""
+    """The forward passes of each rank before its first backward pass, with one stage on each."""
     return {
         "naive": (1,) * pp,
         "gpipe": (micro_batches,) * pp,
@@ -142,7 +143,7 @@ def forwards_ahead(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
-    """First `ahead` forwards, then backward and forward in turns, then what is left."""
+    """First `ahead` forward passes, then one backward and one forward, then the rest."""
     for number in range(ahead):
         yield Action(stage, "F", number)
     for number in range(micro_batches):
@@ -153,11 +154,10 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
 
 @lru_cache(maxsize=2)
 def _torch_rows(name: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
-    """The table that torch's class makes, which is the order in which its runtime computes.
+    """The order in which the runtime of torch's class computes.
 
-    Its constructor wants stages only for how many there are. What it does next, placing every
-    send and receive, takes seconds for 512 micro-batches and changes no order: it is left out.
-    (Were the method that does it renamed, this would be slower, and as right.)
+    Its constructor also places every send and receive, which takes seconds for 512 micro-batches
+    and changes no order: that method is skipped. (If torch renames it, this is slower, not wrong.)
     """
     return pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False).pipeline_order
 
@@ -165,7 +165,7 @@ def _torch_rows(name: str, pp: int, stages_per_rank: int, micro_batches: int) ->
 def pipeline_table(
     name: str, pp: int, stages_per_rank: int, micro_batches: int, *, sending: bool
 ) -> Any:
-    """Torch's own schedule object, made without ranks; with `sending` its exchanges as well."""
+    """Make torch's schedule object without ranks; with `sending` it also places messages."""
     from torch.distributed.pipelining import schedules
 
     parent: Any = getattr(schedules, name)
@@ -191,7 +191,7 @@ def pipeline_table(
 
 
 def _actions(row: Sequence[Any]) -> Iterator[Action]:
-    """Ours for torch's: without the idle places, and pairs that may overlap one after another."""
+    """Convert torch's actions: without idle slots, and overlapping pairs in sequence."""
     for action in row:
         if action is None:
             continue
@@ -200,10 +200,10 @@ def _actions(row: Sequence[Any]) -> Iterator[Action]:
             continue
         kind = action.computation_type.value
         if kind not in IN_FLIGHT_CHANGE:
-            raise ValueError(f"torch's schedule has an action {action!r}, which is not known here")
+            raise ValueError(f"torch's schedule has the unknown action {action!r}")
         yield Action(action.stage_index, kind, action.microbatch_index)
 
 
 def merge_split_backward(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The same where backward passes stay whole: I is all of one, and W is nothing."""
+    """Return the order with whole backward passes: each I becomes a B, and W is dropped."""
     return tuple(a._replace(kind="B") if a.kind == "I" else a for a in actions if a.kind != "W")

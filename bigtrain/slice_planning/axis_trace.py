@@ -10,13 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ConfigError
@@ -29,16 +22,16 @@ from bigtrain.slice_planning.operations import (
     opaque,
     rule_of,
 )
-from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.fake import fake_tensor
 from bigtrain.tensors.op_cost import flops_of, mutated_tensors
 from bigtrain.tensors.tree import map_tensors, tree_tensors
-from bigtrain.tracing.call_hooks import (
-    handling_calls,
-    intercept_calls,
-    pretend_compiling,
-    release_calls,
+from bigtrain.tracing.watch import (
+    NEEDS_VALUES,
+    ForwardObserver,
+    fake_twin,
+    untraceable_message,
+    watch_forward,
 )
-from bigtrain.tracing.module_state import constant_tensors
 
 RULE_MODULES = (product_rules, view_rules)
 """Imported for the rules that they put into the table."""
@@ -88,35 +81,23 @@ def _run(
     model: nn.Module, inputs: Any, class_dim: int | None, *, guess: bool
 ) -> tuple[AxisTrace, bool]:
     """A trace, and whether it ended because of values."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     cpu = torch.device("cpu")
+    twin, mode = fake_twin(model, cpu)
+    twin.train(model.training)
     with mode:
-        constants = constant_tensors(model)
-        twin = fake_model(model, cpu, double=False, constants=constants).train(model.training)
-        given = map_tensors(inputs, lambda tensor: fake_tensor(tensor, cpu))
-    recorder = _Recorder(twin, given, guess=guess)
-    modules = list(twin.named_modules())
-    for _, module in modules:
+        fake_inputs = map_tensors(inputs, lambda tensor: fake_tensor(tensor, cpu))
+    recorder = _Recorder(twin, fake_inputs, guess=guess)
+    for module in twin.modules():
         for table in ("_parameters", "_buffers"):
             module.__dict__[table] = _Table(module.__dict__[table], recorder)
-    intercept_calls(modules)
     failed, output, by_values = "", None, False
     try:
-        with (
-            mode,
-            recorder.operations,
-            _Sizes(recorder),
-            torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor),
-            handling_calls(recorder),
-            pretend_compiling(),
-            torch.enable_grad(),
-        ):
-            output = twin(given)
+        with watch_forward(twin, recorder, mode, torch.enable_grad):
+            output = twin(fake_inputs)
     except Exception as error:  # noqa: BLE001 - the user's code, on tensors without values
-        failed = str(error) if isinstance(error, ConfigError) else _complaint(error, recorder)
-        by_values = isinstance(error, _BY_VALUES)
-    finally:
-        release_calls(module for _, module in modules)
+        is_explained = isinstance(error, ConfigError)
+        failed = str(error) if is_explained else untraceable_message(error, recorder)
+        by_values = isinstance(error, NEEDS_VALUES)
     if failed:
         recorder.leave_open()
     recorder.close(output, class_dim)
@@ -134,18 +115,6 @@ def _run(
         },
     )
     return trace, by_values
-
-
-_BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-def _complaint(error: Exception, recorder: _Recorder) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    why = f"{type(error).__name__}: {lines[0]}"
-    if isinstance(error, _BY_VALUES):
-        why = f"the value of a tensor decides what it does ({lines[0]})"
-    where = recorder.failed or "its forward"
-    return f"the model does not run on tensors without values; {where!r}: {why}"
 
 
 def _made_up(name: str, args: Any, error: Exception) -> Any:
@@ -166,7 +135,7 @@ def _made_up(name: str, args: Any, error: Exception) -> Any:
     raise error
 
 
-class _Recorder:
+class _Recorder(ForwardObserver):
     """Watches calls of modules, and operations."""
 
     def __init__(self, model: nn.Module, inputs: Any, *, guess: bool) -> None:
@@ -175,8 +144,6 @@ class _Recorder:
         self.records: list[OpRecord] = []
         self.saved: dict[int, tuple[HeldTensor, int]] = {}
         self.tensors: list[HeldTensor] = []
-        self.operations = _Operations(self)
-        self.failed = ""
         self.listed: dict[str, str] = {}
         self._twins: dict[int, Tensor] = {}
         """Of parameters and buffers: what stands for them in a list of all."""
@@ -203,25 +170,33 @@ class _Recorder:
                 self.state[name] = self._held[id(tensor)]
 
     def call(
-        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """See `CallHandler.call`."""
         self._stack.append(name)
         try:
-            return run(*args, **kwargs)
-        except Exception:
-            self.failed = self.failed or name
-            raise
+            return super().call(name, run, args, kwargs)
         finally:
             self._stack.pop()
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Autograd keeps a tensor."""
+    def answer(self, func: Any, args: Any, error: Exception) -> Any:
+        """Make up a result for an operation that needs values, where this run guesses."""
+        if not self.guess:
+            raise error
+        return _made_up(func._overloadpacket.__name__, args, error)
+
+    def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note where the size of a tensor is asked for, which is no operation."""
+        del kwargs, result
+        if func in _ASKS_SIZE:
+            self.note_listed(args[0])
+
+    def save(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor for the backward pass."""
         storage = tensor.untyped_storage()
         held = self._whole.get(storage._cdata)
         if held is not None and not held.name:
             self.saved[storage._cdata] = (held, storage.nbytes())
-        return tensor
 
     def in_list(self, tensor: Any) -> Any:
         """What stands for a parameter or buffer where all of a module's are gone through."""
@@ -368,6 +343,9 @@ def _own_functions() -> dict[CodeType, str]:
     return found
 
 
+_ASKS_SIZE = frozenset(
+    (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
+)
 _MAKES_ANEW = {
     *("zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "bernoulli_"),
@@ -406,37 +384,3 @@ class _Table(dict[str, Any]):
     def values(self) -> Any:
         """As of a dict."""
         return dict(self.items()).values()
-
-
-class _Sizes(TorchFunctionMode):
-    """Sees where the size of a tensor is asked for, which is no operation."""
-
-    _ASK = frozenset(
-        (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
-    )
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._ASK:
-            self._recorder.note_listed(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        try:
-            result = func(*args, **kwargs)
-        except _BY_VALUES as error:
-            if not self._recorder.guess:
-                raise
-            result = _made_up(func._overloadpacket.__name__, args, error)
-        self._recorder.operation(func, args, kwargs, result)
-        return result

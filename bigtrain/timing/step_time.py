@@ -360,7 +360,7 @@ class StepTimer:
             orders = schedule_orders(schedule, plan.pp, per_rank, micro_batches)
             total = simulate_step(orders, stages).seconds
         else:  # at least one micro-batch goes forward and backward through all stages
-            total = sum(stage.forward + stage.inputs for stage in stages)
+            total = sum(stage.forward + stage.input_backward for stage in stages)
         # Where ranks share the cores, idle ones leave them to the others.
         total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
         computing, exchanging = max(busy_seconds, key=sum)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from bigtrain.tensors.fake import fake_model, run_without_numbers
 from bigtrain.tensors.tree import tree_tensors
 from bigtrain.tracing.made_up_answers import Answer, MadeUpAnswers, made_up_chance
 from bigtrain.tracing.unreached import graph_leaves
+from bigtrain.tracing.watch import CallLog, log_calls
 
 _CHANCE: tuple[Answer, ...] = ("chance",)
 _PASSES: tuple[Answer, ...] = ("everything", "nothing", *_CHANCE * 6)
@@ -72,12 +73,10 @@ class Routes:
 
 
 @dataclass
-class _Pass:
-    """What one pass without numbers did."""
+class _Pass(CallLog):
+    """A pass without numbers: its calls, the parameters reached, the values it asked for."""
 
-    calls: Counter[str] = field(default_factory=Counter)
     reached: frozenset[str] = frozenset()
-    stack: list[str] = field(default_factory=list)
     question: str | None = None
     """The first operation that asked for values."""
     asked_in: str = ""
@@ -157,31 +156,13 @@ def _routes(model: nn.Module, example: MicroBatch, device: torch.device) -> Rout
 def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, found: _Pass) -> None:
     """One forward pass; what it does is noted as it goes."""
     with ExitStack() as watching:
-        for name, module in twin.named_modules():
-            watching.callback(module.register_forward_pre_hook(_entering(name, found)).remove)
-            watching.callback(module.register_forward_hook(_leaving(found)).remove)
+        watching.enter_context(log_calls(twin, found))
         drew = watching.enter_context(made_up_chance(answer, seed))
         watching.callback(lambda: setattr(found, "drew", drew()))
         watching.enter_context(MadeUpAnswers(answer, random.Random(seed), found.ask))
         output = twin(batch.inputs)
     found.reached = _reached(twin, output)
     found.ended = True
-
-
-def _entering(name: str, found: _Pass) -> Callable[[nn.Module, object], None]:
-    def enter(_module: nn.Module, _inputs: object) -> None:
-        found.calls[name] += 1
-        found.stack.append(name)
-
-    return enter
-
-
-def _leaving(found: _Pass) -> Callable[[nn.Module, object, object], None]:
-    def leave(_module: nn.Module, _inputs: object, _output: object) -> None:
-        if found.stack:  # of a pass that failed it says where
-            found.stack.pop()
-
-    return leave
 
 
 def _reached(twin: nn.Module, output: object) -> frozenset[str]:

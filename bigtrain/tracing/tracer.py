@@ -16,20 +16,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ConfigError
 from bigtrain.tensors.op_cost import bytes_touched, flops_of, mutated_tensors
 from bigtrain.tensors.tree import map_tensors, tree_tensors
-from bigtrain.tracing.call_hooks import (
-    handling_calls,
-    intercept_calls,
-    pretend_compiling,
-    release_calls,
-    returned_tensors,
-)
+from bigtrain.tracing.call_hooks import returned_tensors
 from bigtrain.tracing.module_state import (
     Attribute,
     ChangedObject,
@@ -48,6 +40,7 @@ from bigtrain.tracing.records import (
     TracedValue,
     UncuttableRange,
 )
+from bigtrain.tracing.watch import ForwardObserver, untraceable_message, watch_forward
 
 
 def trace_forward(
@@ -78,7 +71,16 @@ def trace_forward(
         if changed:
             objects = snapshot.changed_objects()
             snapshot.restore()
-            _watch_state(recorder, model, (run, mode, inputs, around), changed, objects)
+            _watch_state(
+                recorder,
+                model,
+                run=run,
+                mode=mode,
+                inputs=inputs,
+                around=around,
+                changed=changed,
+                objects=objects,
+            )
     finally:
         snapshot.restore()
     for index in recorder.ids_of(output):
@@ -93,41 +95,34 @@ def _record(
     mode: FakeTensorMode,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    modules = list(model.named_modules())
-    intercept_calls(modules)
     try:
-        noting = (recorder.operations, around(), recorder.saving(), recorder.functions)
-        with (
-            mode,
-            noting[0],
-            noting[1],
-            noting[2],
-            noting[3],
-            handling_calls(recorder),
-            pretend_compiling(),
-        ):
+        with watch_forward(model, recorder, mode, around):
             return run(model)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(recorder.complaint(error)) from error
-    finally:
-        release_calls(module for _, module in modules)
+        raise ConfigError(
+            f"strategy.cut: {untraceable_message(error, recorder)}. Take what depends on values "
+            "out of the forward pass, or use a strategy without a cut."
+        ) from error
 
 
 def _watch_state(
     recorder: _Recorder,
     model: nn.Module,
-    setup: tuple[Any, Any, Any, Any],
+    *,
+    run: Callable[[nn.Module], Any],
+    mode: FakeTensorMode,
+    inputs: Any,
+    around: Callable[[], AbstractContextManager[Any]],
     changed: set[Attribute],
     objects: Sequence[ChangedObject],
 ) -> None:
     """Run twice more, the second time with what the first has left, and see who reads it.
 
     Each attribute that changes must be of one stage. A module whose code goes another way the
-    second time cannot be cut through: the first script would not fit.
+    second time cannot be cut through: the first program would not fit.
     """
-    run, mode, inputs, around = setup
     touches: dict[Attribute, list[tuple[int, int]]] = {}
     written: set[Attribute] = set()
     recorders = []
@@ -169,7 +164,7 @@ def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple
     return 0, END_OF_PASS
 
 
-class _Recorder:
+class _Recorder(ForwardObserver):
     """Watches calls, functions and operations; see `ForwardTrace`."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -184,8 +179,6 @@ class _Recorder:
         self.enclosed: dict[int, str] = {}
         self.random: set[int] = set()
         self.backward: list[tuple[int, int]] = []
-        self.operations = _Operations(self)
-        self.functions = _Functions(self)
         self.clock = 0
         self._index: dict[int, int] = {}
         self._numbers: dict[str, int] = {}
@@ -194,7 +187,6 @@ class _Recorder:
         """For each frame of the stack the values that its code has got."""
         self._own: set[int] = set()
         self._storages: dict[int, int] = {}
-        self._failed = ""
         self._modules = dict(model.named_modules())
         for tensor in tree_tensors(inputs):
             self._reach[0].add(self.add(tensor, "input", known=True))
@@ -285,7 +277,7 @@ class _Recorder:
         try:
             result = run(*args, **kwargs)
         except Exception:
-            self._failed = self._failed or name
+            self.failed = self.failed or name
             raise
         except BaseException:
             self._stack.pop()
@@ -304,7 +296,7 @@ class _Recorder:
         self._reach[-1].update(call.outputs)
         return result
 
-    def function(self, func: Any, args: Any, result: Any) -> None:
+    def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A function of torch has returned to the code of the current frame."""
         leaves = returned_tensors(result)
         if leaves:
@@ -312,7 +304,8 @@ class _Recorder:
             self.events.append((self.frame, -1, indices))
             self._reach[-1].update(indices)
         if func in _OF_GRAPHS:
-            inputs = [self.add(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            leaves = tree_leaves((args, kwargs))
+            inputs = [self.add(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             births = [self.values[value].born for value in inputs]
             self.clock += 1
             self.whole.append(UncuttableRange(min(births, default=0), self.clock, _IN_FORWARD))
@@ -354,32 +347,12 @@ class _Recorder:
         flops = flops_of(func, args, kwargs, result)
         self.costs.append(OpCost(self.clock, flops, bytes_touched(inputs, outputs)))
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Notes what autograd keeps, as long as it is entered."""
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._own:
-                nbytes, ticks = self.saved.setdefault(storage._cdata, (storage.nbytes(), []))
-                ticks.append(self.clock)
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-
-    def complaint(self, error: Exception) -> str:
-        """What cannot be cut, where and why."""
-        lines = str(error).strip().splitlines() or [""]
-        kind = type(error).__name__
-        if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
-            why = f"the value of a tensor decides what it does ({lines[0]})"
-        else:
-            why = f"{kind}: {lines[0]}"
-        where = f"{self._failed!r}" if self._failed else "its forward"
-        return (
-            f"strategy.cut: the model does not run on tensors without values; {where} fails: "
-            f"{why}. Take what depends on values out of the forward pass, or use a strategy "
-            "without a cut."
-        )
+    def save(self, tensor: Tensor) -> None:
+        """Autograd saves a tensor for the backward pass."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            nbytes, ticks = self.saved.setdefault(storage._cdata, (storage.nbytes(), []))
+            ticks.append(self.clock)
 
 
 def _named(call: ModuleCall) -> str:
@@ -388,29 +361,6 @@ def _named(call: ModuleCall) -> str:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not torch.ops.prim.device.default:  # no work; asked in some versions more often
-            self._recorder.operation(func, args, kwargs or {}, result)
-        return result
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._recorder.function(func, (args, kwargs), result)
-        return result
 
 
 _STRAY = "a tensor from before it is read after it by another module, from an attribute or a list"

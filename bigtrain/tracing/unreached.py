@@ -16,6 +16,7 @@ from bigtrain.errors import BigtrainError
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blueprint import kept_random_state
 from bigtrain.tensors.fake import fake_model, run_without_numbers
+from bigtrain.tracing.watch import CallLog, log_calls
 
 MORE_PASSES = 8
 """In training, before a parameter is said to be out of reach: a model may leave a layer out by
@@ -75,18 +76,17 @@ def _unreached(
 ) -> tuple[list[str], frozenset[str]]:
     """Names of trained parameters, and of the modules that were called."""
     twin, batch = fake_model(model, device, double=False), example.fake(device)
-    called = set[str]()
+    log = CallLog()
     pairs = {  # a loss may know the parameters of the model itself
         name: (own, copy)
         for (name, own), copy in zip(model.named_parameters(), twin.parameters(), strict=True)
         if own.requires_grad
     }
     trained = len(pairs)
-    for name, module in twin.named_modules():
-        module.register_forward_pre_hook(lambda _module, _args, name=name: called.add(name))
     for mode in chain([True, False], repeat(True, MORE_PASSES)):
         # Without targets for a head: its logits are whole, which costs nothing here.
-        output = twin.train(mode)(batch.inputs)
+        with log_calls(twin, log):
+            output = twin.train(mode)(batch.inputs)
         total = loss(output, batch.targets, max(1, batch.count))
         leaves, is_whole = graph_leaves(total)
         pairs = {n: pair for n, pair in pairs.items() if leaves.isdisjoint(map(id, pair))}
@@ -96,7 +96,7 @@ def _unreached(
         if not pairs:
             break
     # Where nothing at all is reached the loss is at fault, and its own backward pass says so.
-    return [*pairs] if len(pairs) < trained else [], frozenset(called)
+    return [*pairs] if len(pairs) < trained else [], frozenset(log.calls)
 
 
 def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:

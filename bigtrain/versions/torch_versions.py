@@ -2,10 +2,8 @@
 
 Before 2.15
 
-* the schedules of `torch.distributed.pipelining` keep sent tensors until the end of a step and
-  allocate all receive buffers at its start: `pipeline.schedule_loop` runs the schedules instead;
-* they wait for sends only at the end, and order a few receives differently:
-  `schedules.events` follows that order;
+* the schedules of `torch.distributed.pipelining` wait for sends only at the end of a step, and order
+  a few receives differently: `schedules.events` follows the order of torch 2.15;
 * the backward pass for inputs cannot start at gradient edges, so edges imitate outputs;
 * the FLOPs of attention on a CPU are not counted.
 
@@ -43,7 +41,7 @@ _NUMBERS = re.match(r"(\d+)\.(\d+)", torch.__version__)
 TORCH = (int(_NUMBERS[1]), int(_NUMBERS[2])) if _NUMBERS else (0, 0)
 """Major and minor number of the installed torch."""
 SCHEDULES_LET_GO = TORCH >= (2, 15)
-"""Whether torch's pipeline schedules release sent tensors, and order events as ours do."""
+"""Whether torch's pipeline schedules order messages and waits as ours do."""
 COUNTS_EXCHANGES = hasattr(dist.ProcessGroup, "register_pre_hook")
 """Whether process groups have hooks that report each collective."""
 SPLITS_BACKWARD = TORCH >= (2, 13)

@@ -1,8 +1,8 @@
-"""What crosses a cut, in the form that another library's pipeline takes.
+"""Boundary tensors in the form that another library's pipeline takes.
 
-Such a library gives a gradient to all that is floating point and to nothing else. The wires that
-are trained come first, as floating point; the others ride along behind them as the bits that they
-are, of a kind that the library leaves alone.
+Such a library gives a gradient to every floating-point tensor and to no other. So tensors that need
+a gradient come first, as floating point. The others follow with their bits unchanged, in a type
+that the library passes on untouched.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class BoundaryFormat:
-    """Packs the wires of one cut, and unpacks them on its other side.
+    """Packs the tensors that cross one cut, and unpacks them on its other side.
 
     Args:
-        metas: the wires on the meta device: shape, type, whether gradients come back.
-        untrained: as what the wires without gradients travel.
+        metas: the tensors on the meta device: shape, type, whether they need a gradient.
+        untrained: the kind of type in which tensors without a gradient are sent.
     """
 
     def __init__(
         self, metas: Sequence[Tensor], untrained: Literal["float", "integer"] = "float"
     ) -> None:
         self._metas, self._untrained = metas, untrained
-        # Stable: the trained ones in their order, then the others.
-        self._places = sorted(range(len(metas)), key=lambda n: not metas[n].requires_grad)
+        # Stable: those with a gradient in their order, then the others.
+        self._order = sorted(range(len(metas)), key=lambda n: not metas[n].requires_grad)
 
-    def pack(self, wires: Sequence[Tensor]) -> list[Tensor]:
-        """The wires of the stage before the cut as they travel."""
-        return [self._packed(wires[place], self._metas[place]) for place in self._places]
+    def pack(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs of the stage before the cut as they are sent."""
+        return [self._packed(outputs[n], self._metas[n]) for n in self._order]
 
     def unpack(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """The wires for the stage behind the cut."""
+        """Return the inputs of the stage after the cut."""
         tensors = {
-            place: self._unpacked(tensor, self._metas[place])
-            for place, tensor in zip(self._places, sent, strict=True)
+            n: self._unpacked(tensor, self._metas[n])
+            for n, tensor in zip(self._order, sent, strict=True)
         }
-        return [tensors[place] for place in range(len(tensors))]
+        return [tensors[n] for n in range(len(tensors))]
 
-    def _packed(self, wire: Tensor, meta: Tensor) -> Tensor:
+    def _packed(self, tensor: Tensor, meta: Tensor) -> Tensor:
         if not meta.requires_grad:
-            wire = wire.detach()
-        if wire.is_complex():
-            wire = torch.view_as_real(wire)
+            tensor = tensor.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
         if meta.requires_grad:
-            return wire
-        size = wire.element_size()
+            return tensor
+        size = tensor.element_size()
         if self._untrained == "integer":
-            return wire.contiguous().view(INTEGERS[size])
-        if wire.is_floating_point() and size > 1:
-            return wire
+            return tensor.contiguous().view(INTEGERS[size])
+        if tensor.is_floating_point() and size > 1:
+            return tensor
         # A byte fits into a half, every one of the 256.
-        small = wire.contiguous().view(torch.uint8).half() if size == 1 else wire.contiguous()
+        small = tensor.contiguous().view(torch.uint8).half() if size == 1 else tensor.contiguous()
         return small.view(FLOATS[small.element_size()])
 
     def _unpacked(self, sent: Tensor, meta: Tensor) -> Tensor:

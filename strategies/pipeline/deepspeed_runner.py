@@ -1,18 +1,20 @@
 """The runner on DeepSpeed's pipeline engine.
 
-DeepSpeed's schedule says what is done when, its engine computes, sends, reduces and steps. Facts of
-DeepSpeed 0.19 (`runtime/pipe`) that the instructions here answer, each in its place:
+DeepSpeed's schedule orders the instructions; its engine computes, sends, reduces and steps. The
+methods here replace instructions of DeepSpeed 0.19 (`runtime/pipe`), for these reasons:
 
 * It tells the next stage the shapes at the first send only, so a smaller micro-batch hangs or is
-  misread; here every rank knows the shapes of every micro-batch, and none are sent.
-* It sends gradients of all that is floating point, and asserts that each is there; complex numbers
-  get none. Here those wires have gradients that the loss has one for, whatever their type.
-* Buffers for what is received are kept by place and size, not by type: integers before floating
-  point come in as what they are not. Here each micro-batch has its own.
-* It goes back through a stage once for each tensor that was sent, with the graph retained; here
-  once for all. It copies what a stage is given, and keeps what it sent to its backward pass.
-* Only the first and the last stage see the batch; here all do.
-* It averages losses over micro-batches as if each had as many targets, in fp32.
+  misread. Here every rank knows the shapes of every micro-batch, and none are sent.
+* It sends a gradient for every floating-point tensor, asserts that each exists, and sends none for
+  complex numbers. Here a boundary tensor has a gradient if the loss depends on it, whatever its
+  type.
+* It reuses receive buffers by position and size, not by type: an integer that is received into a
+  floating-point buffer is misread. Here each micro-batch has buffers of its own.
+* It runs a stage's backward pass once for each tensor that was sent, with the graph retained; here
+  one pass serves all of them. It also copies a stage's inputs, and keeps its outputs until the
+  backward pass.
+* Only its first and last stage see the batch; here all do.
+* It averages losses over micro-batches as if all had the same number of targets, in fp32.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.pipeline.runner import PipelineRunner
+from bigtrain.pipeline.stage_module import StageShapes
 from bigtrain.pipeline.tied_parameters import TiedParameter
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.deepspeed_adapter import (
@@ -50,33 +53,33 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
 class _StageLayer(nn.Module):
-    """A stage as DeepSpeed calls it: the wires in, the wires or the loss out."""
+    """A stage as DeepSpeed calls it: from its inputs to its outputs, or to the loss."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self.stage = stage
-        self.compute: Callable[[Sequence[Tensor]], Any] = lambda _wires: None
+        self.compute: Callable[[Sequence[Tensor]], Any] = lambda _inputs: None
 
-    def forward(self, wires: tuple[Tensor, ...]) -> Any:
-        """Compute the stage's part for the micro-batch whose turn it is."""
-        return self.compute(wires)
+    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
+        """Compute the stage's part of the micro-batch that the schedule has reached."""
+        return self.compute(inputs)
 
 
 class ShardedUpdate(Update, Protocol):
     """An update whose states are in shards over the replicas, the gradients as well."""
 
     def clip(self, elsewhere: Collection[str]) -> float:
-        """Let the next step clip by the norm over all stages; return it.
+        """Return the gradient norm over all stages, by which the next step clips.
 
         Args:
-            elsewhere: tied parameters, which another stage counts.
+            elsewhere: names of tied parameters that another stage counts.
         """
 
     def gradients(self) -> dict[str, StateTensor]:
-        """What this rank has of the gradients, by name."""
+        """Return the gradients, or shards of them, that this rank has, by name."""
 
     def update_parameters(self) -> None:
-        """Let the parameters follow what was loaded."""
+        """Copy a loaded state into the parameters."""
 
 
 class _EngineUpdate(WholeUpdate):
@@ -125,27 +128,26 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         super().__init__(assembly, [stage], "1f1b", ties=ties)
         self._sharding = assembly.shard is not None
         self._batches: list[MicroBatch] = []
-        self._arrived = 0
-        self._turns: dict[int, int] = {}
-        """By buffer: the micro-batch that it is for."""
-        self._scale = 1.0
+        self._num_begun = 0
+        self._micro_batch_of: dict[int, int] = {}
+        """The number of the micro-batch that is in each of the engine's buffers."""
         self._computing = 0
         self._losses: list[Tensor] = []
-        self._arrived_gradients: Sequence[Tensor] = ()
+        self._output_gradients: Sequence[Tensor] = ()
         self._part.compute = self._forward
         self._instruct()
 
     def _whole(self, assembly: Assembly, stage: Stage, start: Callable[..., Any]) -> Update:
         trained = {n: p for n, p in stage.named_parameters() if p.requires_grad}
         update = _EngineUpdate(trained, assembly.make_optimizer)
-        if not trained:  # DeepSpeed wants something
+        if not trained:  # DeepSpeed refuses an optimizer without parameters
             spare = nn.Parameter(torch.zeros(1, device=stage.device))
             update.optimizer.param_groups[0]["params"].append(spare)
         update.engine = start(update.optimizer, {})
         return update
 
     def _instruct(self) -> None:
-        """Give the engine our way of doing the instructions of its schedule."""
+        """Replace the instructions of the engine's schedule by the methods here."""
 
         def nothing(_engine: Any) -> None:
             pass
@@ -158,7 +160,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             "RecvGrad": self._receive_gradients,
             "BackwardPass": self._backward_pass,
             "SendGrad": self._send_gradients,
-            # When all ranks know that the losses are finite, and in `update`.
+            # Done when all ranks know that the losses are finite, and in `update`.
             "ReduceTiedGrads": nothing,
             "ReduceGrads": nothing,
             "OptimizerStep": nothing,
@@ -172,7 +174,8 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         del final
         engine = self._engine
         self._batches = [self.place_batch(micro_batch) for micro_batch in group]
-        self._scale, self._arrived, self._losses = scale, 0, []
+        self._worker.begin(self._batches, scale)
+        self._num_begun, self._losses = 0, []
         engine.module.train(self.module.training)
         run_schedule(engine, len(group))
         self._batches = []
@@ -183,29 +186,29 @@ class DeepSpeedPipelineRunner(PipelineRunner):
     def _stage(self) -> Stage:
         return self._part.stage
 
-    def _wires(self, buffer_id: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The wires in and out of the micro-batch of a buffer, on the meta device."""
-        shapes = self._shapes(self._batches[self._turns[buffer_id]])
-        return shapes[self._stage.index]
+    def _shapes(self, buffer_id: int) -> StageShapes:
+        """The stage's inputs and outputs for the micro-batch in a buffer, on the meta device."""
+        micro_batch = self._batches[self._micro_batch_of[buffer_id]]
+        return self._worker.shapes(micro_batch)[self._stage.index]
 
     def _load(self, engine: Any, buffer_id: int) -> None:
         if engine.is_first_stage():
-            self._take_turn(buffer_id)
+            self._begin_micro_batch(buffer_id)
             engine.pipe_buffers["inputs"][buffer_id] = ()
 
-    def _take_turn(self, buffer_id: int) -> None:
-        self._turns[buffer_id] = self._arrived
-        self._arrived += 1
+    def _begin_micro_batch(self, buffer_id: int) -> None:
+        self._micro_batch_of[buffer_id] = self._num_begun
+        self._num_begun += 1
 
     def _receive(self, engine: Any, buffer_id: int) -> None:
-        self._take_turn(buffer_id)
-        incoming, _ = self._wires(buffer_id)
-        wires = self._received(incoming, engine.prev_stage)
-        for wire, meta in zip(wires, incoming, strict=True):
-            wire.requires_grad_(meta.requires_grad)
-        engine.pipe_buffers["inputs"][buffer_id] = tuple(wires)
+        self._begin_micro_batch(buffer_id)
+        incoming, _ = self._shapes(buffer_id)
+        inputs = self._receive_from(incoming, engine.prev_stage)
+        for tensor, meta in zip(inputs, incoming, strict=True):
+            tensor.requires_grad_(meta.requires_grad)
+        engine.pipe_buffers["inputs"][buffer_id] = tuple(inputs)
 
-    def _received(self, metas: Sequence[Tensor], stage: int) -> list[Tensor]:
+    def _receive_from(self, metas: Sequence[Tensor], stage: int) -> list[Tensor]:
         device = self.context.device
         received = [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
         for tensor in received:
@@ -213,18 +216,16 @@ class DeepSpeedPipelineRunner(PipelineRunner):
                 receive_from_stage(_as_bytes(tensor), stage)
         return received
 
-    def _sent(self, tensors: Sequence[Tensor], stage: int) -> None:
+    def _send_to(self, tensors: Sequence[Tensor], stage: int) -> None:
         for tensor in tensors:
             if tensor.numel():
                 send_to_stage(_as_bytes(tensor.detach().contiguous()), stage)
 
-    def _forward(self, wires: Sequence[Tensor]) -> Any:
-        number = self._computing
-        final = number == len(self._batches) - 1
-        return self._compute(self._stage, wires, self._batches[number], self._scale, final)
+    def _forward(self, inputs: Sequence[Tensor]) -> Any:
+        return self._worker.forward(self._stage, self._computing, inputs)
 
     def _forward_pass(self, engine: Any, buffer_id: int) -> None:
-        self._computing = self._turns[buffer_id]
+        self._computing = self._micro_batch_of[buffer_id]
         buffers = engine.pipe_buffers
         outputs = forward_stage(engine, buffers["inputs"][buffer_id])
         buffers["outputs"][buffer_id] = outputs
@@ -233,40 +234,42 @@ class DeepSpeedPipelineRunner(PipelineRunner):
 
     def _send(self, engine: Any, buffer_id: int) -> None:
         outputs = engine.pipe_buffers["outputs"][buffer_id]
-        self._sent(outputs, engine.next_stage)
-        # The graph is enough to go back from.
+        self._send_to(outputs, engine.next_stage)
+        # The edges are enough for the backward pass, so that the outputs are released.
         edges = [get_gradient_edge(out) for out in outputs if out.requires_grad]
         engine.pipe_buffers["outputs"][buffer_id] = edges
 
     def _receive_gradients(self, engine: Any, buffer_id: int) -> None:
-        _, outgoing = self._wires(buffer_id)
-        wanted = [meta for meta in outgoing if meta.requires_grad]
-        self._arrived_gradients = self._received(wanted, engine.next_stage)
+        _, outgoing = self._shapes(buffer_id)
+        with_gradient = [meta for meta in outgoing if meta.requires_grad]
+        self._output_gradients = self._receive_from(with_gradient, engine.next_stage)
 
     def _backward_pass(self, engine: Any, buffer_id: int) -> None:
-        finish = self._begin_backward()
         outputs = engine.pipe_buffers["outputs"][buffer_id]
         engine.pipe_buffers["outputs"][buffer_id] = None
-        if engine.is_last_stage():
-            if outputs.requires_grad:
-                # A tensor of its own: DeepSpeed's hook on the output itself would not know this
-                # call, and divide by the number of micro-batches.
-                backward_loss(engine, outputs * 1.0)
-        elif outputs:
-            gradients, self._arrived_gradients = self._arrived_gradients, ()
-            backward_from(engine, outputs, gradients)
-        finish()
+        with self._worker.backward_pass():
+            if engine.is_last_stage():
+                if outputs.requires_grad:
+                    # A new tensor: DeepSpeed's hook on the output itself would not know this call,
+                    # and divide by the number of micro-batches.
+                    backward_loss(engine, outputs * 1.0)
+            elif outputs:
+                gradients, self._output_gradients = self._output_gradients, ()
+                backward_from(engine, outputs, gradients)
 
     def _send_gradients(self, engine: Any, buffer_id: int) -> None:
-        incoming, _ = self._wires(buffer_id)
-        wires = engine.pipe_buffers["inputs"][buffer_id]
+        incoming, _ = self._shapes(buffer_id)
+        inputs = engine.pipe_buffers["inputs"][buffer_id]
         engine.pipe_buffers["inputs"][buffer_id] = None
-        trained = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
-        input_gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in trained]
-        self._sent(input_gradients, engine.prev_stage)
+        gradients = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor, meta in zip(inputs, incoming, strict=True)
+            if meta.requires_grad
+        ]
+        self._send_to(gradients, engine.prev_stage)
 
     def clip(self) -> Tensor:
-        """See `StepRunner.clip`; what shards the gradients has their norm, and clips by it."""
+        """See `StepRunner.clip`; with sharded gradients the sharded update clips."""
         if not self._sharding:
             return super().clip()
         norm = cast(ShardedUpdate, self._update).clip(self._ties.owned_elsewhere)
@@ -291,7 +294,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             return
         reduce_pipeline_gradients(self._engine)
         if self._average is not None:
-            self._average([])  # buffers follow the first replica's
+            self._average([])  # for buffers: they follow the first replica
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -310,18 +313,18 @@ def _make_engine(
 ) -> Any:
     """Let DeepSpeed make its engine around this rank's stage. Collective over all ranks.
 
-    DeepSpeed lays its own grid; rank r of ours is (r // pp, r % pp) on (dp, pp), so its axes are
-    given in that order: its default one has the replicas next to each other.
+    DeepSpeed makes a grid of its own. Rank r is (r // pp, r % pp) on (dp, pp) here, so its axes are
+    named in that order: by default it places the replicas of a stage on neighbouring ranks.
 
     Args:
-        part: this rank's layer; DeepSpeed is told of as many layers as there are stages.
+        part: the layer of this rank; DeepSpeed is told of one layer for each stage.
         optimizer: over its trained parameters.
-        config: DeepSpeed's.
+        config: DeepSpeed's configuration.
         context: the mesh.
-        closing: takes what is to be undone at the end.
+        closing: takes the callbacks that undo this at the end.
 
     Raises:
-        RuntimeError: DeepSpeed's grid is another one than the mesh.
+        RuntimeError: DeepSpeed's grid differs from the mesh.
     """
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -332,10 +335,10 @@ def _make_engine(
         layer = deepspeed.pipe.LayerSpec
         module = deepspeed.pipe.PipelineModule(
             # Each rank builds its own layer alone.
-            layers=[layer(_Given, part) for _ in range(context.pp_size)],
+            layers=[layer(_ExistingLayer, part) for _ in range(context.pp_size)],
             topology=topology,
             partition_method="uniform",
-            loss_fn=None,  # the last stage gives the loss itself
+            loss_fn=None,  # the last stage returns the loss
         )
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
@@ -350,18 +353,18 @@ def _make_engine(
     return engine
 
 
-class _Given(nn.Module):
-    """What DeepSpeed builds as a layer: a module that is there."""
+class _ExistingLayer(nn.Module):
+    """A layer that DeepSpeed builds around a module that exists already."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
 
-    def forward(self, wires: Any) -> Any:
+    def forward(self, inputs: Any) -> Any:
         """Call it."""
-        return self.part(wires)
+        return self.part(inputs)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: not every backend knows every type."""
+    """The bytes of a contiguous tensor: not every backend can send every type."""
     return tensor.view(-1).view(torch.uint8)

@@ -40,6 +40,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.pipeline.local_chain import StageChain
 from bigtrain.strategies.fairscale_adapter import do_without_workers, is_second_pass, run_pipe
 from bigtrain.strategies.pipeline.boundary_format import BoundaryFormat
+from bigtrain.tensors.not_a_child import NotAChild
 
 
 class _StepState:
@@ -86,13 +87,6 @@ class _Part(nn.Module):
         return tuple(sent)
 
 
-class _Unseen:
-    """A module that is no child of the one that holds it."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-
 class PipedStages(StageChain):
     """All stages of a model: one micro-batch after the other, or a whole step through Pipe.
 
@@ -136,7 +130,7 @@ class PipedStages(StageChain):
                 checkpoint=checkpoint,
             )
         do_without_workers(pipe, devices)
-        self._pipe = _Unseen(pipe)
+        self._pipe = NotAChild(pipe)
 
     def train(self, mode: bool = True) -> PipedStages:  # noqa: FBT001, FBT002 - as nn.Module has it
         """See `nn.Module.train`."""
@@ -168,9 +162,8 @@ class FairscaleRunner(LoopRunner):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
-        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
-        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
-        scale = self.context.dp_size / max(total, 1)
+        total = self.count_targets(micro_batches)
+        scale = self.sum_scale(total)
         self.meter.phase("forward")
         placed = [self.place_batch(micro_batch) for micro_batch in micro_batches]
         for micro_batch in (*micro_batches, *placed):

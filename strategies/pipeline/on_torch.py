@@ -21,7 +21,7 @@ from bigtrain.schedules.orders import (
     rank_order,
     stage_ranks,
 )
-from bigtrain.schedules.transfers import transfers, turns
+from bigtrain.schedules.transfers import backward_starts, transfers
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
 from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 
@@ -64,7 +64,7 @@ class TorchPipeline(Pipeline):
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:
         """See `CutStrategy.actions`."""
         schedule = (self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
-        way = (transfers(*schedule, pp_rank), turns(*schedule, pp_rank))
+        way = (transfers(*schedule, pp_rank), backward_starts(*schedule, pp_rank))
         return RankActions(rank_order(*schedule, pp_rank), *way)
 
     def apply(self, assembly: Assembly) -> None:

@@ -18,8 +18,8 @@ from support.cut_runs import (
     common_points,
     compare,
     made,
-    rehearsed,
     stages_of,
+    traced,
 )
 from support.cutting_configured import (
     CheckedSettings,
@@ -61,17 +61,17 @@ class Chain(nn.Module):
 
 
 def cut_of(case: Case, at: str) -> Any:
-    model, rehearsal, batches = rehearsed(case)
-    found, _ = rehearsal.trace(batches[0], training=True)
+    model, traced_model, batches = traced(case)
+    found, _ = traced_model.trace(batches[0], training=True)
     call = next(index for index, call in enumerate(found.calls) if call.name == at)
-    return model, batches[0], cut_at(found, [call], rehearsal)
+    return model, batches[0], cut_at(found, [call], traced_model)
 
 
 def test_no_batch_is_kept() -> None:
     """A batch of real numbers is gone when its step is over; only its shapes are remembered."""
-    _, rehearsal, batches = rehearsed(next(iter(CASES.values())))
+    _, traced_model, batches = traced(next(iter(CASES.values())))
     own = batches[0].map(torch.clone)
-    rehearsal.trace(own, training=True)
+    traced_model.trace(own, training=True)
     gone = [weakref.ref(tensor) for tensor in own.tensors()]
     del own
     assert gone
@@ -81,10 +81,10 @@ def test_no_batch_is_kept() -> None:
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> None:
-    model, rehearsal, batches = rehearsed(CASES[name])
-    points, _ = common_points(rehearsal, batches[0])
-    found, _ = rehearsal.trace(batches[0], training=True)
-    cut = cut_at(found, [points[len(points) // 2].call], rehearsal)
+    model, traced_model, batches = traced(CASES[name])
+    points, _ = common_points(traced_model, batches[0])
+    found, _ = traced_model.trace(batches[0], training=True)
+    cut = cut_at(found, [points[len(points) // 2].call], traced_model)
     every = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert set(cut.owners) == every == cut.tensor_names_of(range(cut.stages))
     tied = dict(cut.ties)
@@ -127,12 +127,12 @@ def test_autocast_gives_the_same_numbers() -> None:
         model = case.make()
         inputs = case.inputs()
         inputs = inputs.float() if inputs.is_floating_point() else inputs
-        rehearsal = TracedModel(model, Squares(), CPU, Numerics(autocast=True))
-        points, _ = common_points(rehearsal, batch(inputs))
-        found, _ = rehearsal.trace(batch(inputs), training=True)
+        traced_model = TracedModel(model, Squares(), CPU, Numerics(autocast=True))
+        points, _ = common_points(traced_model, batch(inputs))
+        found, _ = traced_model.trace(batch(inputs), training=True)
         dtypes = set()
         for point in points:
-            cut = cut_at(found, [point.call], rehearsal)
+            cut = cut_at(found, [point.call], traced_model)
             compare(model, cut, [batch(inputs)])
             dtypes |= {wire.dtype for wire in stages_of(cut, model)[0].outgoing(batch(inputs))}
         assert torch.bfloat16 in dtypes
@@ -140,9 +140,9 @@ def test_autocast_gives_the_same_numbers() -> None:
 
 def test_what_looks_at_values_is_refused_by_name() -> None:
     model = made(Case(ValueDependent, rows))
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match=r"'gate' fails: the value of a tensor decides"):
-        rehearsal.trace(batch(rows()), training=True)
+        traced_model.trace(batch(rows()), training=True)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
     make: Any, offered: set[str], why: str
 ) -> None:
-    _, rehearsal, batches = rehearsed(Case(make, rows))
-    points, refused = common_points(rehearsal, batches[0])
+    _, traced_model, batches = traced(Case(make, rows))
+    points, refused = common_points(traced_model, batches[0])
     assert {point.name for point in points} <= offered
     assert any(why in reason for reason in refused.values()), refused
 
@@ -169,10 +169,10 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
 @pytest.mark.parametrize("make", [Settings, CheckedSettings])
 def test_a_configuration_is_cut_where_nobody_needs_what_changes_of_it(make: Any) -> None:
     """transformers' classifiers settle `config.problem_type` in the last code of the first pass."""
-    _, rehearsal, batches = rehearsed(Case(lambda: Configured(make), rows))
-    points, refused = common_points(rehearsal, batches[0])
+    _, traced_model, batches = traced(Case(lambda: Configured(make), rows))
+    points, refused = common_points(traced_model, batches[0])
     assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
-    assert rehearsal.fake_model.get_submodule("").config.kind is None  # left as it was
+    assert traced_model.fake_model.get_submodule("").config.kind is None  # left as it was
 
 
 def drawn(model: nn.Module, x: Tensor) -> Tensor:
@@ -181,9 +181,9 @@ def drawn(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_random_numbers_of_python_are_refused() -> None:
     state = random.getstate()
-    rehearsal = TracedModel(Chain(drawn).double(), Squares(), CPU, Numerics())
+    traced_model = TracedModel(Chain(drawn).double(), Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match="the forward pass draws from random, and each stage"):
-        rehearsal.trace(batch(rows()), training=True)
+        traced_model.trace(batch(rows()), training=True)
     assert random.getstate() == state
 
 
@@ -197,15 +197,15 @@ def test_functions_that_hold_a_module_are_refused() -> None:
 def test_different_parameters_on_the_same_memory_stay_together() -> None:
     model = Chain().double()
     model.layers[3].weight.data = model.layers[0].weight.data
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = rehearsal.trace(batch(rows()), training=True)
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = traced_model.trace(batch(rows()), training=True)
     points, _ = legal_points(found)
     with pytest.raises(ConfigError, match="'layers.0.weight' and 'layers.3.weight' are different"):
-        cut_at(found, [points[1].call], rehearsal)
+        cut_at(found, [points[1].call], traced_model)
 
 
 class Steps:
-    """Counts outside of any module, where no rehearsal looks."""
+    """Counts outside of any module, where no traced_model looks."""
 
     taken = 0
 
@@ -224,13 +224,13 @@ def another_shape(model: Any, x: Tensor) -> Tensor:
 def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     Steps.taken = 0
     model = Chain(between).double()
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = rehearsal.trace(batch(rows()), training=True)
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = traced_model.trace(batch(rows()), training=True)
     call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
-    cut = cut_at(found, [call], rehearsal)
+    cut = cut_at(found, [call], traced_model)
     Steps.taken = 10
     stage = stages_of(cut, model)[0].train()
-    with pytest.raises(ConfigError, match="another way through the model than its rehearsal"):
+    with pytest.raises(ConfigError, match="another path through the model than when it was traced"):
         stage(micro_batch=batch(rows()), scale=1.0)
 
 
@@ -244,13 +244,13 @@ def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
     model = Chain(gained_later)
     model.gain = nn.Parameter(torch.ones(8))
     model = model.double()
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = rehearsal.trace(batch(rows()), training=True)
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = traced_model.trace(batch(rows()), training=True)
     call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
-    cut = cut_at(found, [call], rehearsal)
+    cut = cut_at(found, [call], traced_model)
     Steps.taken = 10
     stage = stages_of(cut, model)[0].train()
-    with pytest.raises(ConfigError, match=r"it comes to .*, computed with gain, instead of \('lay"):
+    with pytest.raises(ConfigError, match=r"it reaches .*, computed with gain, instead of \('lay"):
         stage(micro_batch=batch(rows()), scale=1.0)
 
 
@@ -269,19 +269,19 @@ class Alternates(nn.Module):
 
 
 def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
-    _, rehearsal, batches = rehearsed(Case(Alternates, rows))
+    _, traced_model, batches = traced(Case(Alternates, rows))
     with pytest.raises(ConfigError) as raised:
-        choose_cut(rehearsal, batches[0], CutRequest(2))
+        choose_cut(traced_model, batches[0], CutRequest(2))
     assert str(raised.value) == (
         "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. None can "
         "stand before 'middle' and 1 others: the model's own code does other things from call to "
         "call. Use a strategy without a cut."
     )
-    _, rehearsal, batches = rehearsed(Case(Chain, rows))
+    _, traced_model, batches = traced(Case(Chain, rows))
     with pytest.raises(
         ConfigError, match=r"9 stages, .* at 3 places: at most 4 stages\. Use mesh.pp=4, or"
     ):
-        choose_cut(rehearsal, batches[0], CutRequest(9))
+        choose_cut(traced_model, batches[0], CutRequest(9))
 
 
 class Swallows(nn.Module):
@@ -302,7 +302,7 @@ class Swallows(nn.Module):
 
 def test_a_stage_whose_end_is_caught_says_so() -> None:
     model, micro_batch, cut = cut_of(Case(Swallows, rows), "last")
-    with pytest.raises(ConfigError, match="came to the end of the model without its part"):
+    with pytest.raises(ConfigError, match="reached the end of the model without its part"):
         stages_of(cut, model)[0].train()(micro_batch=micro_batch, scale=1.0)
 
 
@@ -317,7 +317,7 @@ def test_a_shape_that_goes_round_a_cut_is_refused() -> None:
             return self.c(self.b(x) if len(x) > 2 else x)
 
     model, _, cut = cut_of(Case(Short, rows), "b")
-    with pytest.raises(ConfigError, match="the model does not call 'b', before which a cut stands"):
+    with pytest.raises(ConfigError, match="the model does not call 'b', where it is cut"):
         stages_of(cut, model)[0].train()(micro_batch=batch(rows(2)), scale=1.0)
 
 
@@ -334,7 +334,7 @@ def test_a_cut_that_evaluation_forbids_is_refused() -> None:
                 x += 1.0
             return self.c(x + y)
 
-    with pytest.raises(ConfigError, match="before 'b', in every mode.*changed in place after it"):
+    with pytest.raises(ConfigError, match="before 'b' in every mode.*changed in place after it"):
         cut_of(Case(Mixed, rows), "b")
 
 
@@ -373,22 +373,22 @@ class Hiding(nn.Module):
 
 def test_tensors_in_objects_within_objects_are_refused() -> None:
     model = made(Case(Hiding, rows))
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = rehearsal.trace(batch(rows()), training=True)
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = traced_model.trace(batch(rows()), training=True)
     for at in ("c", "d"):
         call = next(index for index, call in enumerate(found.calls) if call.name == at)
-        with pytest.raises(ConfigError, match="'b' returns holds tensors in objects within"):
-            cut_at(found, [call], rehearsal)
+        with pytest.raises(ConfigError, match="the result of 'b' has tensors in objects within"):
+            cut_at(found, [call], traced_model)
 
 
 def test_a_gradient_hook_on_a_parameter_of_two_stages_is_refused() -> None:
     model = Language().double()
     model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = rehearsal.trace(batch(words()), training=True)
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = traced_model.trace(batch(words()), training=True)
     call = next(index for index, call in enumerate(found.calls) if call.name == "blocks.1")
     with pytest.raises(ConfigError, match="'embed.weight' has a gradient hook"):
-        cut_at(found, [call], rehearsal)
+        cut_at(found, [call], traced_model)
 
 
 def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
@@ -396,7 +396,7 @@ def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
     stage = stages_of(cut, model)[1].train()
     bias = stage.layers[0].bias
     stage.layers[3].register_forward_pre_hook(lambda _, args: (args[0] + bias,))
-    with pytest.raises(ConfigError, match="given a tensor of another stage that was not sent"):
+    with pytest.raises(ConfigError, match="uses a tensor of another stage that was not sent"):
         stage(torch.randn_like(rows()), micro_batch=micro_batch, scale=1.0)
 
 
@@ -410,24 +410,29 @@ def test_ranks_can_compare_their_scripts() -> None:
 def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
     model = made(Case(Counting, rows))
     before = copy.deepcopy(model.state_dict())
-    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
-    rehearsal.trace(batch(rows()), training=True)
-    assert model.scaled.calls == rehearsal.fake_model.scaled.calls == 0
-    assert type(rehearsal.fake_model.scaled) is Counting.Scaled
+    traced_model = TracedModel(model, Squares(), CPU, Numerics())
+    traced_model.trace(batch(rows()), training=True)
+    assert model.scaled.calls == traced_model.fake_model.scaled.calls == 0
+    assert type(traced_model.fake_model.scaled) is Counting.Scaled
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
 
 
 def test_a_ghost_says_what_the_real_tensor_would() -> None:
     real = torch.randn(4, 6, dtype=torch.float64, requires_grad=True).t()
-    ghost = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
-    for found in (ghost, (ghost * 2).sum(0), ghost @ ghost.T, ghost + torch.ones(4, 6).T):
+    placeholder = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
+    for found in (
+        placeholder,
+        (placeholder * 2).sum(0),
+        placeholder @ placeholder.T,
+        placeholder + torch.ones(4, 6).T,
+    ):
         assert isinstance(found, PlaceholderTensor)
         assert found.device == CPU
         assert found.requires_grad
-    assert ghost.stride() == real.stride()
-    assert not ghost.detach().requires_grad
-    assert not (ghost > 0).requires_grad
+    assert placeholder.stride() == real.stride()
+    assert not placeholder.detach().requires_grad
+    assert not (placeholder > 0).requires_grad
     filled = torch.zeros(6, 4, dtype=torch.float64)
     same = filled
-    same += ghost
+    same += placeholder
     assert same is filled

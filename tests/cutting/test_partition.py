@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bigtrain.cutting.partition import AtomicUnits, partition
+from bigtrain.cutting.partition import LayerCosts, partition
 from bigtrain.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def random_pieces(dice, n):
             for _ in range(count)
         ]
 
-    return AtomicUnits(
+    return LayerCosts(
         seconds=[dice.randint(1, 9) * 0.1 for _ in range(n)],
         crossing=[dice.randint(1, 5) * 10 for _ in range(n)],
         params=tensors(n),
@@ -25,24 +25,24 @@ def random_pieces(dice, n):
     )
 
 
-def cost(pieces, cuts, bandwidth, factor, in_flight):
+def cost(layers, cuts, bandwidth, factor, in_flight):
     """Seconds and bytes of each stage, and bytes over the cuts: by the definition."""
-    n = len(pieces.seconds)
+    n = len(layers.seconds)
     seconds, held = [], []
     for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, n))):
-        sent = sum(pieces.crossing[cut] for cut in (a, b) if 0 < cut < n)
-        seconds.append(math.fsum(pieces.seconds[a:b]) + sent / bandwidth)
+        sent = sum(layers.crossing[cut] for cut in (a, b) if 0 < cut < n)
+        seconds.append(math.fsum(layers.seconds[a:b]) + sent / bandwidth)
         inside = set(range(a, b))
-        params = sum(size for size, users in pieces.params if inside & set(users))
-        saved = sum(size for size, users in pieces.saved if inside & set(users))
+        params = sum(size for size, users in layers.params if inside & set(users))
+        saved = sum(size for size, users in layers.saved if inside & set(users))
         held.append(math.ceil(factor * params) + in_flight[stage] * saved)
-    return seconds, held, sum(pieces.crossing[cut] for cut in cuts)
+    return seconds, held, sum(layers.crossing[cut] for cut in cuts)
 
 
-def every(pieces, stages, *rest):
-    n = len(pieces.seconds)
+def every(layers, stages, *rest):
+    n = len(layers.seconds)
     for cuts in itertools.combinations(range(1, n), stages - 1):
-        yield cuts, *cost(pieces, cuts, *rest)
+        yield cuts, *cost(layers, cuts, *rest)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -50,11 +50,11 @@ def test_the_best_of_all_partitions(seed):
     dice = random.Random(seed)
     n = dice.randint(1, 9)
     stages = dice.randint(1, n)
-    pieces = random_pieces(dice, n)
+    layers = random_pieces(dice, n)
     bandwidth = dice.choice([math.inf, 100.0, 1000.0])
     in_flight = [stages - s for s in range(stages)]
     rest = (bandwidth, 4.0, in_flight)
-    rows = list(every(pieces, stages, *rest))
+    rows = list(every(layers, stages, *rest))
     memory = None
     if dice.random() < 0.7:  # what some partition needs, so that there is one that fits
         memory = dice.choice(rows)[2]
@@ -64,65 +64,65 @@ def test_the_best_of_all_partitions(seed):
     most_even = min(sum(s * s for s in row[1]) for row in ties)
 
     found = partition(
-        pieces, stages, bandwidth=bandwidth, state_factor=4.0, in_flight=in_flight, memory=memory
+        layers, stages, bandwidth=bandwidth, state_factor=4.0, in_flight=in_flight, memory=memory
     )
     assert found.slowest == pytest.approx(best, rel=1e-12)
     assert found.proven
     assert sum(s * s for s in found.seconds) <= most_even + 1e-6 * best * best
-    seconds, held, _ = cost(pieces, found.cuts, *rest)
+    seconds, held, _ = cost(layers, found.cuts, *rest)
     assert found.seconds == pytest.approx(seconds, rel=1e-12)
     assert found.bytes == tuple(held)
 
 
 def test_a_shared_tensor_counts_once_in_each_stage():
-    pieces = AtomicUnits(
+    layers = LayerCosts(
         seconds=[1.0, 1.0, 1.0],
         crossing=[0, 1, 1],
         params=[(100, [0, 2]), (10, [1, 1])],
         saved=[(7, [0, 1]), (1, [2])],
     )
     found = partition(
-        pieces, 3, bandwidth=math.inf, state_factor=2, in_flight=[3, 2, 1], memory=None
+        layers, 3, bandwidth=math.inf, state_factor=2, in_flight=[3, 2, 1], memory=None
     )
     assert found.bytes == (200 + 21, 20 + 14, 200 + 1)
-    whole = partition(pieces, 1, bandwidth=math.inf, state_factor=2, in_flight=[1], memory=None)
+    whole = partition(layers, 1, bandwidth=math.inf, state_factor=2, in_flight=[1], memory=None)
     assert whole.bytes == (220 + 8,)
     assert whole.cuts == ()
 
 
 def test_sending_is_part_of_a_stage():
-    pieces = AtomicUnits(seconds=[1.0] * 4, crossing=[0, 10, 100, 10], params=[], saved=[])
+    layers = LayerCosts(seconds=[1.0] * 4, crossing=[0, 10, 100, 10], params=[], saved=[])
     in_flight = [1, 1]
     free = partition(
-        pieces, 2, bandwidth=math.inf, state_factor=1, in_flight=in_flight, memory=None
+        layers, 2, bandwidth=math.inf, state_factor=1, in_flight=in_flight, memory=None
     )
     assert (free.cuts, free.slowest) == ((2,), 2.0)
-    slow = partition(pieces, 2, bandwidth=10.0, state_factor=1, in_flight=in_flight, memory=None)
+    slow = partition(layers, 2, bandwidth=10.0, state_factor=1, in_flight=in_flight, memory=None)
     assert (slow.cuts, slow.seconds, slow.crossing) == ((1,), (2.0, 4.0), 10)
 
 
 def test_more_stages_than_pieces():
-    pieces = AtomicUnits(seconds=[1.0] * 3, crossing=[0] * 3, params=[], saved=[])
+    layers = LayerCosts(seconds=[1.0] * 3, crossing=[0] * 3, params=[], saved=[])
     with pytest.raises(ConfigError, match=r"4 stages, .* cut at 2 places: at most 3 .*mesh\.pp=3"):
-        partition(pieces, 4, bandwidth=1.0, state_factor=1, in_flight=[1] * 4, memory=None)
+        partition(layers, 4, bandwidth=1.0, state_factor=1, in_flight=[1] * 4, memory=None)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_what_would_fit_is_said(seed):
     dice = random.Random(seed)
-    pieces = random_pieces(dice, 7)
+    layers = random_pieces(dice, 7)
     in_flight = [3, 2, 1]
-    needed = min(max(row[2]) for row in every(pieces, 3, math.inf, 4.0, in_flight))
+    needed = min(max(row[2]) for row in every(layers, 3, math.inf, 4.0, in_flight))
     options = {"bandwidth": math.inf, "state_factor": 4.0, "in_flight": in_flight}
-    partition(pieces, 3, **options, memory=[needed] * 3)
+    partition(layers, 3, **options, memory=[needed] * 3)
     with pytest.raises(ConfigError, match=rf"stage \d needs {needed} bytes .* has {needed - 1} "):
-        partition(pieces, 3, **options, memory=[needed - 1] * 3)
+        partition(layers, 3, **options, memory=[needed - 1] * 3)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_stages_that_share_a_device_share_its_memory(seed):
     dice = random.Random(seed)
-    pieces = random_pieces(dice, 9)
+    layers = random_pieces(dice, 9)
     devices = dice.choice([[0, 1, 0, 1], [0, 1, 1, 0]])
     in_flight = [3, 2, 2, 1]
     options = {"bandwidth": math.inf, "state_factor": 4.0, "in_flight": in_flight}
@@ -130,11 +130,11 @@ def test_stages_that_share_a_device_share_its_memory(seed):
     def together(held):
         return [sum(h for h, d in zip(held, devices, strict=True) if d == rank) for rank in (0, 1)]
 
-    rows = list(every(pieces, 4, math.inf, 4.0, in_flight))
+    rows = list(every(layers, 4, math.inf, 4.0, in_flight))
     best_fit = sorted(max(together(row[2])) for row in rows)
     room = best_fit[len(best_fit) // 3]
     fitting = [row for row in rows if max(together(row[2])) <= room]
-    found = partition(pieces, 4, **options, memory=[room] * 4, devices=devices)
+    found = partition(layers, 4, **options, memory=[room] * 4, devices=devices)
     assert max(together(found.bytes)) <= room
     best = min(max(row[1]) for row in fitting)
     assert found.slowest >= best * (1 - 1e-12)
@@ -142,13 +142,13 @@ def test_stages_that_share_a_device_share_its_memory(seed):
     if found.proven:
         assert found.slowest == pytest.approx(best, rel=1e-12)
     with pytest.raises(ConfigError, match=r"no cut into 4 stages fits the memory: at best"):
-        partition(pieces, 4, **options, memory=[best_fit[0] - 1] * 4, devices=devices)
+        partition(layers, 4, **options, memory=[best_fit[0] - 1] * 4, devices=devices)
 
 
 def test_a_large_model():
     dice = random.Random(0)
     n = 1500
-    pieces = AtomicUnits(
+    layers = LayerCosts(
         seconds=[dice.random() for _ in range(n)],
         crossing=[dice.randint(1, 10**6) for _ in range(n)],
         params=[(dice.randint(1, 10**7), [i]) for i in range(n)] + [(10**8, [0, n - 1])],
@@ -159,18 +159,18 @@ def test_a_large_model():
         "state_factor": 4.0,
         "in_flight": [64 - s for s in range(64)],
     }
-    free = partition(pieces, 64, **options, memory=None)
-    assert free.slowest < 1.2 * sum(pieces.seconds) / 64
-    tight = partition(pieces, 64, **options, memory=[int(max(free.bytes) * 0.95)] * 64)
+    free = partition(layers, 64, **options, memory=None)
+    assert free.slowest < 1.2 * sum(layers.seconds) / 64
+    tight = partition(layers, 64, **options, memory=[int(max(free.bytes) * 0.95)] * 64)
     assert max(tight.bytes) <= max(free.bytes) * 0.95
     assert free.slowest <= tight.slowest
 
 
 def test_what_does_not_belong_together():
-    with pytest.raises(ValueError, match="2 pieces with 1 crossings"):
-        AtomicUnits(seconds=[1.0, 1.0], crossing=[0], params=[], saved=[])
-    with pytest.raises(ValueError, match="piece 0 or 2 of 2"):
-        AtomicUnits(seconds=[1.0, 1.0], crossing=[0, 0], params=[(1, [0, 2])], saved=[])
-    pieces = AtomicUnits(seconds=[1.0, 1.0], crossing=[0, 0], params=[], saved=[])
+    with pytest.raises(ValueError, match="2 layers with 1 crossings"):
+        LayerCosts(seconds=[1.0, 1.0], crossing=[0], params=[], saved=[])
+    with pytest.raises(ValueError, match="layer 0 or 2 of 2"):
+        LayerCosts(seconds=[1.0, 1.0], crossing=[0, 0], params=[(1, [0, 2])], saved=[])
+    layers = LayerCosts(seconds=[1.0, 1.0], crossing=[0, 0], params=[], saved=[])
     with pytest.raises(ValueError, match="in_flight has 1 entries for 2 stages"):
-        partition(pieces, 2, bandwidth=1.0, state_factor=1, in_flight=[1], memory=None)
+        partition(layers, 2, bandwidth=1.0, state_factor=1, in_flight=[1], memory=None)

@@ -83,10 +83,10 @@ def example(name: str) -> MicroBatch:
     return MicroBatch(images, torch.randint(0, 5, (2,)), 2, 2)
 
 
-def balanced(rehearsal: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
+def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
     """Cuts where as much is computed and moved before as after."""
-    found, _ = rehearsal.trace(micro_batch, training=True)
-    evaluated, _ = rehearsal.trace(micro_batch, training=False)
+    found, _ = traced_model.trace(micro_batch, training=True)
+    evaluated, _ = traced_model.trace(micro_batch, training=False)
     there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
     points = [p for p in legal_points(found)[0] if (p.name, p.number) in there]
     work = [(cost.tick, cost.flops + cost.nbytes) for cost in found.costs]
@@ -96,7 +96,7 @@ def balanced(rehearsal: TracedModel, micro_batch: MicroBatch, stages: int) -> Cu
     for stage in range(1, stages):
         left = [call for call in before if call not in chosen]
         chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
-    return cut_at(found, sorted(chosen), rehearsal)
+    return cut_at(found, sorted(chosen), traced_model)
 
 
 def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
@@ -152,8 +152,8 @@ def test_a_cut_model_is_the_whole_model(name: str) -> None:
     micro_batch = example(name)
     loss = CrossEntropy(255, 1, 0.0) if name in SEGMENTATION else CrossEntropy()
     model = described(name)
-    rehearsal = TracedModel(model, loss, CPU, Numerics())
-    cuts = [balanced(rehearsal, micro_batch, stages) for stages in (2, 4)]
+    traced_model = TracedModel(model, loss, CPU, Numerics())
+    cuts = [balanced(traced_model, micro_batch, stages) for stages in (2, 4)]
     names = {name for name, _ in model.named_parameters()}
     for cut in cuts:
         assert names <= set().union(*(cut.tensor_names_of([stage]) for stage in range(cut.stages)))

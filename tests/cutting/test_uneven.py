@@ -25,8 +25,8 @@ def tokens() -> MicroBatch:
 
 
 def chosen(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-def]
-    rehearsal = TracedModel(model, CrossEntropy(), torch.device("cpu"), Numerics())
-    return choose_cut(rehearsal, tokens(), request)
+    traced_model = TracedModel(model, CrossEntropy(), torch.device("cpu"), Numerics())
+    return choose_cut(traced_model, tokens(), request)
 
 
 class Lists(nn.Module):
@@ -62,7 +62,7 @@ def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     shares = [s / sum(found.partition.seconds) for s in found.partition.seconds]
     assert max(shares) > 0.6
     assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in found.uneven
-    assert "no cut can stand before 'blocks." in found.uneven
+    assert "the model cannot be cut before 'blocks." in found.uneven
     assert ".key' returns is passed on past it" in found.uneven
     Blueprint.of(model)  # with the cache switched off nothing is in the way
     found = chosen(model, CutRequest(stages))
@@ -74,7 +74,7 @@ def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     [
         (Lists, CutRequest(2), ""),  # a list in the model's own code is no obstacle
         (OneHeavyLayer, CutRequest(2), "between 'head' and the end no module is called"),
-        (Lists, CutRequest(2, at=("head",)), "strategy.cut.at says so. Leave it out, and the"),
+        (Lists, CutRequest(2, at=("head",)), "strategy.cut.at asks for it. Leave it out to"),
         (CachingLM, CutRequest(1), ""),
     ],
 )
@@ -87,9 +87,10 @@ def test_what_is_said_of_other_cuts(make, request_, said):
 def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():
     with pytest.raises(
         ConfigError,
-        match=r"no cut can stand before 'blocks.2': a tensor \(4, 6, 16\) of torch.float32 that "
-        r"'blocks.0.key' returns is passed on past it otherwise than by arguments and results, as "
-        r"by an attribute, or an object that collects.* Let the layer return the tensor",
+        match=r"the model cannot be cut before 'blocks.2': a tensor \(4, 6, 16\) of "
+        r"torch.float32 that "
+        r"'blocks.0.key' returns is passed on past it, but not by arguments and results: "
+        r"by an attribute, or by an object in which.* Let the layer return the tensor",
     ):
         chosen(CachingLM(), CutRequest(2, at=("blocks.2",)))
 

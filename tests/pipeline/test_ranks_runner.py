@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from bigtrain.pipeline.runner import PipelineRunner
 from bigtrain.ranks.context import RunContext
 from bigtrain.schedules.in_flight import peak_in_flight as held_at_most
 from bigtrain.schedules.orders import SCHEDULES, V_SHAPED_SCHEDULES, schedule_orders, stage_ranks
-from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 
 LOSS = CrossEntropy()
 # (rows, length) of the micro-batches of each step, for one replica.
@@ -165,18 +163,6 @@ def stages_for(schedule: str) -> int:
 def test_every_schedule_on_two_ranks(schedule: str) -> None:
     results = run_ranks(run, 2, schedule, RAGGED, "single", stages_for(schedule), 0.5, pp=2)
     check(results, alone(RAGGED, clip=0.5))
-
-
-def run_in_loop(context: RunContext, *arguments: Any) -> tuple[Any, ...]:
-    with mock.patch("bigtrain.pipeline.runner.SCHEDULES_LET_GO", new=False):
-        return run(context, *arguments)
-
-
-@pytest.mark.skipif(not SCHEDULES_LET_GO, reason="all schedules run so, in the test above")
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "naive"])
-def test_as_older_torch_runs_it(schedule: str) -> None:
-    results = run_ranks(run_in_loop, 2, schedule, RAGGED, "single", stages_for(schedule), pp=2)
-    check(results, alone(RAGGED))
 
 
 @pytest.mark.parametrize(

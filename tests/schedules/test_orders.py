@@ -19,7 +19,7 @@ from bigtrain.schedules.orders import (
     schedule_orders,
     stage_ranks,
 )
-from bigtrain.schedules.transfers import transfers, turns
+from bigtrain.schedules.transfers import backward_starts, transfers
 
 EQUAL = StageSeconds(1.0, 1.0, 1.0)
 
@@ -150,7 +150,7 @@ def test_unequal_stages_wait_for_the_slowest():
 
 
 def test_a_schedule_that_never_ends():
-    with pytest.raises(ValueError, match="never comes to"):
+    with pytest.raises(ValueError, match="never reaches"):
         simulate_step(((Action(0, "B", 0), Action(0, "F", 0)),), [EQUAL])
 
 
@@ -192,8 +192,8 @@ def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
     # Of the first of two ranks F0 F1 B0 F2 B1 B2.
     out, back, sent = (0, "SEND_F"), (0, "RECV_B"), (0, "SEND_B")
     both, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
-    assert turns("1f1b", 2, 1, 3, 0) == ({}, {}, both, {}, later, {})
-    assert turns("gpipe", 2, 1, 3, 0) == ()
+    assert backward_starts("1f1b", 2, 1, 3, 0) == ({}, {}, both, {}, later, {})
+    assert backward_starts("gpipe", 2, 1, 3, 0) == ()
 
 
 @pytest.mark.parametrize("schedule", SINGLE_STAGE_SCHEDULES)

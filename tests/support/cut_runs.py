@@ -53,12 +53,12 @@ def made(case: Case) -> nn.Module:
 
 
 def common_points(
-    rehearsal: TracedModel, micro_batch: MicroBatch
+    traced_model: TracedModel, micro_batch: MicroBatch
 ) -> tuple[list[CutPoint], dict[str, str]]:
     """Where a cut is legal in training and in evaluation."""
-    evaluated, refused = legal_points(rehearsal.trace(micro_batch, training=False)[0])
+    evaluated, refused = legal_points(traced_model.trace(micro_batch, training=False)[0])
     places = {(point.name, point.number) for point in evaluated}
-    points, why = legal_points(rehearsal.trace(micro_batch, training=True)[0])
+    points, why = legal_points(traced_model.trace(micro_batch, training=True)[0])
     return [p for p in points if (p.name, p.number) in places], refused | why
 
 
@@ -160,7 +160,7 @@ def compare(
         assert all(difference(a, b) <= near for a, b in pairs), ("output", number)
 
 
-def rehearsed(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
+def traced(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
     model = made(case)
     torch.manual_seed(1)
     batches = [batch(make()) for make in (case.inputs, *case.others, case.inputs)]

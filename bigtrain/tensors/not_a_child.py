@@ -1,0 +1,20 @@
+"""A module that another one refers to without having it as a child."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class NotAChild(Generic[Module]):
+    """Holds a module that is no child of its holder, so its names do not appear there again.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
