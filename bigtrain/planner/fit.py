@@ -17,7 +17,7 @@ from bigtrain.activations.policy import BlockPolicy
 from bigtrain.checkpoint.forecast_save import estimate_save
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.cutting.partition import LayerCosts, partition
+from bigtrain.cutting.partition import partition
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.planner.held_micro_batches import with_fewer_micro_batches
@@ -120,7 +120,7 @@ class StageFitter:
         # seconds.
         stage_limit = None if limit is None else limit // self._candidate.stages_per_rank
         partitioned = partition(
-            self._atomic_units(smallest.sections),
+            self._layer_costs(smallest.sections),
             self._candidate.stages,
             bandwidth=self._timer.cluster.inside.rate,
             state_factor=self._factors[1],
@@ -200,7 +200,7 @@ class StageFitter:
             stages.setdefault(rank, []).append(stage)
         return stages
 
-    def _atomic_units(self, smallest: Sequence[Section]) -> AtomicUnits:
+    def _layer_costs(self, smallest: Sequence[Section]) -> LayerCosts:
         """The units between which the model may be cut: its sections, the last two as one.
 
         Args:
@@ -220,7 +220,7 @@ class StageFitter:
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(smallest)]
         crossing = [wire_bytes(section, tp)[0] for section in self._all[: last + 1]]
         sizes = [(size, sorted(uses)) for size, uses in params.values()]
-        return AtomicUnits(seconds, crossing, sizes, saved)
+        return LayerCosts(seconds, crossing, sizes, saved)
 
     def _representatives(self, stages: Sequence[SectionRange]) -> list[int]:
         """By rank the rank that is forecast for it: itself, or one that holds at least as much.

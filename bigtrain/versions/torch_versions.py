@@ -2,7 +2,7 @@
 
 Before 2.15
 
-* the schedules of `torch.distributed.pipelining` wait for sends only at the end of a step, and order
+* the schedules of `torch.distributed.pipelining` wait for sends only at the end of a step and order
   a few receives differently: `schedules.events` follows the order of torch 2.15;
 * the backward pass for inputs cannot start at gradient edges, so edges imitate outputs;
 * the FLOPs of attention on a CPU are not counted.
