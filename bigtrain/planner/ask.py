@@ -227,7 +227,7 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
         arguments = (
-            job.model,
+            parts.model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),

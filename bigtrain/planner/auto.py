@@ -1,4 +1,4 @@
-"""`--strategy auto`: the planner chooses, says why, and the run follows."""
+"""`--strategy auto`: the planner chooses a strategy, says why, and the run follows it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ AUTO_ENGINES = ("torch",)
 """Whose plans are chosen from: those whose forecasts are closest."""
 
 
-def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
-    """The job of a run, and what there is to say of its choice: nothing but for `auto`.
+def plan_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
+    """The job of `--strategy auto`, with the chosen plan in it, and the lines that say why.
 
-    Every rank plans for itself and comes to the same: rates are those that `bigtrain doctor` has
-    kept on this node, or a file's, and what blocks take is measured by one of them for all.
+    Every rank plans by itself and gets the same result: the rates are those that `bigtrain doctor`
+    stored on this node, or those of a file, and one rank times the blocks for all.
+
+    Args:
+        options: of the command line, with the strategy `auto`.
+        placement: of this rank; its world size is planned for.
 
     Raises:
         ConfigError: as `load_job`, or no plan fits.
     """
-    if options.strategy != AUTO_STRATEGY:
-        arguments = (options.config, options.strategy, options.overrides)
-        return load_job(*arguments, plan=options.plan), []
     if options.plan is not None:
         raise ConfigError(
             f"--strategy auto chooses a plan, and --plan {options.plan} is one. Leave one out."
