@@ -23,7 +23,7 @@ from rich.console import Console
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
-from bigtrain.engine.adapt import adapt_on_oom
+from bigtrain.engine.out_of_memory import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.resume import Saving, StopReport, resume, run_note, stopped_lines
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
@@ -116,9 +116,9 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                 console,
                 total_steps=parts.total_steps,
                 first_step=engine.steps_done,
-                predicted=engine.fullest.peak if engine.fullest else None,
-                predicted_step=engine.predicted_step,
-                predicted_volume=engine.predicted_volume,
+                predicted=engine.prediction.fullest.peak if engine.prediction.fullest else None,
+                predicted_step=engine.prediction.step,
+                predicted_volume=engine.prediction.volume,
             ) as log,
             PreemptionNotice(context, parts.plan.replicate.notice_every) as notice,
         ):

@@ -52,7 +52,7 @@ class Data:
     validation: Samples | None
     task: Task = field(default_factory=UntoldTask)
     """What is learned, and how it is measured. Left out, or None, the loss alone is: `loss`, the
-    job's `model.loss`, or what targets and outputs tell (see `engine.untold_loss`)."""
+    job's `model.loss`, or what targets and outputs tell (see `engine.run_loss.infer_loss`)."""
     baseline: Mapping[str, float] = field(default_factory=dict)
     """Figures that a model which learned nothing would reach, under the task's names."""
     description: str = ""

@@ -21,11 +21,11 @@ from bigtrain.data import (
     validation_batches,
 )
 from bigtrain.devices import is_accelerator
-from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.run_loss.choose_loss import check_chunks, choose_loss
+from bigtrain.engine.run_loss.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.run_loss.infer_loss import infer_loss
 from bigtrain.engine.start_facts import start_facts
-from bigtrain.engine.untold_loss import settle_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
@@ -252,7 +252,7 @@ def _followed_loss(
     notes: list[str] = []
     if isinstance(data.task, UntoldTask):
         if loss is None:
-            loss, said = settle_loss(job.data.name, blueprint.model, example)
+            loss, said = infer_loss(job.data.name, blueprint.model, example)
             notes.append(said)
             example = replace(example, count=loss.count(example.targets))
         data, is_given = replace(data, task=CustomTask(loss)), True

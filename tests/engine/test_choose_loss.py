@@ -10,7 +10,7 @@ from support.nets import TinyConv, TinyLM, tokens
 from torch import nn
 
 from bigtrain.data import MicroBatch
-from bigtrain.engine.choose_loss import check_chunks, choose_loss, find_head
+from bigtrain.engine.run_loss.choose_loss import check_chunks, choose_loss, find_head
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig

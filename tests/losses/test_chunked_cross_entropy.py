@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.data import MicroBatch
-from bigtrain.engine.choose_loss import choose_loss
+from bigtrain.engine.run_loss.choose_loss import choose_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.chunked_cross_entropy import (

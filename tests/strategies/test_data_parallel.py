@@ -16,7 +16,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.choose_loss import choose_loss
+from bigtrain.engine.run_loss.choose_loss import choose_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
