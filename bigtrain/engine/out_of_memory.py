@@ -27,7 +27,7 @@ from bigtrain.job.schema import CheckpointConfig, Job
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.prediction.residuals import kept_beside_tensors
 from bigtrain.ranks.restart import Restart, RestartRequest, words_to_go_on
 from bigtrain.units import format_bytes

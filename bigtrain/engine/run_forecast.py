@@ -20,8 +20,7 @@ from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.prediction.fullest_rank import FullestRank
-from bigtrain.prediction.memory_report import StepForecast
+from bigtrain.prediction.memory_report import FullestRank, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import meta_copy

@@ -17,7 +17,8 @@ from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import profile_stage, split_backward
-from bigtrain.prediction.record import make_profile, untraceable_reason
+from bigtrain.prediction.profile_model import make_profile
+from bigtrain.prediction.record import untraceable_reason
 from bigtrain.slicing.state import ModelSlices
 
 

@@ -1,4 +1,4 @@
-"""How often planning a run goes through the model on fake tensors: each pass is for one question."""
+"""How often planning a run goes through the model on fake tensors: once for each question."""
 
 from __future__ import annotations
 
