@@ -89,7 +89,7 @@ def measure(case: tuple[str, ...], compile_what: str) -> dict[str, int | None]:
     torch.manual_seed(0)
     batch = batch_for(case[0])
     with engine_for(case, compile_what) as engine:
-        forecast = engine.predicted
+        forecast = engine.prediction.peak
         for _ in range(3):
             engine.step(batch)
         tracked = engine.meter.measured().peak

@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.example import example_batch
+from bigtrain.engine.first_batch import example_batch
 from bigtrain.engine.first_steps import disable_dropout
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import as_loss

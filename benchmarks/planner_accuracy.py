@@ -330,8 +330,8 @@ def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]
         for batch in parts.training_steps(context, 0):
             if engine.step(batch).step == row.steps:
                 break
-        found, predicted = engine.meter.measured(), engine.predicted
-        note = engine.prediction_note
+        found, predicted = engine.meter.measured(), engine.prediction.peak
+        note = engine.prediction.note
     tracked = found.peak
     if predicted is None or tracked is None:
         raise RuntimeError(f"no prediction: {note}")

@@ -49,7 +49,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
-from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.profile_model import make_profile
 
 STAGES = {
     **{"ddp": 0, "zero1_torch": 1, "fsdp_zero2": 2, "fsdp": 3, "hybrid": 3},

@@ -23,18 +23,17 @@ from rich.console import Console
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
-from bigtrain.engine.adapt import adapt_on_oom
+from bigtrain.engine.out_of_memory import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.resume import Saving, StopReport, resume, run_note, stopped_lines
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
-from bigtrain.job.arguments import train_arguments
-from bigtrain.job.load import override_job
+from bigtrain.job.arguments import TrainOptions, train_arguments
+from bigtrain.job.load import load_job, override_job
 from bigtrain.job.schema import Job
-from bigtrain.planner.auto import read_job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
-from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
+from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.rank_0_warnings import warn_on_rank_0
 from bigtrain.ranks.restart import Restart
@@ -53,13 +52,13 @@ def main(arguments: list[str]) -> int:
     if restart is not None:  # memory ran out in an earlier life of this process
         job = override_job(job, restart.words)
     plan = make_plan(job, placement.world_size, device_type_of(job))
-    check_job(job)
+    model = check_job(job)
     if not options.dry_run:  # before a forecast touches a GPU: each rank its own
         grow_segments(os.environ)
         set_current(pick_device(job.device, placement, os.environ))
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))
-    parts = None if download else open_setup(job, plan)
+    parts = None if download else open_setup(job, plan, model)
     console = make_console()
     for line in reasons if placement.rank == 0 else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -77,7 +76,7 @@ def main(arguments: list[str]) -> int:
             if context.is_main:
                 prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
-            parts = open_setup(job, plan)
+            parts = open_setup(job, plan, model)
             context.agreement.require(parts.facts(one_node=placement.one_node))
         folder = context.recorder.folder = stopped.folder = run_folder(job, context)
         if context.is_main:
@@ -86,6 +85,20 @@ def main(arguments: list[str]) -> int:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
         with adapt_on_oom(job, parts.plan, parts.workload.model, folder, restart):
             return train(job, parts, context, folder, console)
+
+
+def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
+    """The job of this command line; for `--strategy auto`, also the lines that explain the plan.
+
+    Raises:
+        ConfigError: a file, a key or a value is wrong; for `auto`, also where no plan fits.
+    """
+    if options.strategy == "auto":
+        from bigtrain.planner.auto import plan_job  # noqa: PLC0415 - no other run needs the planner
+
+        return plan_job(options, placement)
+    job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+    return job, []
 
 
 def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console: Console) -> int:
@@ -103,9 +116,9 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                 console,
                 total_steps=parts.total_steps,
                 first_step=engine.steps_done,
-                predicted=engine.fullest.peak if engine.fullest else None,
-                predicted_step=engine.predicted_step,
-                predicted_volume=engine.predicted_volume,
+                predicted=engine.prediction.fullest.peak if engine.prediction.fullest else None,
+                predicted_step=engine.prediction.step,
+                predicted_volume=engine.prediction.volume,
             ) as log,
             PreemptionNotice(context, parts.plan.replicate.notice_every) as notice,
         ):

@@ -43,7 +43,13 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     empty = freeze_empty(workload.model)
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
-        unreached = freeze_unreached(workload.model, workload.example, workload.loss)
+        uses = workload.parameter_uses  # seen in one pass, by the checks above
+        unreached = freeze_unreached(
+            workload.model,
+            workload.example,
+            workload.loss,
+            reached=None if uses is None else uses.reached,
+        )
     layout, slices = make_layout(plan, workload), lay_slices(plan, workload)
     technique = plan.techniques.get("recompute")
     limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None

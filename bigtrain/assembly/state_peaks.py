@@ -32,7 +32,7 @@ from bigtrain.optim.step_memory import fake_safe_optimizer
 from bigtrain.optim.update import is_elementwise
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.prediction.predict import Prediction
-from bigtrain.prediction.record import storage_bytes
+from bigtrain.prediction.state_figures import storage_bytes
 from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.shards import Extent, box_extents, whole_extents
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
@@ -21,68 +18,42 @@ from torch import Tensor, nn
 
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
-from bigtrain.assembly.host_room import ensure_host_room
-from bigtrain.assembly.inspection import found_in_model, refuse_found
-from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import check_known, resolve_plan
-from bigtrain.assembly.state_peaks import forecast_state_peaks
-from bigtrain.checkpoint.folders import as_folder
-from bigtrain.checkpoint.saver import Saver
-from bigtrain.checkpoint.together import (
-    check_optimizer_state,
-    config_texts,
-    newest_of_all,
-    open_together,
-    random_streams,
-)
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
-from bigtrain.core.state import extra_modules, extra_states
-from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
-from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
-from bigtrain.engine.alongside.kept import BESIDE, Beside, refuse_copies
-from bigtrain.engine.example import is_resized
+from bigtrain.data.batch_dims import BatchDims, find_batch_dims
+from bigtrain.engine.alongside.average import WeightAverage, refuse_copies
+from bigtrain.engine.first_batch import FirstBatch
 from bigtrain.engine.first_steps import FirstSteps
-from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals
 from bigtrain.engine.out_of_memory import (
     OutOfMemoryContext,
     explain_out_of_memory,
     predict_out_of_memory,
 )
-from bigtrain.engine.remedies import ForecastInputs
-from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
-from bigtrain.engine.start_facts import start_facts
-from bigtrain.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
+from bigtrain.engine.run_forecast import RunForecaster, RunPrediction
+from bigtrain.engine.saved_state import SavedState
+from bigtrain.engine.seeds import kernels_as_asked, seed_everything, stream_of
+from bigtrain.engine.workloads import resolve_on_ranks, resolved_workload
+from bigtrain.errors import NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.accuracy import TrainingAccuracy
-from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
+from bigtrain.losses.global_mean import GlobalMeanLoss
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, Task
-from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
-from bigtrain.own_loop.calls import LoopCalls
-from bigtrain.own_loop.evaluation import Metrics, as_pair, check_metrics
+from bigtrain.own_loop.evaluation import Metrics, check_metrics
 from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
-from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.own_loop.outputs import refuse_calls
 from bigtrain.own_loop.rank_rows import cut_rows
-from bigtrain.own_loop.states import SAVED_AS, LoopStates, RemovedCheckpoints
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.own_loop.states import LoopStates, RemovedCheckpoints
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
-from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
-from bigtrain.slicing.equal_ranks import check_equal_ranks
-from bigtrain.tensors.fake import meta_copy
-from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
-from bigtrain.tracing.unreached import freeze_unreached
+from bigtrain.timing.run_seconds import StepWatch
 
 
 @dataclass(frozen=True)
@@ -111,7 +82,7 @@ class StepResult:
     """The share of the global batch that was right; with `log.accuracy` only."""
 
 
-class Engine(LoopCalls):
+class Engine(SavedState):
     """A model, its loss and its optimizer under a strategy.
 
     Args:
@@ -131,20 +102,8 @@ class Engine(LoopCalls):
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
-    in_own_loop = False
-    """Whether `prepare` made it, and no command; then the job's model and optimizer say nothing."""
-    kept: Beside | None = None
-    """What is kept beside the model, such as an average of its weights."""
-    predicted: Peak | None = None
-    prediction_note: str | None = None
-    fullest: FullestRank | None = None
-    """Which rank is predicted to need the most; on rank 0, where an example was given."""
-    predicted_volume: StepVolume | None = None
-    _host_bytes = 0
-    predicted_state = StatePeaks()
-    """Of a save and of a resume, on this rank."""
-    predicted_step: StepForecast | None = None
-    """What a step is expected to take; on rank 0."""
+    weight_average: WeightAverage | None = None
+    """An average of the weights that follows each step; see `bigtrain.ema`."""
 
     def __init__(
         self,
@@ -161,46 +120,43 @@ class Engine(LoopCalls):
         resolved: ResolvedPlan | None = None,
     ) -> None:
         self.job, self.context = job, context
-        plan = resolved.plan if resolved else _planned(job, context)
-        check_mesh(plan, context)
-        probed = None if resolved else example  # what is resolved was followed before
-        self.blueprint = _described(model, probed)
+        self.blueprint = as_blueprint(model)
         self._model_class = type(self.blueprint.model).__qualname__
-        self.loss = agree_on_loss(
-            as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
-        )
-        if probed is not None:
-            example = with_own_totals(self.loss, probed)
+        self.notes: tuple[str, ...] = ()
+        """Lines on the choices made here; those of a given `resolved` are its owner's to show."""
+        if resolved is None:
+            workload, resolved = resolve_on_ranks(
+                self.blueprint, as_loss(loss), optimizer, example, job, context
+            )
+            self.notes = resolved.notes
+        else:
+            check_mesh(resolved.plan, context)
+            workload = resolved_workload(
+                self.blueprint, as_loss(loss), optimizer, example, resolved, context
+            )
+        self.resolved, self._workload = resolved, workload
+        self.plan, self.layout, self.loss = resolved.plan, resolved.layout, workload.loss
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
         self._closing = ExitStack()
-        make_optimizer = whole_optimizer(optimizer, self.blueprint.model)
-        given = (self.blueprint.model, example, self.loss, make_optimizer)
-        self._workload = workload = Workload(
-            *given, self.blueprint.whole_bytes, notes=self.blueprint.notes
-        )
-        self.resolved = resolved or resolve_plan(plan, workload)
-        if resolved is None:  # who has resolved it has compared it, too
-            one_node = context.world_size == context.local_world_size
-            facts = start_facts(job, workload, self.resolved, one_node=one_node)
-            context.agreement.require(facts)
-        self.plan, self.layout = self.resolved.plan, self.resolved.layout
-        self.notes = () if resolved else self.resolved.notes
-        """What there is to say of the choices made."""
         self.advice = [*self.notes]
-        """Where a technique cannot help: known with the prediction."""
-        if self.layout is not None and example is not None and context.is_main:
-            self.advice.append(self.layout.check(workload.model, example, self.loss))
-        self._skeleton: Workload | None = None
-        """The workload with a copy of the model that holds no values, for later forecasts."""
-        with suppress(Exception):  # a module that cannot be copied cannot be predicted either
-            self._skeleton = replace(workload, model=meta_copy(workload.model))
-        if example is not None:
-            self._predict_all(workload)
+        """Lines on techniques that cannot help; complete once the run is predicted."""
+        if self.layout is not None and workload.example is not None and context.is_main:
+            self.advice.append(self.layout.check(workload.model, workload.example, self.loss))
+        self._forecaster = RunForecaster(job, resolved, workload, context)
+        self.prediction = RunPrediction()
+        if workload.example is not None:
+            self._take_prediction(self._forecaster.predict_all(workload))
+        self._first_batch: FirstBatch | None = FirstBatch(workload.example, job, resolved, context)
         self.first_steps: FirstSteps | None = None
         if job.train.check_first_steps:  # before a technique changes the model
             self.first_steps = FirstSteps(
-                job.train.check_first_steps, self.blueprint, self.loss, optimizer, plan, context
+                job.train.check_first_steps,
+                self.blueprint,
+                self.loss,
+                optimizer,
+                self.plan,
+                context,
             )
         seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
@@ -216,7 +172,7 @@ class Engine(LoopCalls):
             raise
 
     def _build(self, workload: Workload) -> Runner:
-        """Make what computes; what it needs at hand goes with the engine."""
+        """Build the runner; what it needs is closed with the engine."""
         mover = self.plan.make_offloader(self.context.device)
         if mover is not None:
             self._closing.callback(mover.close)
@@ -227,24 +183,27 @@ class Engine(LoopCalls):
             )
 
     def _open_meter(self) -> None:
-        """Begin to measure and to limit memory; say where it will not do."""
+        """Begin to measure and to limit memory; say where it is predicted not to fit."""
         job, context = self.job, self.context
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
-        """What this rank could take before it was built, in bytes."""
-        if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
-            self.advice += predict_out_of_memory(self._subject, self.fullest, self.limit_bytes)
-        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
+        """Bytes that this rank could take before anything was built; None where unknown."""
+        inputs = self._forecaster.inputs
+        if context.is_main and inputs is not None and job.memory.on_oom == "stop":
+            self.advice += predict_out_of_memory(inputs, self.prediction.fullest, self.limit_bytes)
+        self._watch = StepWatch(context)
+        self._cap = MemoryCap(job.memory.cap, context.device)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
     def _open_loop(self, learning_rate: GivenRate | None, metrics: Metrics | None) -> None:
-        """Make what a loop of the user's own has beside the runner."""
+        """Make the metrics, the optimizer and the learning rate that the user's loop sees."""
         self._metrics = check_metrics(metrics, self.task.figures)
         if self.context.pp_size > 1:
             self._closing.callback(refuse_calls(self.runner.module).remove)
         self._whole_optimizer.retire()
-        given = (lambda: self.runner.optimizer, self._whole_optimizer.settings)
-        self.optimizer = LoopOptimizer(*given)
+        self.optimizer = LoopOptimizer(
+            lambda: self.runner.optimizer, self._whole_optimizer.settings
+        )
         """The user's parameter groups, to read and to set; torch's schedulers work on it."""
         self._rate = LearningRate(learning_rate, self.optimizer)
         self._loop_states = LoopStates(self.optimizer, self._rate)
@@ -271,16 +230,14 @@ class Engine(LoopCalls):
             NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
-        if self.kept is not None:
-            self.kept.check_step()
-        unseen = self.predicted is None and self.prediction_note is None
-        if unseen:
-            first = batch.micro_batches[0] if isinstance(batch, Step) else None
-            self._probe_first(*((first.inputs, first.targets) if first else as_pair(batch, "step")))
+        if self.weight_average is not None:
+            self.weight_average.check_step()
+        if self._first_batch is not None:
+            self._follow_loss(batch)
         micro_batches, samples = self._micro_batches(batch)
         micro_batches = self._with_totals(micro_batches)
-        if unseen or self._is_other(micro_batches[0]):
-            self._predict_from(micro_batches[0])
+        if self._first_batch is not None:
+            self._predict_first(self._first_batch, micro_batches[0])
             began = time.perf_counter()
         self._watch.begin(tracked=self.meter.tracking)
         lr = self._set_learning_rate()
@@ -303,8 +260,8 @@ class Engine(LoopCalls):
         self.samples_seen += samples
         self.optimizer.stepped()
         self._rate.after_step()
-        if self.kept is not None:
-            self.kept.update()
+        if self.weight_average is not None:
+            self.weight_average.update()
         if self.first_steps is not None and checks:
             self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
@@ -333,156 +290,37 @@ class Engine(LoopCalls):
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
 
     def memory(self) -> MemoryReport | None:
-        """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
-        predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
-        own = (self.meter.measured(), *predicted, steps, self.predicted_state)
-        volumes = (self._watch.volume(), self.predicted_volume)
-        mine = RankMemory(self.context.rank, *own, *volumes)
-        ranks = self.context.gather_objects(mine)
-        if ranks is None:
-            return None
-        run = (self.plan.strategy.name, self.context.device.type)
-        there = tuple(rank for rank in ranks if rank is not None)  # none is lost but those spare
-        return MemoryReport(*run, there, self.predicted_step or StepForecast(None))
-
-    def keep_beside(self, kept: Beside) -> None:
-        """Have something follow each step, and go with checkpoints and forecasts."""
-        self.kept = kept
-        self._foresee_beside()
-
-    def _foresee_beside(self) -> None:
-        """Add what is kept beside the model to the forecasts: it is there at every moment."""
-        if self.kept is not None and self.predicted is not None:
-            parts = self.predicted.breakdown.plus(Breakdown(optimizer=self.kept.nbytes))
-            self.predicted = replace(self.predicted, breakdown=parts)
-
-    @cached_property
-    def saver(self) -> Saver:
-        """Writes this run's checkpoints."""
-        return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
-
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        best: Mapping[str, float] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Write a checkpoint below `folder`; return its path. Collective.
-
-        With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
-
-        Args:
-            folder: for this run's checkpoints; the newest `checkpoint.keep` stay.
-            extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
-            best: figures of a validation, where no state before had better ones: it stays.
-
-        Raises:
-            ConfigError: `folder` is no path, or something of the loop cannot be kept.
-            CheckpointError: it could not be written (a full disk, a folder that is gone); the same
-                on all ranks. What was there before stays, and the run can go on.
-            UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
-        """
-        loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
-        self.saver.reserve(folder)
-        with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
-            state = self.runner.state()
-            if self.kept is not None:
-                state |= self.kept.state()
-            check_equal_ranks(state, self.context, self.steps_done)
-            meta: dict[str, Any] = {
-                "samples_seen": self.samples_seen,
-                "validation": best,
-                SAVED_AS: loop,
-            }
-            if self.in_own_loop:
-                whole = self._whole_optimizer.kind_name
-                meta |= {"model_class": self._model_class, "optimizer_class": whole}
-            if self._extra_at_start:
-                meta["extra_state"] = self._extra_states()
-            meta["job"] = self.job.model_dump(mode="json")
-            meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
-            with self.blueprint.given_back():
-                texts = config_texts(self.runner.module)
-            path = self.saver.save(
-                folder,
-                self.steps_done,
-                state,
-                {**meta, **random_streams(self.context)},
-                texts,
-                best=best is not None,
-                added=added,
-            )
-        if self.in_own_loop and self.context.is_main:
-            self._removed.tell(folder)
-        return path
-
-    def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
-
-        Args:
-            path: of a checkpoint, or the folder that `save` was given: its newest.
-            weights_only: take over parameters and buffers alone, of a checkpoint that any optimizer
-                wrote, to use a trained model or to begin another training with it. The optimizer's
-                state begins anew; the position stays.
+        """Memory of all ranks and a step's seconds, measured and predicted. Collective.
 
         Returns:
-            What `save` was given as `extra`; empty with `weights_only`.
-
-        Raises:
-            ConfigError: `path` is no path.
-            CheckpointError: there is none, it is damaged, or it is another model's; on all ranks.
+            The report on rank 0; None on the others.
         """
-        path = as_folder(path, "load")
-        path = newest_of_all(path, self.context) or path
-        checkpoint = open_together(path, self.context)
-        tensors = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(BESIDE)}
-        if weights_only:
-            tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
-        check_optimizer_state(tensors, self.runner.optimizer)
-        with self._explaining("while a checkpoint was read"), self.meter.resuming():
-            try:
-                self.runner.load_state(tensors)
-            except DamagedCheckpointError as error:
-                if self.context.world_size == 1:
-                    raise  # all of it is taken over anew from another one
-                # The other ranks know nothing of it: to go on with another one, all have to.
-                raise CheckpointError(str(error)) from None
-        if self.kept is not None:
-            self.kept.load(tensors if weights_only else checkpoint.tensors)
-        self.runner.label_state()  # it was made outside of a step, and is there from now on
-        extra = checkpoint.meta.get("extra_state", {})
-        for name, module in extra_modules(self.runner.roots):
-            if name in extra:
-                module.set_extra_state(extra[name])
-        if weights_only:
-            return {}
-        self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
-        self.samples_seen = int(checkpoint.meta["samples_seen"])
-        extra_values, lines = self._loop_states.load(checkpoint.meta.get(SAVED_AS), self.steps_done)
-        for line in lines if self.context.is_main else ():
-            sys.stderr.write(f"bigtrain: {line}\n")
-        continue_streams(checkpoint.meta, self.context, self.steps_done)
-        return extra_values
-
-    @cached_property
-    def _extra_at_start(self) -> dict[str, Any]:
-        """What states that are no tensors the model begins with."""
-        return extra_states(self.runner.roots)
-
-    def _extra_states(self) -> dict[str, Any] | None:
-        """The states that are no tensors; on rank 0. Collective.
-
-        The lowest rank's that is another than at the start: a stage's rank alone runs its modules.
-        """
-        ranks = self.context.gather_objects(extra_states(self.runner.roots))
+        prediction = self.prediction
+        ranks = self.context.gather_objects(
+            RankMemory(
+                rank=self.context.rank,
+                measured=self.meter.measured(),
+                predicted=prediction.peak,
+                note=prediction.note,
+                steps=self._watch.measured(),
+                predicted_state=prediction.state,
+                volume=self._watch.volume(),
+                predicted_volume=prediction.volume,
+            )
+        )
         if ranks is None:
             return None
-        merged = dict(self._extra_at_start)
-        for name, start in self._extra_at_start.items():
-            own = (rank[name] for rank in ranks if rank is not None and name in rank)
-            merged[name] = next((state for state in own if state != start), start)
-        return merged
+        return MemoryReport(
+            strategy=self.plan.strategy.name,
+            device=self.context.device.type,
+            ranks=tuple(rank for rank in ranks if rank is not None),  # lost ranks give None
+            step=prediction.step or StepForecast(None),
+        )
+
+    def follow_average(self, average: WeightAverage) -> None:
+        """Have an average follow each step, and go into checkpoints and forecasts."""
+        self.weight_average = average
+        self.prediction = self.prediction.plus_state(average.nbytes)
 
     def close(self) -> None:
         """Let go of hooks, files and, where the engine made it, the process group."""
@@ -523,13 +361,6 @@ class Engine(LoopCalls):
                 error, situation, speaks=speaks, patience_s=patience_s
             ) from None
 
-    @property
-    def _subject(self) -> ForecastInputs | None:
-        """What is run, for forecasts of it with other words."""
-        if self._skeleton is None or self._skeleton.example is None:
-            return None
-        return ForecastInputs(self.job, self.resolved, self._skeleton)
-
     def _situation(self, where: str | None) -> OutOfMemoryContext:
         measured = self.meter.measured().peak
         in_step = self.meter.current in ("forward", "backward", "step")
@@ -538,64 +369,42 @@ class Engine(LoopCalls):
             step=self.steps_done + in_step,
             phase=self.meter.current,
             micro_size=self.plan.batch.micro_size,
-            peak=measured or self.predicted,
+            peak=measured or self.prediction.peak,
             measured=measured is not None,
             limit_bytes=self.limit_bytes,
             capped=self.job.memory.cap is not None,
             activity=where,
             adapts=self.job.memory.on_oom == "adapt",
-            inputs=self._subject,
+            inputs=self._forecaster.inputs,
         )
 
-    def _is_other(self, first: MicroBatch) -> bool:
-        """Whether the first micro-batch is not as the example was."""
-        example = self._workload.example
-        return not self.steps_done and is_resized(example, first, self.job, self.layout)
-
-    def _probe_first(self, inputs: Any, targets: Any) -> None:
-        """See what the loss divides by on the first batch, where there was no example."""
-        rows = count_rows(inputs, targets)
-        dims = self._batch_dims(inputs, targets, rows)
-        batch, parts = MicroBatch(inputs, targets, 0, rows, dims=dims), self.plan.batch.num_parts
-        model = self.runner.module if self._skeleton is None else self._skeleton.model
-        followed = agree_on_loss(self.loss, model, batch, parts, self.context)
-        watch_owners(followed, self.runner.module)
-        self.loss = self.runner.loss = followed
+    def _follow_loss(self, batch: Step | tuple[Any, Any]) -> None:
+        """Let the loss divide by what the first batch shows, where no example did. Collective."""
+        if self._first_batch is None:
+            return
+        skeleton = self._forecaster.skeleton
+        model = self.runner.module if skeleton is None else skeleton.model
+        self.loss = self.runner.loss = self._first_batch.follow_loss(
+            self.loss, batch, model, self.runner.module
+        )
         if isinstance(self.task, CustomTask):
             self.task = CustomTask(self.loss)
 
-    def _predict_from(self, example: MicroBatch) -> None:
-        if self._skeleton is None:
-            workload = replace(self._workload, model=self.runner.module, example=example)
-        else:
-            workload = self._skeleton = replace(self._skeleton, example=example)
-            refuse_found(self.plan, found_in_model(workload.model, workload.parameter_uses))
-            check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
-        self._predict(workload)
-        self._whole_optimizer.retire()
+    def _predict_first(self, questions: FirstBatch, first: MicroBatch) -> None:
+        """Predict the run from its first micro-batch, where no example was like it."""
+        if questions.needs_prediction(first):
+            self._take_prediction(
+                self._forecaster.predict_built(self._workload, self.runner.module, first, self.loss)
+            )
+            self._whole_optimizer.retire()
+        self._first_batch = None
 
-    def _predict(self, workload: Workload) -> None:
-        if not self.job.memory.predict:
-            self.prediction_note = "memory.predict is off"
-            return
-        place = (self.context.pp_rank, self.context.dp_rank, self.context.tp_rank)
-        prediction = predict(self.resolved, workload, *place)
-        given = (self.resolved, workload, self.job.checkpoint, prediction)
-        self.predicted_state = forecast_state_peaks(*given, *place)
-        self.predicted, self.prediction_note = prediction.own_peak, prediction.note
-        self._host_bytes, self.predicted_volume = prediction.host_bytes, prediction.volume
-        self._foresee_beside()
-        if self.context.is_main and self._skeleton is not None:
-            twin = replace(self._skeleton, example=workload.example)
-            self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
+    def _take_prediction(self, prediction: RunPrediction) -> None:
+        fullest = prediction.fullest or self.prediction.fullest
+        if self.weight_average is not None:
+            prediction = prediction.plus_state(self.weight_average.nbytes)
+        self.prediction = replace(prediction, fullest=fullest)
         self.advice = [*self.advice, *prediction.advice]
-
-    def _predict_all(self, workload: Workload) -> None:
-        """Predict every rank before anything is built. Collective."""
-        self._predict(workload)
-        save = self.predicted_state.save
-        self.fullest = FullestRank.of_all(self.context, self.predicted, save)
-        ensure_host_room(self.plan, self._host_bytes, self.context)
 
     def _set_learning_rate(self) -> float:
         self._rate.before_step(self.steps_done)
@@ -636,17 +445,3 @@ class Engine(LoopCalls):
             return parts, batch.samples
         find = self._batch_dims
         return cut_rows(batch, self.loss, self.job, self.plan, self.context, find)
-
-
-def _described(
-    model: Callable[[], nn.Module] | nn.Module | Blueprint, example: MicroBatch | None
-) -> Blueprint:
-    """The model, which takes its inputs as the example has them."""
-    blueprint = as_blueprint(model)
-    if example is not None:
-        set_model_inputs(blueprint, None, example.inputs)
-    return blueprint
-
-
-def _planned(job: Job, context: RunContext) -> Plan:
-    return make_plan(job, context.world_size, context.device.type)

@@ -10,17 +10,26 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bigtrain.checkpoint.folders import newest_checkpoint
+from bigtrain.core.strategy import Plan
 from bigtrain.devices import current_device, is_accelerator, set_current
-from bigtrain.engine.remedies import ForecastInputs, RemedySearch
+from bigtrain.engine.remedies import ForecastInputs, RemedySearch, smaller_batch
 from bigtrain.errors import OutOfMemoryError
-from bigtrain.job.schema import CheckpointConfig
+from bigtrain.job.schema import CheckpointConfig, Job
 from bigtrain.machine.residuals import non_tensor_reserve
 from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.memory_report import FullestRank
+from bigtrain.ranks.restart import Restart, RestartRequest, words_to_go_on
 from bigtrain.units import format_bytes
 
 REMEDY_TIMEOUT_S = 15.0
@@ -212,3 +221,62 @@ def _in_time(subject: ForecastInputs | None, limit: int | None, seconds: float) 
     thread.start()
     thread.join(seconds)
     return search
+
+
+@contextmanager
+def adapt_on_oom(
+    job: Job, plan: Plan, model: nn.Module, folder: Path, before: Restart | None = None
+) -> Iterator[None]:
+    """Have all ranks begin anew with smaller micro-batches where memory runs out inside.
+
+    The global batch stays as it is, and with it what is computed.
+
+    Args:
+        job: what runs; with `memory.on_oom=stop` errors go their way.
+        plan: how it runs.
+        model: as the user wrote it.
+        folder: of the run, which goes on in it.
+        before: what was changed already, the last time.
+
+    Raises:
+        RestartRequest: for `run_guarded`, which does it.
+        OutOfMemoryError: half a micro-batch is none, or would not help.
+    """
+    try:
+        yield
+    except OutOfMemoryError as error:
+        if job.memory.on_oom == "stop":
+            raise
+        if error.micro_batch_size is None:
+            raise OutOfMemoryError(f"{error}\n{_no_half(plan)}") from None
+        words = [
+            *(before.words if before else ()),
+            *smaller_batch(job, plan, error.micro_batch_size),
+        ]
+        words += words_to_go_on(folder, job.checkpoint.resume)
+        raise RestartRequest(words, _said(error, plan, model, folder)) from None
+
+
+def _no_half(plan: Plan) -> str:
+    return (
+        f"memory.on_oom=adapt cannot help: a micro-batch of {plan.batch.micro_size} has no half, "
+        "or the model alone is too large."
+    )
+
+
+def _said(error: OutOfMemoryError, plan: Plan, model: nn.Module, folder: Path) -> str:
+    size = error.micro_batch_size or 1
+    steps = -(-plan.batch.global_size // (size * plan.batch.dp_size))
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    since = f"from {checkpoint.name}" if checkpoint else "from the beginning"
+    said = (
+        f"{str(error).splitlines()[0]} memory.on_oom=adapt: goes on {since} with micro-batch "
+        f"{size} x accumulation {steps} (was {plan.batch.micro_size} x "
+        f"{plan.batch.accumulation_steps})"
+    )
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        said += (
+            "; warning: BatchNorm normalises each micro-batch by itself, so from here on the "
+            "numbers are those of smaller ones"
+        )
+    return said

@@ -21,9 +21,9 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.engine.engine import Engine, StepResult
-from bigtrain.engine.example import example_batch
+from bigtrain.engine.first_batch import example_batch
 from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
-from bigtrain.engine.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.run_loss.follow_loss import follow_loss, with_own_totals
 from bigtrain.engine.start_facts import start_facts
 from bigtrain.errors import ConfigError
 from bigtrain.files.environment import json_in, odd_value

@@ -21,11 +21,11 @@ from bigtrain.data import (
     validation_batches,
 )
 from bigtrain.devices import is_accelerator
-from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.run_loss.choose_loss import check_chunks, choose_loss
+from bigtrain.engine.run_loss.follow_loss import follow_loss, with_own_totals
+from bigtrain.engine.run_loss.infer_loss import infer_loss
 from bigtrain.engine.start_facts import start_facts
-from bigtrain.engine.untold_loss import settle_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import schedule_of
 from bigtrain.job.deepspeed_schedules import Schedule
@@ -36,9 +36,8 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy, Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, UntoldTask
 from bigtrain.machine.rates import usable_cores
-from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
-from bigtrain.models.blueprint import Blueprint, describe
-from bigtrain.models.pretrained import use_pretrained
+from bigtrain.models.blueprint import Blueprint
+from bigtrain.models.spec import ModelSpec
 from bigtrain.optim.factory import learning_rate, optimizer_factory, warmup_length
 from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.ranks.agreement import Facts
@@ -60,8 +59,9 @@ class RunSetup:
     resolved: ResolvedPlan
     order: GlobalOrder
     total_steps: int
+    model: ModelSpec
     parameters: int
-    """Numbers in the whole model, before anything is sharded."""
+    """Elements of the parameters of the whole model, before anything is sharded."""
     frozen_parameters: int = 0
     """How many of them are not trained."""
     schedule: Schedule | None = None
@@ -150,34 +150,44 @@ class RunSetup:
         )
 
 
-def check_job(job: Job) -> None:
+def check_job(job: Job) -> ModelSpec:
     """Refuse a model, a data source or a path that cannot work, before anything is read.
+
+    Returns:
+        The job's model, for `open_setup`.
 
     Raises:
         ConfigError: with the key and the fix.
     """
-    check_model(job.model.name, job.model.args)
-    check_chunks(job.model)
+    model = ModelSpec.of(job.model)
+    model.check()
+    check_chunks(model)
     check_data(job.data.name, job.data.path, job.data.args)
     if job.checkpoint.resume not in (None, "auto"):
         find_checkpoint(str(job.checkpoint.resume))
+    return model
 
 
-def open_setup(job: Job, plan: Plan) -> RunSetup:
+def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup:
     """Open the data and describe the model; no weight is made and no process group needed.
+
+    Args:
+        job: checked by `check_job`.
+        plan: of the job.
+        model: what `check_job` returned; left out, the job's model is looked up.
 
     Raises:
         ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
     """
-    length = sequence_length(job.model.name, job.model.args)
+    model = ModelSpec.of(job.model) if model is None else model
     data = open_data(
         job.data.name,
         job.data.path,
         job.data.args,
         seed=job.train.seed,
-        sequence_length=length,
+        sequence_length=model.sequence_length,
     )
-    _check_task(job, data)
+    _check_task(job, model, data)
     _check_best(job, data)
     samples, sharing = len(data.train), plan.batch.dp_size
     if samples < sharing:
@@ -193,8 +203,11 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
     total_steps = _total_steps(job, order)
     schedule = _file_schedule(job, order, total_steps)
-    blueprint = _described(job, data)
-    data, loss, example, notes = _followed_loss(job, plan, data, blueprint)
+    blueprint = model.describe(
+        num_classes=data.task.num_classes,
+        sequence_length=_length_of(data) if data.task.name == "language" else None,
+    )
+    data, loss, example, notes = _followed_loss(job, plan, data, model, blueprint)
     loss = _with_accuracy(job, plan, data, loss)
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(
@@ -203,7 +216,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         loss,
         optimizer,
         blueprint.whole_bytes,
-        notes=(*blueprint.notes, *neutral_notes(job), *notes),
+        notes=(*blueprint.notes, *neutral_notes(job, model), *notes),
     )
     # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
@@ -215,6 +228,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         resolved=resolved,
         order=order,
         total_steps=total_steps,
+        model=model,
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
         frozen_parameters=sum(
             p.numel() for p in blueprint.model.parameters() if not p.requires_grad
@@ -224,7 +238,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
 
 
 def _followed_loss(
-    job: Job, plan: Plan, data: Data, blueprint: Blueprint
+    job: Job, plan: Plan, data: Data, model: ModelSpec, blueprint: Blueprint
 ) -> tuple[Data, Loss, MicroBatch, list[str]]:
     """The data with their task, the loss that is trained with, an example, and what to say of it.
 
@@ -238,7 +252,7 @@ def _followed_loss(
     notes: list[str] = []
     if isinstance(data.task, UntoldTask):
         if loss is None:
-            loss, said = settle_loss(job.data.name, blueprint.model, example)
+            loss, said = infer_loss(job.data.name, blueprint.model, example)
             notes.append(said)
             example = replace(example, count=loss.count(example.targets))
         data, is_given = replace(data, task=CustomTask(loss)), True
@@ -251,7 +265,7 @@ def _followed_loss(
             isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
         )
         loss = choose_loss(
-            job.model,
+            model,
             data.task,
             blueprint.model,
             example,
@@ -269,30 +283,15 @@ def _given_loss(job: Job, data: Data) -> Loss | None:
     return None if data.loss is None else as_loss(data.loss)
 
 
-def neutral_notes(job: Job) -> list[str]:
-    """What updates a model of one's own, where no job and no word says anything of it."""
-    if ":" not in job.model.name or job.optim != OptimConfig():
+def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
+    """A line on the optimizer of a user's own model where the job sets none of its keys."""
+    if not model.is_custom or job.optim != OptimConfig():
         return []
     name, rate = job.optim.name, job.optim.lr
     return [
         f"optim: {name}, lr {rate:g} constant, no warm-up, no weight decay, no clipping: the "
         "defaults, as nothing else is said. Set optim.KEY=VALUE"
     ]
-
-
-def _described(job: Job, data: Data) -> Blueprint:
-    """The model, with what the data says of its arguments, and where it begins."""
-    model = job.model
-    defaults = model_defaults(
-        model.name,
-        num_classes=data.task.num_classes,
-        sequence_length=_length_of(data) if data.task.name == "language" else None,
-    )
-    args = {**defaults, **model.args}
-    blueprint = describe(lambda: make_model(model.name, args))
-    if model.pretrained is not None:
-        use_pretrained(blueprint, model.name, model.pretrained, model.pretrained_except)
-    return blueprint
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
@@ -336,8 +335,8 @@ def _example(data: Data, micro_size: int, loss: Loss) -> MicroBatch:
     return next(iter(loader)).micro_batches[0]
 
 
-def _check_task(job: Job, data: Data) -> None:
-    expected_task = task_of(job.model.name)
+def _check_task(job: Job, model: ModelSpec, data: Data) -> None:
+    expected_task = model.task
     if expected_task is None or data.task.name in (expected_task, "custom"):
         return
     suggestions = {

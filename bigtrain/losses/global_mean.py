@@ -67,7 +67,7 @@ class CountedBatch(Protocol):
 
 AnyBatch = TypeVar("AnyBatch", bound=CountedBatch)
 FindFormula = Callable[[Any], LossFormula]
-"""Records the loss of a micro-batch and returns its formula; see `engine.follow_loss`."""
+"""Records the loss of a micro-batch and returns its formula; see `engine.run_loss.follow_loss`."""
 
 
 class GlobalMeanLoss:

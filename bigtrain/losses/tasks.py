@@ -201,7 +201,7 @@ class CustomTask(Task):
 
 
 class UntoldTask(CustomTask):
-    """The task of data that name none: a run sets the loss, see `engine.untold_loss`."""
+    """The task of data that name none: a run infers the loss, see `engine.run_loss.infer_loss`."""
 
     def __init__(self) -> None:
         super().__init__(_Unsettled())

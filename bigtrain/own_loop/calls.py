@@ -20,7 +20,6 @@ from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
 from bigtrain.losses.tasks import Task
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import Peak
 from bigtrain.own_loop.evaluation import (
     EvaluationSums,
     Metrics,
@@ -47,8 +46,6 @@ class LoopCalls:
     meter: MemoryMeter
     steps_done: int
     samples_seen: int
-    predicted: Peak | None
-    prediction_note: str | None
     _metrics: Metrics
     _loop_states: LoopStates
 
@@ -56,8 +53,8 @@ class LoopCalls:
         """Say what the memory was made of where it runs out inside."""
         raise NotImplementedError
 
-    def _probe_first(self, inputs: Any, targets: Any) -> None:
-        """See what the loss divides by on the first batch."""
+    def _follow_loss(self, batch: Any) -> None:
+        """Let the loss divide by what the first batch shows, unless that is known. Collective."""
         raise NotImplementedError
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
@@ -82,8 +79,8 @@ class LoopCalls:
         with evaluating(self.runner.module):
             self.meter.phase("evaluate")
             for batch in in_step(batches, self.context, computes=computes):
-                if self.predicted is None and self.prediction_note is None and not self.steps_done:
-                    self._probe_first(batch.inputs, batch.targets)
+                if not self.steps_done:
+                    self._follow_loss((batch.inputs, batch.targets))
                 count = self.loss.count(batch.targets) if batch.rows else 0
                 with self._explaining():
                     prediction = self.runner.predict(replace(batch, count=count))

@@ -14,7 +14,7 @@ import torch
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.model_checks import ModelChecks
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.choose_loss import choose_loss
+from bigtrain.engine.run_loss.choose_loss import choose_loss
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import ConfigError
@@ -231,7 +231,7 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
         arguments = (
-            job.model,
+            parts.model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),

@@ -23,21 +23,19 @@ AUTO_ENGINES = ("torch",)
 """The engines to choose from: those with the most accurate forecasts."""
 
 
-def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
-    """Read the job of a run; with `auto` choose its strategy.
+def plan_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
+    """The job of `--strategy auto`, with the chosen plan in it, and the lines that say why.
 
-    Every rank plans by itself and comes to the same plan: the rates are those that `bigtrain
-    doctor` measured on this node, or those of a file, and one rank times blocks for all of them.
+    Every rank plans by itself and gets the same result: the rates are those that `bigtrain doctor`
+    stored on this node, or those of a file, and one rank times the blocks for all.
 
-    Returns:
-        The job, and lines that explain the choice: none without `auto`.
+    Args:
+        options: of the command line, with the strategy `auto`.
+        placement: of this rank; its world size is planned for.
 
     Raises:
         ConfigError: as `load_job`, or no plan fits.
     """
-    if options.strategy != AUTO_STRATEGY:
-        arguments = (options.config, options.strategy, options.overrides)
-        return load_job(*arguments, plan=options.plan), []
     if options.plan is not None:
         raise ConfigError(
             f"--strategy auto chooses a plan, and --plan {options.plan} names one. Leave one of "

@@ -17,7 +17,7 @@ from bigtrain.activations.policy import BlockPolicy
 from bigtrain.checkpoint.forecast_save import estimate_save
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.cutting.partition import partition
+from bigtrain.cutting.partition import LayerCosts, partition
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.planner.held_micro_batches import with_fewer_micro_batches

@@ -17,7 +17,7 @@ from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import add_input_weight_passes, profile_stage
-from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.profile_model import make_profile
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.watch import untraceable_reason
 

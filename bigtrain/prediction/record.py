@@ -6,7 +6,7 @@ the tensors are missing. So the timelines are those of the run, storage by stora
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,9 +25,8 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
-from bigtrain.devices import tracing_device
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
+from bigtrain.memory.timeline import Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.compiled import programs_for_every_size
@@ -35,7 +34,12 @@ from bigtrain.models.parameters import bf16_parameter_names
 from bigtrain.optim.step_memory import StepMemory, fake_safe_optimizer, group_options
 from bigtrain.optim.update import state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
-from bigtrain.prediction.fullest_way import WAYS, OneWay
+from bigtrain.prediction.state_figures import (
+    optimizer_state_figures,
+    state_bytes,
+    storage_bytes,
+    updated_shapes,
+)
 from bigtrain.prediction.whole_model import WHOLE_MODEL, WholeModel
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
@@ -60,64 +64,16 @@ class FakeMeter(MemoryMeter):
         self.recorder = FlightRecorder()
 
 
-def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
-    """Run two optimizer steps on fake tensors, the second one of two micro-batches.
+@dataclass(frozen=True)
+class GradientTicks:
+    """The ticks at which one micro-batch makes gradients; see the fields of `Profile`."""
 
-    Of a model that may go several ways the fullest one is run, in every micro-batch.
-
-    Args:
-        workload: with an example.
-        resolved: for the precision, the clipping, the device and what blocks keep.
-
-    Returns:
-        The profile; with only the states in it, and the reason, where the model cannot run so.
-    """
-    device = tracing_device(resolved.plan.device_type)
-    error: Exception | None = None
-    if not resolved.routes.vary:
-        try:
-            return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
-        except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
-            error = raised
-    try:
-        return _fullest_profile(workload, resolved, device)
-    except Exception as raised:  # noqa: BLE001 - the same, with answers that are made up
-        reason = untraceable_reason(error or raised)
-        return profile_states_only(workload.model, workload.micro_batch, reason)
-
-
-def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.device) -> Profile:
-    """Of the way through a model that comes by most of it, and of these the one that takes most.
-
-    Raises:
-        Exception: no way is known; of any kind that the model's own code raises.
-    """
-    found: list[tuple[tuple[int, int], Profile]] = []
-    error: Exception | None = None
-    for answer, passes in WAYS:
-        way = OneWay(answer, passes)
-        try:
-            run = record_steps(workload, resolved, device, way, [way.install])
-            profile = profile_from_run(run, resolved.plan)
-        except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
-            error = error or raised
-            continue
-        profile = replace(profile, way=_way_taken(way, resolved))
-        peak = max(one.peak().bytes for one in profile.passes.values())
-        found.append(((-way.left_out, peak), profile))
-        if not way.left_out:
-            break
-    if not found:
-        raise error or RuntimeError("no way through the model is known")
-    return max(found, key=lambda one: one[0])[1]
-
-
-def _way_taken(way: OneWay, resolved: ResolvedPlan) -> str:
-    """What makes a model's way."""
-    if resolved.routes.vary:
-        return f"not every pass uses {resolved.routes.names}"
-    asked = "the model changes its way" if way.question is None else f"{way.question} decides"
-    return f"{asked} what a pass does"
+    gradient_births: tuple[int, ...]
+    viewed_births: tuple[tuple[int, int], ...]
+    module_births: tuple[tuple[int, ...], ...]
+    module_begins: tuple[int | None, ...]
+    module_passes: tuple[tuple[tuple[int, int], ...], ...]
+    exchanges: tuple[TensorExchange, ...]
 
 
 @dataclass(frozen=True)
@@ -135,18 +91,8 @@ class FakeRun:
     batch_bytes: int
     widths: Mapping[str, float]
     """See `state_bytes_by_slot`."""
-    gradient_births: tuple[int, ...] = ()
-    """See `Profile.gradient_births`."""
-    viewed_births: tuple[tuple[int, int], ...] = ()
-    """See `Profile.viewed_births`."""
-    module_births: tuple[tuple[int, ...], ...] = ()
-    """See `Profile.module_births`."""
-    module_begins: tuple[int | None, ...] = ()
-    """See `Profile.module_begins`."""
-    module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """See `Profile.module_passes`."""
-    exchanges: tuple[TensorExchange, ...] = ()
-    """See `Profile.exchanges`."""
+    gradients: GradientTicks
+    """When the first micro-batch of the second step makes gradients."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
     """Those of all steps, each with its tick."""
     first_step: FakeRun | None = None
@@ -193,15 +139,14 @@ def record_steps(
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
     """
-    given = (device, unit, hooks, earlier_batch)
     if not resolved.plan.compiles_blocks:
-        return _record(workload, resolved, *given)
+        return _record(workload, resolved, device, unit, hooks, earlier_batch)
     try:
         with programs_for_every_size():
-            return _record(workload, resolved, *given)
+            return _record(workload, resolved, device, unit, hooks, earlier_batch)
     except Exception as error:  # noqa: BLE001 - of the compiler, or of the user's code
         as_written = replace(resolved, plan=replace(resolved.plan, compiles_blocks=False))
-        run = _record(workload, as_written, *given)
+        run = _record(workload, as_written, device, unit, hooks, earlier_batch)
         return replace(run, not_compiled=untraceable_reason(error))
 
 
@@ -299,22 +244,28 @@ def _record(
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)
-            births: list[_Births] = []
+            births: list[GradientTicks] = []
             marks = unit.steps(runner, batches, partial(_step, tracker, births, products))
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
-    given = (fake, runner, choices, timeline)
     early_share = early_state / max(1, state_bytes(fake, runner.optimizer).optimizer)
     step_memory = _step_memory(workload, device, plan, runner.optimizer)
     first, *others = (
         FakeRun(
-            *(*given, one, ticks, sizes[-1], widths),
-            **vars(born),
+            model=fake,
+            runner=runner,
+            choices=choices,
+            timeline=timeline,
+            marks=step_marks,
+            ticks=ticks,
+            batch_bytes=sizes[-1],
+            widths=widths,
+            gradients=gradients,
             exchange_log=exchanges.all,
             step_memory=step_memory,
             early_share=early_share,
         )
-        for one, born in zip(marks, births, strict=True)
+        for step_marks, gradients in zip(marks, births, strict=True)
     )
     if not others:  # a single step
         return first
@@ -322,21 +273,9 @@ def _record(
     return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 
 
-@dataclass(frozen=True)
-class _Births:
-    """The ticks at which gradients are made; see `Profile`."""
-
-    gradient_births: tuple[int, ...]
-    viewed_births: tuple[tuple[int, int], ...]
-    module_births: tuple[tuple[int, ...], ...]
-    module_begins: tuple[int | None, ...]
-    module_passes: tuple[tuple[tuple[int, int], ...], ...]
-    exchanges: tuple[TensorExchange, ...]
-
-
 def _step(
     tracker: StorageTracker,
-    births: list[_Births],
+    births: list[GradientTicks],
     products: ReplacedProducts,
     runner: LoopRunner,
     batches: Sequence[MicroBatch],
@@ -351,35 +290,42 @@ def _step(
         runner.begin_step()  # where gradients are released there is no second one
         runner.run_micro_batch(batch, 1.0)
         if len(ticks) == 1:
-            trained = [p for p in runner.module.parameters() if p.requires_grad]
-            known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
-            is_all = len(known) == len(trained)
-            groups, passes, begins = [], [], list[int | None]()
-            for own, there, times in products.gathered_together():
-                pairs = zip(there[::2], there[1::2], strict=False)
-                passes.append(tuple(pair for pair in pairs if ticks[0] <= pair[0]))
-                groups.append(tuple(known[p] for p in own if p in known))
-                before = (t for t in times if ticks[0] < t < min(groups[-1], default=0))
-                begins.append(max(before, default=None))
-            births.append(
-                _Births(
-                    tuple(known.values()) if is_all else (),
-                    tuple(
-                        (birth, max((end for end in ends if ticks[0] < end), default=birth))
-                        for p, birth in known.items()
-                        if (ends := products.viewed.get(p)) is not None
-                    ),
-                    tuple(groups),
-                    tuple(begins),
-                    tuple(passes),
-                    runner.take_exchanges(),
-                )
-            )
+            births.append(_gradient_ticks(tracker, products, runner, begin=ticks[0]))
         ticks.append(tracker.clock)
     runner.meter.phase("step")
     runner.clip()
     runner.apply_step()
     return (*ticks, tracker.clock)
+
+
+def _gradient_ticks(
+    tracker: StorageTracker, products: ReplacedProducts, runner: LoopRunner, begin: int
+) -> GradientTicks:
+    """When the micro-batch that just ran has made its gradients; `begin` is the step's tick."""
+    trained = [p for p in runner.module.parameters() if p.requires_grad]
+    known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
+    births, passes, begins = [], [], list[int | None]()
+    for parameters, pass_ticks, backward_ticks in products.gathered_together():
+        pairs = zip(pass_ticks[::2], pass_ticks[1::2], strict=False)
+        passes.append(tuple(pair for pair in pairs if begin <= pair[0]))
+        births.append(tuple(known[p] for p in parameters if p in known))
+        first_birth = min(births[-1], default=0)
+        before = (tick for tick in backward_ticks if begin < tick < first_birth)
+        begins.append(max(before, default=None))
+    viewed = (
+        (birth, max((end for end in ends if begin < end), default=birth))
+        for p, birth in known.items()
+        if (ends := products.viewed.get(p)) is not None
+    )
+    return GradientTicks(
+        # Known only where every trained parameter has its gradient from this micro-batch.
+        gradient_births=tuple(known.values()) if len(known) == len(trained) else (),
+        viewed_births=tuple(viewed),
+        module_births=tuple(births),
+        module_begins=tuple(begins),
+        module_passes=tuple(passes),
+        exchanges=runner.take_exchanges(),
+    )
 
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
@@ -410,12 +356,12 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
             if name in followed[1]
         ),
         recomputed=recomputed_names(run.choices),
-        gradient_births=run.gradient_births,
-        viewed_births=run.viewed_births,
-        module_births=run.module_births,
-        module_begins=run.module_begins,
-        module_passes=run.module_passes,
-        exchanges=run.exchanges,
+        gradient_births=run.gradients.gradient_births,
+        viewed_births=run.gradients.viewed_births,
+        module_births=run.gradients.module_births,
+        module_begins=run.gradients.module_begins,
+        module_passes=run.gradients.module_passes,
+        exchanges=run.gradients.exchanges,
         not_compiled=run.not_compiled,
     )
 
@@ -430,74 +376,3 @@ def timeline_window(timeline: Timeline, start: int, stop: int) -> Timeline:
     before: Phase = timeline.phase_at(start + 1)
     inside = tuple(p for p in timeline.phases if start < p[0] <= stop)
     return Timeline(spans, ((start, before), *inside))
-
-
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
-    """Bytes of parameters, their gradients, buffers and optimizer state."""
-    slots = optimizer.state.values() if optimizer else ()
-    return Breakdown(
-        parameters=storage_bytes(model.parameters()),
-        gradients=storage_bytes(p for p in model.parameters() if p.requires_grad),
-        buffers=storage_bytes(model.buffers()),
-        optimizer=storage_bytes(value for state in slots for value in state.values()),
-    )
-
-
-def optimizer_state_figures(
-    model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
-) -> dict[str, Any]:
-    """How the optimizer's state goes with the number of trained elements.
-
-    Args:
-        model: profiled.
-        optimizer: after a step on it.
-        widths: of `state_bytes_by_slot`: bf16 ones are updated in fp32 by those who shard state.
-    """
-    elements, state_numbers, scalars = 0, 0.0, 0
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        elements += parameter.numel()
-        is_bf16 = parameter.dtype == torch.bfloat16
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                width = value.element_size() / parameter.element_size()
-                state_numbers += value.numel() * (widths.get(key, 4.0) / 4 if is_bf16 else width)
-            elif isinstance(value, Tensor):
-                scalars += value.numel() * value.element_size()
-    slots = state_numbers / elements if elements else 0.0
-    return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
-
-
-def updated_shapes(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """See `Profile.updated`; empty where the optimizer is not put to the parameters themselves."""
-    groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not all(id(p) in groups for p in trained):
-        return ()
-    return tuple((tuple(p.shape), groups[id(p)]) for p in trained)
-
-
-def storage_bytes(leaves: Iterable[object]) -> int:
-    """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
-    storages: dict[int, int] = {}
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
-    """The profile of a model that cannot run on fake tensors."""
-    states = state_bytes(model, None)
-    return Profile(
-        parameter_bytes=states.parameters,
-        gradient_bytes=states.gradients,
-        buffer_bytes=states.buffers,
-        optimizer_bytes=0,
-        batch_bytes=storage_bytes(micro_batch.tensors()),
-        untraceable=reason,
-    )

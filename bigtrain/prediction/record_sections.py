@@ -28,7 +28,6 @@ from bigtrain.prediction.block_ticks import SectionHooks
 from bigtrain.prediction.loops import InputThenWeightBackward
 from bigtrain.prediction.record import (
     FakeRun,
-    optimizer_state_figures,
     profile_from_run,
     record_steps,
 )
@@ -43,6 +42,7 @@ from bigtrain.prediction.sections import (
     mark_gradients,
     section_spans,
 )
+from bigtrain.prediction.state_figures import optimizer_state_figures
 from bigtrain.prediction.whole_model import WHOLE_MODEL, TakeStep, WholeModel
 from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices

@@ -12,7 +12,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.engine.setup import RunSetup
 from bigtrain.job.schema import Job, OptimConfig
 from bigtrain.memory.cap import device_capacity_bytes
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.units import format_bytes, format_count, format_share
 
 

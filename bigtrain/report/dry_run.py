@@ -18,7 +18,7 @@ from bigtrain.engine.setup import RunSetup, open_setup
 from bigtrain.job.schema import Job
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
 from bigtrain.memory.timeline import Peak
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.prediction.predict import Prediction, predict
 from bigtrain.report.banner import MemoryLimit, banner_lines, peak_line
 from bigtrain.units import format_bytes

@@ -31,11 +31,11 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> It
         yield from engine.layout.lines()
     yield from parts.resolved.notes
     limit = MemoryLimit.of(parts.job, context.device)
-    yield peak_line(engine.fullest, engine.prediction_note, limit)
-    save = None if engine.fullest is None else engine.fullest.save
+    yield peak_line(engine.prediction.fullest, engine.prediction.note, limit)
+    save = None if engine.prediction.fullest is None else engine.prediction.fullest.save
     yield from predict_save_beyond(save, engine.limit_bytes, parts.job.checkpoint)
-    if engine.predicted_step is not None:
-        yield step_line(engine.predicted_step)
+    if engine.prediction.step is not None:
+        yield step_line(engine.prediction.step)
     yield from engine.advice
     yield from resumed
 

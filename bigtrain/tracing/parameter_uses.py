@@ -18,6 +18,7 @@ from bigtrain.losses.loss import Loss
 from bigtrain.models.blueprint import kept_random_state
 from bigtrain.tensors.fake import fake_model, run_without_numbers
 from bigtrain.tensors.tree import tree_tensors
+from bigtrain.tracing.unreached import graph_leaves
 
 _EMBEDDINGS = {"aten::embedding": (0, 4), "aten::_embedding_bag": (0, 5)}
 """Places of the weight, and of what says that its gradient is sparse."""
@@ -52,6 +53,8 @@ class ParameterUses:
     be taken of it; '' for the model's own, None where there is none."""
     graph_in_loss: bool = False
     """Whether the loss asks for a gradient, of whatever kind: it goes back through the output."""
+    reached: frozenset[str] | None = None
+    """Parameters in the graph of the loss; None without a loss, or where the graph hides some."""
 
     def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
         """Of some modules those that are never called, and of which parameters are used.
@@ -95,11 +98,12 @@ def _seen(
         module.register_forward_pre_hook(partial(watch.enter, name))
         module.register_forward_hook(watch.leave, always_call=True)
     in_forward, in_loss = _Graphs(watch, all_kinds=False), _Graphs(watch, all_kinds=True)
+    reached: frozenset[str] | None = None
     with watch, in_forward:
         output = twin.train()(batch.inputs)
     with suppress(Exception), in_loss:  # a loss may want values, which says nothing of the model
         if loss is not None and batch.targets is not None:
-            loss(output, batch.targets, max(1, batch.count))
+            reached = _reached(twin, loss(output, batch.targets, max(1, batch.count)))
     sparse = tuple(dict.fromkeys(watch.sparse))
     return ParameterUses(
         tuple(watch.writes),
@@ -109,7 +113,15 @@ def _seen(
         frozenset(watch.used),
         in_forward.where,
         in_loss.where is not None,
+        reached,
     )
+
+
+def _reached(twin: nn.Module, total: Any) -> frozenset[str] | None:
+    leaves, is_whole = graph_leaves(total)
+    if not is_whole:
+        return None
+    return frozenset(name for name, p in twin.named_parameters() if id(p) in leaves)
 
 
 class _Graphs(TorchFunctionMode):

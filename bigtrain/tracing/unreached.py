@@ -23,7 +23,12 @@ MORE_PASSES = 8
 chance, or every other time."""
 
 
-def freeze_unreached(model: nn.Module, example: MicroBatch, loss: Loss) -> tuple[str, ...]:
+def freeze_unreached(
+    model: nn.Module,
+    example: MicroBatch,
+    loss: Loss,
+    reached: frozenset[str] | None = None,
+) -> tuple[str, ...]:
     """Stop training what gets no gradient: one process would not update it either.
 
     A parameter is frozen if the graph of the loss misses it in every pass, in training and in
@@ -33,11 +38,17 @@ def freeze_unreached(model: nn.Module, example: MicroBatch, loss: Loss) -> tuple
         model: on any device; a copy without numbers runs.
         example: one micro-batch; only shapes matter.
         loss: of its output.
+        reached: parameters that one pass in training is known to reach (`ParameterUses.reached`);
+            the model is not run where these are all that are trained.
 
     Returns:
         The names that were frozen, each module of them guarded: where none of the passes has
         called it, a call in training raises BigtrainError.
     """
+    if reached is not None:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        if trained <= reached:
+            return ()
     try:
         with kept_random_state():
             found = partial(_unreached, model, example, loss)

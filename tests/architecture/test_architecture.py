@@ -329,6 +329,9 @@ def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = 
         for argument in (*node.args.args, *node.args.kwonlyargs):
             kind = ast.unparse(argument.annotation).split(".")[-1] if argument.annotation else ""
             scope[argument.arg] = kinds.get(kind, "")
+        for inner in ast.walk(node):  # `config: ModelConfig = spec.config`
+            if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                scope[inner.target.id] = kinds.get(ast.unparse(inner.annotation), "")
     found = set()
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         owner = node.value

@@ -105,11 +105,11 @@ def test_a_batch_of_its_own_class_trains_as_a_plain_loop_does(make):
 def test_a_batch_of_its_own_class_is_forecast_as_a_plain_one(make):
     engine, _ = trained(make)
     plain, _ = trained(dict)
-    assert engine.prediction_note is None
-    assert engine.predicted == plain.predicted
+    assert engine.prediction.note is None
+    assert engine.prediction.peak == plain.prediction.peak
     measured = engine.meter.peak_bytes()
     assert measured == plain.meter.peak_bytes()
-    assert measured == pytest.approx(engine.predicted.bytes, rel=0.01)  # views of one tensor
+    assert measured == pytest.approx(engine.prediction.peak.bytes, rel=0.01)  # views of one tensor
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.nets import TinyConv, TinyLM, tokens
 from torch import nn
 
 from bigtrain.data import MicroBatch
-from bigtrain.engine.choose_loss import check_chunks, choose_loss, find_head
+from bigtrain.engine.run_loss.choose_loss import check_chunks, choose_loss, find_head
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
@@ -21,6 +23,12 @@ from bigtrain.losses.tasks import (
     SegmentationTask,
 )
 from bigtrain.models import make_model
+from bigtrain.models.spec import ModelSpec
+
+
+def spec_of(**keys: Any) -> ModelSpec:
+    """The model of a job with these keys of its `model` section."""
+    return ModelSpec.of(ModelConfig(**keys))
 
 
 def batch() -> MicroBatch:
@@ -75,27 +83,27 @@ def test_a_head_that_cannot_be_found(model, message):
 
 def test_which_jobs_have_it_when_nothing_is_said():
     language, own = LanguageTask(50257, label_smoothing=0.1), large()
-    found = choose_loss(ModelConfig(name="gpt"), language, own, batch())
+    found = choose_loss(spec_of(name="gpt"), language, own, batch())
     assert found == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
-    size = choose_loss(ModelConfig(name="gpt", chunk_size="1MiB"), language, own, batch())
+    size = choose_loss(spec_of(name="gpt", chunk_size="1MiB"), language, own, batch())
     assert isinstance(size, ChunkedCrossEntropy)
     assert size.chunk_size == 2**20
-    off = ModelConfig(name="gpt", chunked_loss=False)
+    off = spec_of(name="gpt", chunked_loss=False)
     for config, task in (
         (off, language),
-        (ModelConfig(name="lenet"), ClassificationTask(3)),
-        (ModelConfig(name="support.nets:TinyLM"), language),
+        (spec_of(name="lenet"), ClassificationTask(3)),
+        (spec_of(name="support.nets:TinyLM"), language),
     ):
         assert type(choose_loss(config, task, own, batch())) is CrossEntropy
 
 
 def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
     language = LanguageTask(13)
-    asked = ModelConfig(name="support.nets:TinyLM", chunked_loss=True)
+    asked = spec_of(name="support.nets:TinyLM", chunked_loss=True)
     assert choose_loss(asked, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="head")
-    named = ModelConfig(name="support.nets:TinyLM", chunked_loss=True, head="up")
+    named = spec_of(name="support.nets:TinyLM", chunked_loss=True, head="up")
     assert choose_loss(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
-    classes = ModelConfig(name="support.nets:TinyConv", chunked_loss=True)
+    classes = spec_of(name="support.nets:TinyConv", chunked_loss=True)
     images = MicroBatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), 2, 2)
     found = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
     assert found == ChunkedCrossEntropy(head="head")
@@ -124,11 +132,11 @@ def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
 )
 def test_keys_that_contradict_each_other(keys, message):
     with pytest.raises(ConfigError, match=message):
-        check_chunks(ModelConfig(**keys))
+        check_chunks(spec_of(**keys))
 
 
 def test_a_task_without_a_cross_entropy_over_the_last_dim():
-    asked = ModelConfig(name="support.nets:TinyConv", chunked_loss=True)
+    asked = spec_of(name="support.nets:TinyConv", chunked_loss=True)
     with pytest.raises(ConfigError, match=r"loss of a segmentation task is another.*=false"):
         choose_loss(asked, SegmentationTask(3), TinyConv(), batch())
 
@@ -139,7 +147,7 @@ def test_a_chunk_has_a_size():
 
 
 def test_a_named_head_must_be_there():
-    asked = ModelConfig(name="gpt", head="haed")
+    asked = spec_of(name="gpt", head="haed")
     with pytest.raises(ConfigError, match=r"no module 'haed', did you mean 'head'\?"):
         choose_loss(asked, LanguageTask(13), large(13), batch())
 
@@ -153,17 +161,19 @@ def test_the_weight_of_auxiliary_heads_is_the_job_s():
     task = SegmentationTask(3)
     model = segmenting(aux_loss=True)
     for weight, expected in ((None, None), (0.4, 0.4), (0, 0)):
-        config = ModelConfig(name="deeplabv3_resnet50", auxiliary_weight=weight)
+        config = spec_of(name="deeplabv3_resnet50", auxiliary_weight=weight)
         assert choose_loss(config, task, model, batch()).auxiliary_weight == expected
 
 
 def test_a_weight_for_no_head_and_for_another_loss_is_refused():
-    config = ModelConfig(name="deeplabv3_resnet50", auxiliary_weight=0.4)
+    config = spec_of(name="deeplabv3_resnet50", auxiliary_weight=0.4)
     with pytest.raises(ConfigError, match=r"=0\.4 .* deeplabv3_resnet50 has none\. Set .*=true"):
         choose_loss(config, SegmentationTask(3), segmenting(), batch())
     own = CustomTask(MeanLoss(torch.nn.functional.mse_loss))
     with pytest.raises(ConfigError, match=r"=0\.4 is for a cross entropy, .* is a MeanLoss"):
         choose_loss(config, own, TinyConv(), batch())
-    other = config.model_copy(update={"loss": "torch.nn:CrossEntropyLoss"})
+    other = spec_of(
+        name="deeplabv3_resnet50", auxiliary_weight=0.4, loss="torch.nn:CrossEntropyLoss"
+    )
     with pytest.raises(ConfigError, match=r"=0\.4 is for the task's own.*and model\.loss=torch"):
         check_chunks(other)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import bigtrain
 from bigtrain.data import MicroBatch
-from bigtrain.engine.follow_loss import follow_loss
+from bigtrain.engine.run_loss.follow_loss import follow_loss
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.losses.global_mean import GlobalMeanLoss, loss_scope
 from bigtrain.losses.loss import CrossEntropy, MeanLoss
@@ -433,7 +433,7 @@ def test_an_example_of_other_rows_is_followed() -> None:
         ) as engine:
             if not keys:  # the first batch says what a micro-batch is
                 engine.step((tokens(8).inputs, tokens(8).targets))
-            return engine.predicted.bytes if engine.predicted else None
+            return engine.prediction.peak.bytes if engine.prediction.peak else None
 
     expected = forecast(8, train__micro_batch_size=8)
     assert forecast(3, train__micro_batch_size=8) == expected

@@ -20,7 +20,7 @@ from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.units import GIB, MIB
 
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are

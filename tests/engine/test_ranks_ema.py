@@ -20,7 +20,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.example import example_batch
+from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import as_loss
@@ -122,7 +122,7 @@ def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
         path = Path(folder) / name
         with engine_of(context, strategy, make, {}) as engine:
             average = bigtrain.ema(engine, decay)
-            predicted = engine.predicted
+            predicted = engine.prediction.peak
             for step in (1, 2):
                 engine.step(own_rows(context, step))
             report = engine.memory()
@@ -240,16 +240,16 @@ def test_a_decay_that_is_none_is_refused(decay):
 
 def test_a_second_average_is_refused_and_the_first_is_in_the_forecast():
     with engine_of(RunContext.alone(), "single", Plain, {}) as engine:
-        before = engine.predicted.breakdown.optimizer
+        before = engine.prediction.peak.breakdown.optimizer
         average = bigtrain.ema(engine, DECAY)
         assert average.nbytes == sum(p.nbytes for p in engine.model.parameters())
-        assert engine.predicted.breakdown.optimizer == before + average.nbytes
+        assert engine.prediction.peak.breakdown.optimizer == before + average.nbytes
         with pytest.raises(ConfigError, match="has an average already"):
             bigtrain.ema(engine, DECAY)
         for step in range(3):
             engine.step(batch(step))
         (rank,) = engine.memory().ranks
-        assert rank.measured.peak.breakdown.optimizer == engine.predicted.breakdown.optimizer
+        assert rank.measured.peak.breakdown.optimizer == engine.prediction.peak.breakdown.optimizer
 
 
 def refused_where_ranks_differ(context: Any, strategy: str) -> str:

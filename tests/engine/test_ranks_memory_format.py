@@ -62,7 +62,7 @@ def peaks(context, strategy):
             for p in engine.model.parameters()
             if p.dim() == 4
         }
-        return engine.predicted.bytes, engine.meter.measured().peak.bytes, last
+        return engine.prediction.peak.bytes, engine.meter.measured().peak.bytes, last
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1_torch", "fsdp", "zero2"])

@@ -58,7 +58,7 @@ def save_and_resume(
         first = tokens[:rows]
         example = MicroBatch(first, first, loss.count(first), rows)
         with Engine(DeepResidual, loss, adamw, job, context, example=example) as engine:
-            predicted = engine.predicted_state
+            predicted = engine.prediction.state
             if asynchronous:
                 engine.load(folder / "step-3")
                 gate.clear()
@@ -77,7 +77,7 @@ def save_and_resume(
             found[name] = predicted.save, measured.save
             continue
         # Beside a step: what is added to its peak, which is forecast and tested for itself.
-        more = predicted.save.bytes - engine.predicted.bytes + step.bytes
+        more = predicted.save.bytes - engine.prediction.peak.bytes + step.bytes
         found[name] = replace(predicted.save, bytes=more), measured.save
         found["resume"] = predicted.resume, measured.resume
     return found

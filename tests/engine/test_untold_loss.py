@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import Data, open_data
 from bigtrain.data.loader import MicroBatch
+from bigtrain.engine.run_loss.infer_loss import infer_loss
 from bigtrain.engine.setup import RunSetup, open_setup
-from bigtrain.engine.untold_loss import settle_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.losses.loss import CrossEntropy, MeanLoss
@@ -184,7 +184,7 @@ class Sized(Image):
     ],
 )
 def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, class_dim):
-    loss, said = settle_loss("mine:data", model, example(targets))
+    loss, said = infer_loss("mine:data", model, example(targets))
     assert loss == CrossEntropy(class_dim=class_dim)
     assert said.startswith("loss: cross entropy, as data.name=mine:data names no task and no loss")
 
@@ -202,7 +202,7 @@ def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, cl
 )
 def test_what_tells_no_loss_is_refused_with_both_ways_out(model, targets, said):
     with pytest.raises(ConfigError, match=said) as raised:
-        settle_loss("mine:data", model, example(targets))
+        infer_loss("mine:data", model, example(targets))
     assert "Give Data(..., loss=...)" in str(raised.value)
     assert "model.loss=package.module:function" in str(raised.value)
 

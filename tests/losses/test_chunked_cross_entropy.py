@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.data import MicroBatch
-from bigtrain.engine.choose_loss import choose_loss
+from bigtrain.engine.run_loss.choose_loss import choose_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.chunked_cross_entropy import (
@@ -30,6 +30,7 @@ from bigtrain.losses.loss import CrossEntropy
 from bigtrain.losses.tasks import LanguageTask
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models import make_model
+from bigtrain.models.spec import ModelSpec
 
 VOCABULARY, WIDTH, ROWS = 17, 8, (2, 7)
 CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=1024)
@@ -342,16 +343,16 @@ def batch_of(places: int) -> MicroBatch:
 
 
 def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
-    config = ModelConfig(name="gpt")
+    spec = ModelSpec.of(ModelConfig(name="gpt"))
     task = LanguageTask(num_classes=256)
     model = make_model("gpt", {"num_layers": 1, "width": 64, "num_heads": 2})
     for places, chunked in ((32, False), (128, True)):
         example = batch_of(places)
-        alone = choose_loss(config, task, model, example)
-        behind = choose_loss(config, task, model, example, several_waiting=True)
+        alone = choose_loss(spec, task, model, example)
+        behind = choose_loss(spec, task, model, example, several_waiting=True)
         assert isinstance(alone, ChunkedCrossEntropy)
         assert isinstance(behind, ChunkedCrossEntropy) is chunked
-    asked = ModelConfig(name="gpt", chunked_loss=True)
+    asked = ModelSpec.of(ModelConfig(name="gpt", chunked_loss=True))
     found = choose_loss(asked, task, model, batch_of(8), several_waiting=True)
     assert isinstance(found, ChunkedCrossEntropy)
 

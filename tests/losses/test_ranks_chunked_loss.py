@@ -85,7 +85,7 @@ def peaks(context, loss: CrossEntropy, strategy: str, keys: dict[str, Any], rows
     with Engine(model, loss, sgd, job, context, example=example) as engine:
         losses = [engine.step((inputs, targets)).loss for _ in range(2)]
         evaluated = engine.evaluate([example])
-        return losses, evaluated, engine.predicted, engine.meter.measured().peak
+        return losses, evaluated, engine.prediction.peak, engine.meter.measured().peak
 
 
 def test_at_least_nine_tenths_of_the_logits_are_gone():

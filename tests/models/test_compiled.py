@@ -116,7 +116,7 @@ def trained(**keys: object) -> tuple[list[float], Peak, Peak]:
     batch = (samples.inputs, samples.targets)
     with Engine(model, CrossEntropy(), make, job, context) as engine:
         losses = [engine.step(batch).loss for _ in range(4)]
-        return losses, engine.predicted, engine.meter.measured().peak
+        return losses, engine.prediction.peak, engine.meter.measured().peak
 
 
 @pytest.mark.filterwarnings("default::UserWarning")  # of torch, at its own looks

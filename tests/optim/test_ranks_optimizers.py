@@ -40,7 +40,7 @@ def train(context, strategy, keys, folder, model=TinyLM, steps=4):
                     engine.save(folder)
                 if engine.steps_done == steps:
                     break
-            peaks = (engine.meter.measured().peak, engine.predicted)
+            peaks = (engine.meter.measured().peak, engine.prediction.peak)
     return losses[:steps], losses[steps:], peaks
 
 

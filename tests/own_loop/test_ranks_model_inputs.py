@@ -83,7 +83,7 @@ def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float
             mine = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
             given = {name: tensor[mine] for name, tensor in whole.items()}, targets[mine]
             losses = [engine.step(given).loss for _ in range(3)]
-            measured, predicted = engine.meter.measured().peak, engine.predicted
+            measured, predicted = engine.meter.measured().peak, engine.prediction.peak
             off = abs(predicted.bytes / measured.bytes - 1) if predicted and measured else 1.0
             found.append((losses, off))
     return found

@@ -49,7 +49,7 @@ def peaks(
     with Engine(model, loss, adamw, job, context, example=example) as engine:
         for _ in range(4):
             engine.step((samples.inputs.clone(), samples.targets.clone()))
-        return engine.predicted, engine.meter.measured().peak, engine.prediction_note
+        return engine.prediction.peak, engine.meter.measured().peak, engine.prediction.note
 
 
 def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int) -> list[Any]:
@@ -109,7 +109,7 @@ def step_peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
     with Engine(DeepResidual, loss, make_optimizer, job, context, example=example) as engine:
         for _ in range(4):
             engine.step((samples.inputs.clone(), samples.targets.clone()))
-        return engine.predicted, engine.meter.measured().peak
+        return engine.prediction.peak, engine.meter.measured().peak
 
 
 @pytest.mark.parametrize(

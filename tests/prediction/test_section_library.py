@@ -29,7 +29,7 @@ from bigtrain.prediction.fake_runs import runs
 from bigtrain.prediction.fake_runs.runs import resize_micro_batch
 from bigtrain.prediction.fake_runs.shared_blocks import same_work
 from bigtrain.prediction.predict import forecast_rank, forecast_rank_step, forecast_step
-from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.profile_model import make_profile
 from bigtrain.prediction.record_sections import record_sections
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.shorten import shorten_model, untie_parameters

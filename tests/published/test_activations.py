@@ -23,7 +23,7 @@ from bigtrain.devices import accelerator
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.profile_model import make_profile
 from bigtrain.tensors.fake import fake_model
 from bigtrain.units import GIB
 from published.formulas import Transformer

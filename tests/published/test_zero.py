@@ -25,7 +25,7 @@ from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.prediction.predict import forecast_step
-from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.profile_model import make_profile
 from published.formulas import AUTOCAST, BF16, FP32, largest_model, numbers_sent
 
 GB = 10**9

@@ -14,7 +14,7 @@ from bigtrain.engine.engine import StepResult
 from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import job_from_keys
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.prediction.fullest_rank import FullestRank
+from bigtrain.prediction.memory_report import FullestRank
 from bigtrain.ranks.preemption import Highest
 from bigtrain.report import progress
 from bigtrain.report.banner import MemoryLimit, banner_lines, peak_line

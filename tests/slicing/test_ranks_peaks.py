@@ -40,7 +40,7 @@ def peak(context, strategy, case):
     with Engine(model, loss, torch.optim.AdamW, job, context, example=example) as engine:
         for _ in range(4):
             engine.step((inputs.clone(), targets.clone()))
-        return engine.predicted, engine.meter.measured().peak
+        return engine.prediction.peak, engine.meter.measured().peak
 
 
 DAILY = (

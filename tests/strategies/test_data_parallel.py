@@ -16,13 +16,14 @@ from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.choose_loss import choose_loss
+from bigtrain.engine.run_loss.choose_loss import choose_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models import make_model
+from bigtrain.models.spec import ModelSpec
 
 
 def plan_on(strategy: str = "single", ranks: int = 1, device: str = "cuda", rows: int = 8) -> Plan:
@@ -122,11 +123,11 @@ def test_its_copies_make_no_loss_in_chunks() -> None:
     model = make_model("gpt", {"num_layers": 1, "width": 16, "num_heads": 2})
     task = SimpleNamespace(loss=CrossEntropy, name="language")
     arguments: Any = (task, model, example)
-    chunked = choose_loss(job.model, *arguments)
+    chunked = choose_loss(ModelSpec.of(job.model), *arguments)
     assert isinstance(chunked, ChunkedCrossEntropy)
-    plain = choose_loss(job.model, *arguments, copies_modules=True)
+    plain = choose_loss(ModelSpec.of(job.model), *arguments, copies_modules=True)
     assert type(plain) is CrossEntropy
     asked = job.model.model_copy(update={"chunked_loss": True})
     with pytest.raises(ConfigError, match="model.chunked_loss=true: the head makes the loss"):
-        choose_loss(asked, *arguments, copies_modules=True)
+        choose_loss(ModelSpec.of(asked), *arguments, copies_modules=True)
     assert data_parallel.DataParallel().traits.copies_modules

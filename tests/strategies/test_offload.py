@@ -59,7 +59,7 @@ with Engine(model, CrossEntropy(), adamw, job, context) as engine:
     print(json.dumps({
         "losses": losses,
         "tracked": measured.peak.bytes,
-        "predicted": engine.predicted.bytes,
+        "predicted": engine.prediction.peak.bytes,
         "process": measured.process_peak_bytes,
         "numbers": sum(p.numel() for p in engine.model.parameters()),
     }))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import bigtrain
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.example import example_batch
+from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import as_loss

@@ -36,7 +36,7 @@ def peaks(context, model, batch, strategy, keys, optimizer):
     with Engine(model, loss, optimizer, job, context, example=example) as engine:
         for _ in range(4):
             engine.step(tuple(t.clone() for t in batch))
-        return engine.predicted, engine.meter.measured().peak, engine.prediction_note
+        return engine.prediction.peak, engine.meter.measured().peak, engine.prediction.note
 
 
 MOST_RUNS = 6

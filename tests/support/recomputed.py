@@ -53,7 +53,7 @@ def run(context, model, batch, keys, strategy="single", steps=3):
     with Engine(model, loss, adamw, job, context, example=example) as engine:
         losses = [engine.step(tuple(t.clone() for t in batch)).loss for _ in range(steps)]
         state = whole_tensors(engine.runner.state())
-        peaks = engine.predicted, engine.meter.measured().peak
+        peaks = engine.prediction.peak, engine.meter.measured().peak
         return losses, state, peaks, engine.advice
 
 

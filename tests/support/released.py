@@ -64,7 +64,7 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
         results = [engine.step(b) for _, b in zip(range(steps), batches, strict=False)]
         weights = whole_tensors(engine.runner.state())
         measured = engine.meter.measured().peak
-    return results, weights, measured, engine.predicted
+    return results, weights, measured, engine.prediction.peak
 
 
 def alone(keys, **more):

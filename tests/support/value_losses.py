@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.example import example_batch
+from bigtrain.engine.first_batch import example_batch
 from bigtrain.errors import BigtrainError
 from bigtrain.job.load import job_from_keys
 from bigtrain.ranks.context import RunContext

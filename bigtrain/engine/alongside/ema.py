@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bigtrain.engine.alongside.kept import BESIDE
+from bigtrain.engine.alongside.average import AVERAGE_SUFFIX
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor
 
-SLOT = BESIDE.removeprefix(".")
+SLOT = AVERAGE_SUFFIX.removeprefix(".")
 """The key under which a checkpoint has an average, beside the slots of the optimizer."""
 
 
@@ -45,7 +45,7 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
             f"ema: decay={decay} needs to be 0 or more and less than 1. Use decay=0.999."
         )
     traits, name = engine.plan.replicate, engine.plan.strategy.name
-    if engine.kept:
+    if engine.weight_average:
         raise ConfigError("ema: this engine has an average already. Use the one that there is.")
     if traits.num_servers or traits.inexact_reason:
         raise ConfigError(
@@ -53,7 +53,7 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
             "there could be an average. Use --strategy ddp, or one that shards."
         )
     average = Ema(engine, decay)
-    engine.keep_beside(average)
+    engine.follow_average(average)
     return average
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.func import functional_call
 
-from bigtrain.engine.alongside.kept import holds_whole_model
+from bigtrain.engine.alongside.average import holds_whole_model
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
 

@@ -119,7 +119,7 @@ def train(
     size = plan.batch.micro_size
     example = MicroBatch(*samples_of(size, images=images), size * LENGTH, size)
     with Engine(model, loss, optimizer, job, context, example=example) as engine:
-        assert engine.prediction_note is None, engine.prediction_note
+        assert engine.prediction.note is None, engine.prediction.note
         record = Record([], [], [], {})
         update = engine.runner.update
 
@@ -250,9 +250,9 @@ def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[
         with Engine(lambda: Deep(64, 6), loss, adamw, job, context, example=example) as engine:
             for _ in range(3):
                 engine.step((samples.inputs[:rows].clone(), samples.targets[:rows].clone()))
-            assert engine.predicted is not None
+            assert engine.prediction.peak is not None
             measured = engine.meter.measured().peak
-            found.append((strategy, keys, engine.predicted.bytes, measured.bytes))
+            found.append((strategy, keys, engine.prediction.peak.bytes, measured.bytes))
     return found
 
 

@@ -19,7 +19,7 @@ from bigtrain.losses.loss import CrossEntropy, Loss, as_loss, main_logits
 from bigtrain.tensors.fake import fake_model, run_without_numbers
 
 
-def settle_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, str]:
+def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, str]:
     """A loss for data without one, and a line on what was chosen and why.
 
     Args:

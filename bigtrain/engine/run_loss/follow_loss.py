@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.try_loss import try_formula, twice
+from bigtrain.engine.run_loss.try_loss import try_formula, twice
 from bigtrain.errors import ConfigError
 from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
 from bigtrain.losses.loss import Loss, MeanLoss, at_least_float32

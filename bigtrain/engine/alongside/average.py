@@ -1,4 +1,4 @@
-"""What is kept beside the model that an engine trains, and copies of it that cannot be made."""
+"""The average of weights that an engine updates in each step, and copies that cannot be made."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from bigtrain.core.strategy import Plan
 from bigtrain.errors import BigtrainError
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 
-BESIDE = ".moving_average"
-"""How names of a checkpoint end that are of what is kept beside the model."""
+AVERAGE_SUFFIX = ".moving_average"
+"""The end of the names under which a checkpoint has averaged weights."""
 
 
-class Beside(Protocol):
-    """What is kept beside the model: it follows each step, and checkpoints have it."""
+class WeightAverage(Protocol):
+    """An average of the weights: it follows each step, and checkpoints hold it."""
 
     @property
     def nbytes(self) -> int:
         """Bytes on this rank."""
 
     def update(self) -> None:
-        """Follow a step."""
+        """Follow a step that was taken."""
 
     def check_step(self) -> None:
-        """Refuse a step that cannot be."""
+        """Refuse a step that cannot be taken now."""
 
     def state(self) -> dict[str, StateTensor]:
-        """What this rank holds of it, under the names of a checkpoint."""
+        """The part on this rank, under the names of a checkpoint."""
 
     def load(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Take it over from a checkpoint, which may have none of it."""
+        """Read the part on this rank from a checkpoint, which may have no average."""
 
 
 def holds_whole_model(plan: Plan) -> bool:
@@ -46,7 +46,7 @@ def refuse_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Refuse a deep copy of a model of which this rank has a part, as AveragedModel makes one.
 
     Args:
-        model: of an engine, as the strategy has left it.
+        model: of an engine, after the strategy was applied.
         plan: of the engine.
     """
     if holds_whole_model(plan) or "__deepcopy__" in vars(model):  # an engine refuses it by itself

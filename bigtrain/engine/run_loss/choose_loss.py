@@ -1,4 +1,4 @@
-"""The loss of a job: chunked where that is asked for or safe, and the head that it needs."""
+"""The loss of a job: in chunks where that is asked for or safe, and the head that makes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, check_hea
 from bigtrain.losses.linear_cross_entropy import ACCELERATOR_CHUNK_BYTES, DEFAULT_CHUNK_BYTES
 from bigtrain.losses.loss import CrossEntropy, Loss, main_logits
 from bigtrain.losses.tasks import Task
-from bigtrain.models import task_of
+from bigtrain.models.spec import ModelSpec
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.tree import tree_tensors
 
@@ -24,12 +24,13 @@ GPT_HEAD = "head"
 """The head of bigtrain's own language models."""
 
 
-def check_chunks(config: ModelConfig) -> None:
+def check_chunks(spec: ModelSpec) -> None:
     """Refuse keys of the chunked loss that contradict others; needs no data and no model.
 
     Raises:
         ConfigError: with the key and the fix.
     """
+    config: ModelConfig = spec.config
     if config.chunked_loss and config.loss is not None:
         raise ConfigError(
             f"model.chunked_loss=true is the task's own cross entropy in chunks, and model.loss="
@@ -41,8 +42,8 @@ def check_chunks(config: ModelConfig) -> None:
             f"entropy, and model.loss={config.loss} is another loss. Leave one of the two out."
         )
     keys = {"head": config.head, "chunk_size": config.chunk_size}
-    is_gpt = task_of(config.name) == "language" and config.loss is None
-    chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
+    by_default = spec.is_language and config.loss is None
+    chunked = by_default if config.chunked_loss is None else config.chunked_loss
     for key in (name for name, value in keys.items() if value is not None and not chunked):
         state = "false" if config.chunked_loss is not None else "off for this model and loss"
         raise ConfigError(
@@ -52,7 +53,7 @@ def check_chunks(config: ModelConfig) -> None:
 
 
 def choose_loss(
-    config: ModelConfig,
+    spec: ModelSpec,
     task: Task,
     model: nn.Module,
     example: MicroBatch,
@@ -63,26 +64,26 @@ def choose_loss(
 ) -> Loss:
     """The task's loss, in chunks where the job says so.
 
-    Left to itself, only a language model of bigtrain's own has a chunked loss.
+    Without `model.chunked_loss` only bigtrain's own language models have a chunked loss.
 
     Args:
-        config: its `loss` is None.
-        task: what is learned.
+        spec: of the model; its `config.loss` is None.
+        task: of the data.
         model: on any device, the meta device too; it is not changed.
         example: one micro-batch, for a run on fake tensors that finds the head.
-        several_waiting: whether several micro-batches wait at the head for their
-            backward passes (GPipe).
-            Each then holds a gradient of the head's weight, and without chunks its logits.
-        copies_modules: see `Traits.copies_modules`: a copy's head is not told the targets.
-        device_type: of the run; it decides how large a chunk is.
+        several_waiting: whether several micro-batches wait at the head for their backward passes
+            (GPipe). Each then holds a gradient of the head's weight, or without chunks its logits.
+        copies_modules: see `Traits.copies_modules`: the head of a copy has no targets.
+        device_type: of the run; it decides the size of a chunk.
 
     Raises:
         ConfigError: a chunked loss is asked for, and this task, model or strategy has none.
     """
-    task_loss, is_gpt = task.loss(), task_of(config.name) == "language"
+    config: ModelConfig = spec.config
+    task_loss = task.loss()
     if config.auxiliary_weight is not None:
-        task_loss = _weighted(task_loss, config, model)
-    is_chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
+        task_loss = _weighted(task_loss, spec, model)
+    is_chunked = spec.is_language if config.chunked_loss is None else config.chunked_loss
     if not is_chunked:
         return task_loss
     if copies_modules:
@@ -101,7 +102,7 @@ def choose_loss(
             f"of the logits, and the loss of a {task.name} task is another. "
             "Set model.chunked_loss=false."
         )
-    name = config.head or (GPT_HEAD if is_gpt else None) or find_head(model, example)
+    name = config.head or (GPT_HEAD if spec.is_language else None) or find_head(model, example)
     check_head(name, model)
     head = model.get_submodule(name)
     if config.chunked_loss is None and several_waiting and isinstance(head, nn.Linear):
@@ -155,19 +156,20 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
     )
 
 
-def _weighted(loss: Loss, config: ModelConfig, model: nn.Module) -> CrossEntropy:
+def _weighted(loss: Loss, spec: ModelSpec, model: nn.Module) -> CrossEntropy:
     """The loss with the job's weight of auxiliary heads.
 
     Raises:
-        ConfigError: the loss has no such weight, or the model surely no such head.
+        ConfigError: the loss has no such weight, or a built-in model has no such head.
     """
+    config: ModelConfig = spec.config
     key = f"model.auxiliary_weight={config.auxiliary_weight}"
     if not isinstance(loss, CrossEntropy):
         raise ConfigError(
             f"{key} is for a cross entropy, and the loss of these data is a "
             f"{type(loss).__name__}. Leave model.auxiliary_weight out."
         )
-    headless = task_of(config.name) == "segmentation" and model.aux_classifier is None
+    headless = spec.task == "segmentation" and model.aux_classifier is None
     if headless and config.auxiliary_weight:
         raise ConfigError(
             f"{key} is for an auxiliary head, and {config.name} has none. Set "

@@ -1,0 +1,124 @@
+"""The example of a caller, and the first batch of a run, from which its memory is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.strategy import Plan
+from bigtrain.cutting.layout import Layout
+from bigtrain.data import Step
+from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
+from bigtrain.data.loader import MicroBatch
+from bigtrain.engine.run_loss.follow_loss import agree_on_loss
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Job
+from bigtrain.losses.global_mean import watch_owners
+from bigtrain.losses.loss import Loss
+from bigtrain.own_loop.evaluation import as_pair
+from bigtrain.ranks.context import RunContext
+
+
+def says_rows(job: Job) -> bool:
+    """Whether a key says how many rows a micro-batch has."""
+    return job.train.micro_batch_size is not None or job.train.global_batch_size is not None
+
+
+def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) -> MicroBatch:
+    """The example with the rows of one micro-batch of the job: its rows are repeated or left out.
+
+    Raises:
+        ConfigError: no dim of a tensor has as many entries as there are rows, or several have.
+    """
+    inputs, targets = example
+    needed = plan.batch.micro_size
+    rows = count_rows(inputs, targets, needed if says_rows(job) else None)
+    dims = find_batch_dims(inputs, targets, rows, explicit=job.data.batch_dims)
+    batch = MicroBatch(inputs, targets, 0, rows, dims=dims)
+    if says_rows(job) and rows != needed:
+        repeated = torch.arange(needed) % rows
+        batch = batch.map_rows(lambda t, dim: t.index_select(dim, repeated.to(t.device)))
+        batch = replace(batch, rows=needed)
+    return replace(batch, count=loss.count(batch.targets))
+
+
+class FirstBatch:
+    """The questions that a run asks of its first batch; dropped when they are answered.
+
+    What does the loss divide by, where no example showed it? Does the batch have other rows than
+    the example, so that memory has to be predicted again?
+
+    Args:
+        example: the run's; None where it was given none.
+        job: says how many rows a micro-batch has, or does not.
+        resolved: what is run.
+        context: the ranks, which have to come to the same loss.
+    """
+
+    def __init__(
+        self, example: MicroBatch | None, job: Job, resolved: ResolvedPlan, context: RunContext
+    ) -> None:
+        self._example, self._job = example, job
+        self._plan, self._layout = resolved.plan, resolved.layout
+        self._context = context
+
+    def follow_loss(
+        self, loss: Loss, batch: Step | tuple[Any, Any], model: nn.Module, module: nn.Module
+    ) -> Loss:
+        """The loss with what it divides by, as this batch shows; unchanged after an example.
+
+        Collective.
+
+        Args:
+            loss: as the user gave it.
+            batch: the first.
+            model: as the user wrote it, without values where it could be copied.
+            module: of the runner, whose modules that compute parts of the loss are watched.
+
+        Raises:
+            ConfigError: see `follow_loss.follow_loss`; on all ranks.
+        """
+        if self._example is not None:
+            return loss
+        if isinstance(batch, Step):
+            inputs, targets = batch.micro_batches[0].inputs, batch.micro_batches[0].targets
+        else:
+            inputs, targets = as_pair(batch, "step")
+        rows = count_rows(inputs, targets)
+        dims: BatchDims = find_batch_dims(
+            inputs, targets, rows, explicit=self._job.data.batch_dims, example=None
+        )
+        example = MicroBatch(inputs, targets, 0, rows, dims=dims)
+        followed = agree_on_loss(loss, model, example, self._plan.batch.num_parts, self._context)
+        watch_owners(followed, module)
+        return followed
+
+    def needs_prediction(self, first: MicroBatch) -> bool:
+        """Whether memory has to be predicted from this micro-batch: no example is like it.
+
+        Raises:
+            ConfigError: the model was cut for the rows of the example.
+        """
+        return self._example is None or is_resized(self._example, first, self._job, self._layout)
+
+
+def is_resized(
+    example: MicroBatch | None, first: MicroBatch, job: Job, layout: Layout | None
+) -> bool:
+    """Whether the first micro-batch has other rows than the example, and no key sets their number.
+
+    Raises:
+        ConfigError: the model was cut for the rows of the example.
+    """
+    if example is None or says_rows(job) or example.rows == first.rows:
+        return False
+    if layout is not None:
+        raise ConfigError(
+            f"step: micro-batches of {first.rows} rows, and the model was cut for the "
+            f"{example.rows} of prepare(example=...). Give an example of {first.rows} rows."
+        )
+    return True

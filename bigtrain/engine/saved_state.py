@@ -1,0 +1,173 @@
+"""The state of an engine in checkpoints: what `save` writes and `load` reads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from bigtrain.checkpoint.folders import as_folder
+from bigtrain.checkpoint.saver import Saver
+from bigtrain.checkpoint.together import (
+    check_optimizer_state,
+    config_texts,
+    newest_of_all,
+    open_together,
+    random_streams,
+)
+from bigtrain.core.state import extra_modules, extra_states
+from bigtrain.engine.alongside.average import AVERAGE_SUFFIX, WeightAverage
+from bigtrain.engine.seeds import continue_streams
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.models.blueprint import Blueprint
+from bigtrain.optim.whole import WholeOptimizer
+from bigtrain.own_loop.calls import LoopCalls
+from bigtrain.own_loop.states import SAVED_AS, RemovedCheckpoints
+from bigtrain.slicing.equal_ranks import check_equal_ranks
+
+
+class SavedState(LoopCalls):
+    """`save` and `load` of an engine, which has the attributes named here."""
+
+    in_own_loop = False
+    """Whether `prepare` made the engine: the job then does not describe model and optimizer."""
+    blueprint: Blueprint
+    weight_average: WeightAverage | None
+    _closing: ExitStack
+    _model_class: str
+    _removed: RemovedCheckpoints
+
+    @property
+    def _whole_optimizer(self) -> WholeOptimizer:
+        raise NotImplementedError
+
+    @cached_property
+    def saver(self) -> Saver:
+        """Writes this run's checkpoints."""
+        return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        best: Mapping[str, float] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint below `folder`; return its path. Collective.
+
+        With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
+
+        Args:
+            folder: for this run's checkpoints; the newest `checkpoint.keep` stay.
+            extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
+            best: figures of a validation, where no state before had better ones: it stays.
+
+        Raises:
+            ConfigError: `folder` is no path, or something of the loop cannot be kept.
+            CheckpointError: it could not be written (a full disk, a folder that is gone); the same
+                on all ranks. What was there before stays, and the run can go on.
+            UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
+        """
+        loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
+        self.saver.reserve(folder)
+        with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
+            state = self.runner.state()
+            if self.weight_average is not None:
+                state |= self.weight_average.state()
+            check_equal_ranks(state, self.context, self.steps_done)
+            meta: dict[str, Any] = {
+                "samples_seen": self.samples_seen,
+                "validation": best,
+                SAVED_AS: loop,
+            }
+            if self.in_own_loop:
+                whole = self._whole_optimizer.kind_name
+                meta |= {"model_class": self._model_class, "optimizer_class": whole}
+            if self._extra_at_start:
+                meta["extra_state"] = self._extra_states()
+            meta["job"] = self.job.model_dump(mode="json")
+            meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
+            with self.blueprint.given_back():
+                texts = config_texts(self.runner.module)
+            path = self.saver.save(
+                folder,
+                self.steps_done,
+                state,
+                {**meta, **random_streams(self.context)},
+                texts,
+                best=best is not None,
+                added=added,
+            )
+        if self.in_own_loop and self.context.is_main:
+            self._removed.tell(folder)
+        return path
+
+    def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+        """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+
+        Args:
+            path: of a checkpoint, or the folder that `save` was given: its newest.
+            weights_only: take over parameters and buffers alone, of a checkpoint that any optimizer
+                wrote, to use a trained model or to begin another training with it. The optimizer's
+                state begins anew; the position stays.
+
+        Returns:
+            What `save` was given as `extra`; empty with `weights_only`.
+
+        Raises:
+            ConfigError: `path` is no path.
+            CheckpointError: there is none, it is damaged, or it is another model's; on all ranks.
+        """
+        path = as_folder(path, "load")
+        path = newest_of_all(path, self.context) or path
+        checkpoint = open_together(path, self.context)
+        tensors = {n: t for n, t in checkpoint.tensors.items() if not n.endswith(AVERAGE_SUFFIX)}
+        if weights_only:
+            tensors = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
+        check_optimizer_state(tensors, self.runner.optimizer)
+        with self._explaining("while a checkpoint was read"), self.meter.resuming():
+            try:
+                self.runner.load_state(tensors)
+            except DamagedCheckpointError as error:
+                if self.context.world_size == 1:
+                    raise  # all of it is taken over anew from another one
+                # The other ranks know nothing of it: to go on with another one, all have to.
+                raise CheckpointError(str(error)) from None
+        if self.weight_average is not None:
+            self.weight_average.load(tensors if weights_only else checkpoint.tensors)
+        self.runner.label_state()  # it was made outside of a step, and is there from now on
+        extra = checkpoint.meta.get("extra_state", {})
+        for name, module in extra_modules(self.runner.roots):
+            if name in extra:
+                module.set_extra_state(extra[name])
+        if weights_only:
+            return {}
+        self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
+        self.samples_seen = int(checkpoint.meta["samples_seen"])
+        extra_values, lines = self._loop_states.load(checkpoint.meta.get(SAVED_AS), self.steps_done)
+        for line in lines if self.context.is_main else ():
+            sys.stderr.write(f"bigtrain: {line}\n")
+        continue_streams(checkpoint.meta, self.context, self.steps_done)
+        return extra_values
+
+    @cached_property
+    def _extra_at_start(self) -> dict[str, Any]:
+        """What states that are no tensors the model begins with."""
+        return extra_states(self.runner.roots)
+
+    def _extra_states(self) -> dict[str, Any] | None:
+        """The states that are no tensors; on rank 0. Collective.
+
+        The lowest rank's that is another than at the start: a stage's rank alone runs its modules.
+        """
+        ranks = self.context.gather_objects(extra_states(self.runner.roots))
+        if ranks is None:
+            return None
+        merged = dict(self._extra_at_start)
+        for name, start in self._extra_at_start.items():
+            own = (rank[name] for rank in ranks if rank is not None and name in rank)
+            merged[name] = next((state for state in own if state != start), start)
+        return merged

@@ -1,0 +1,69 @@
+"""Bytes of parameters, gradients, buffers and optimizer state, counted by storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.memory.timeline import Breakdown
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
+    """Bytes of parameters, their gradients, buffers and optimizer state."""
+    slots = optimizer.state.values() if optimizer else ()
+    return Breakdown(
+        parameters=storage_bytes(model.parameters()),
+        gradients=storage_bytes(p for p in model.parameters() if p.requires_grad),
+        buffers=storage_bytes(model.buffers()),
+        optimizer=storage_bytes(value for state in slots for value in state.values()),
+    )
+
+
+def optimizer_state_figures(
+    model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
+) -> dict[str, Any]:
+    """How the optimizer's state goes with the number of trained elements.
+
+    Args:
+        model: profiled.
+        optimizer: after a step on it.
+        widths: of `state_bytes_by_slot`: bf16 ones are updated in fp32 by those who shard state.
+    """
+    elements, state_numbers, scalars = 0, 0.0, 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        elements += parameter.numel()
+        is_bf16 = parameter.dtype == torch.bfloat16
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                width = value.element_size() / parameter.element_size()
+                state_numbers += value.numel() * (widths.get(key, 4.0) / 4 if is_bf16 else width)
+            elif isinstance(value, Tensor):
+                scalars += value.numel() * value.element_size()
+    slots = state_numbers / elements if elements else 0.0
+    return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
+
+
+def updated_shapes(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """See `Profile.updated`; empty where the optimizer is not put to the parameters themselves."""
+    groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not all(id(p) in groups for p in trained):
+        return ()
+    return tuple((tuple(p.shape), groups[id(p)]) for p in trained)
+
+
+def storage_bytes(leaves: Iterable[object]) -> int:
+    """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
+    storages: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
