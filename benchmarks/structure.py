@@ -107,7 +107,7 @@ def count(top: Path) -> dict[str, Any]:
         for other in imported_modules(tree, set(product))
     }
     tests = python_files(top, "tests")
-    page = top / "docs" / "architecture.md"
+    page = top / "docs" / "internals" / "architecture.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     nouns = re.findall(r"^\| `[A-Z]\w+`", text, re.MULTILINE)
     return {

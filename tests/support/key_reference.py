@@ -25,10 +25,10 @@ HEAD = """# Every key of a job
 
 Made from the types in `bigtrain/job/schema.py` and of the techniques under `strategies/`; do not
 edit it by hand. How a job is written, with examples: [jobs.md](jobs.md). How strategies are named:
-[strategies.md](strategies.md). A key stands in a YAML file (`train: {steps: 100}`), on the command
-line (`train.steps=100`), or in `bigtrain.prepare` (`train__steps=100`, where a loop of your own
-follows it). A size is a number of bytes or has a unit: `25MiB`, `8GiB`. `null` means that nothing
-is set.
+[strategies.md](strategies.md). Write a key in a YAML file (`train: {steps: 100}`), on the command
+line (`train.steps=100`), or, if your own loop can follow it, in `bigtrain.prepare`
+(`train__steps=100`). A size is a number of bytes or has a unit: `25MiB`, `8GiB`. `null` means that
+nothing is set.
 """
 
 
@@ -119,9 +119,15 @@ def technique_sections() -> list[str]:
     return lines
 
 
+def contents(lines: list[str]) -> list[str]:
+    """A list of links to the sections of a page."""
+    headings = [line[3:] for line in lines if line.startswith("## ")]
+    return ["## Contents", "", *(f"* [{head}](#{head.strip('`')})" for head in headings)]
+
+
 def key_reference() -> str:
     """The whole page."""
-    lines = [HEAD]
+    lines: list[str] = []
     for section, field in Job.model_fields.items():
         cls = field.annotation
         if not (isinstance(cls, type) and issubclass(cls, BaseModel)):
@@ -133,4 +139,4 @@ def key_reference() -> str:
     device = values_of(Job.model_fields["device"].annotation, [])
     text = field_texts(Job)["device"]
     lines += ["", "## `device`", "", f"{text} Values: {device}; default `auto`."]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([HEAD, *contents(lines), *lines])).strip() + "\n"

@@ -1,0 +1,234 @@
+"""The page of all public names, made from their signatures and docstrings.
+
+A name is public if `bigtrain` or `bigtrain.strategy` lists it in `__all__`. Of a class the page has
+the constructor, the fields with the text below them, and the public methods and properties, those
+of its base classes in bigtrain included.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import cached_property
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+import bigtrain
+import bigtrain.strategy
+
+HEAD = """# API reference
+
+Every name that `import bigtrain` offers. This page is generated from signatures and docstrings
+(`python tests/test_docs.py --write`); do not edit it. How a training loop uses these names:
+[your_loop.md](your_loop.md). Names for authors of strategies: [api_strategies.md](api_strategies.md).
+"""
+AUTHORS = """# API reference for authors of strategies
+
+Every name that `bigtrain.strategy` offers. This page is generated from signatures and docstrings
+(`python tests/test_docs.py --write`); do not edit it. How to write a strategy, step by step:
+[CONTRIBUTING.md](../CONTRIBUTING.md). Names for training loops: [api.md](api.md).
+"""
+WIDTH = 120
+SECTIONS = ("Args", "Returns", "Raises", "Yields")
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class is defined in bigtrain, and so documented here."""
+    return cls.__module__.partition(".")[0] == "bigtrain"
+
+
+def filled(text: str, first: str = "", rest: str = "") -> list[str]:
+    """The words of a paragraph in lines of the page's width; nothing in backticks is broken."""
+    held = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
+    lines = textwrap.wrap(
+        held,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines]
+
+
+def described(docstring: str | None) -> list[str]:
+    """A docstring as Markdown: paragraphs, lists, code, and its sections as lists of names."""
+    lines: list[str] = []
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring or "")):
+        name, _, body = block.partition(":\n")
+        if name in SECTIONS:
+            lines += ["", f"{name}:", "", *section(textwrap.dedent(body))]
+        elif block.startswith(("    ", "* ", "- ", "| ")):
+            lines += ["", *block.splitlines()]
+        elif block:
+            lines += ["", *filled(block)]
+    return lines[1:]
+
+
+def section(body: str) -> Iterator[str]:
+    """The entries of `Args:` or `Raises:` as a list; a text without names as it is."""
+    for entry in re.split(r"\n(?=\S)", body):
+        name, colon, meaning = entry.partition(":")
+        if colon and re.fullmatch(r"[\w., *]+", name):
+            yield from filled(f"`{name}`: {meaning}", "* ", "  ")
+        else:
+            yield from filled(entry)
+
+
+def annotation(value: Any) -> str:
+    """A type as the source has it."""
+    return value if isinstance(value, str) else getattr(value, "__name__", str(value))
+
+
+def signature(name: str, function: Any) -> list[str]:
+    """The call as a block of code: one line, or a line for each parameter."""
+    made = inspect.signature(function)
+    words, stars = [], False
+    for parameter in made.parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not stars:
+            words, stars = [*words, "*"], True
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = stars or prefix == "*"
+        word = f"{prefix}{parameter.name}"
+        if parameter.annotation is not parameter.empty:
+            word += f": {annotation(parameter.annotation)}"
+        if parameter.default is not parameter.empty:
+            word += f" = {default(parameter.default)}"
+        words.append(word)
+    result = ""
+    if made.return_annotation not in (made.empty, "None", None):
+        result = f" -> {annotation(made.return_annotation)}"
+    line = f"{name}({', '.join(words)}){result}"
+    if len(line) <= WIDTH - 20:
+        return ["```python", line, "```"]
+    return ["```python", f"{name}(", *(f"    {word}," for word in words), f"){result}", "```"]
+
+
+def default(value: Any) -> str:
+    """A default as it would be written, without the address of an object."""
+    text = repr(value)
+    return "..." if " object at 0x" in text or text.startswith(("<", "functools")) else text
+
+
+def field_texts(cls: type) -> dict[str, tuple[str, str]]:
+    """Type and docstring of each field that a class or its bases in bigtrain declare."""
+    found: dict[str, tuple[str, str]] = {}
+    for one in reversed(cls.__mro__):
+        if not is_ours(one):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, [*body.body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(str(after.value.value).split())
+            if not field.target.id.startswith("_"):
+                found[field.target.id] = (ast.unparse(field.annotation), text)
+    return found
+
+
+def fields(cls: type) -> list[str]:
+    """The fields of a class as a list; a name's values for a type."""
+    lines = []
+    for name, (kind, text) in field_texts(cls).items():
+        if kind.startswith("ClassVar"):
+            kind = f"{kind[9:-1]}, of the class"
+        lines += filled(f"`{name}`: `{kind}`. {text}", "* ", "  ")
+    return ["", "Fields:", "", *lines] if lines else []
+
+
+def members(cls: type) -> list[str]:
+    """Public methods and properties, with the signature and the docstring of each."""
+    lines: list[str] = []
+    for name, member in sorted(attributes(cls).items()):
+        plain = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        if isinstance(plain, property | cached_property):
+            function = plain.fget if isinstance(plain, property) else plain.func
+            kind = annotation(inspect.signature(function).return_annotation)
+            lines += ["", f"#### `{cls.__name__}.{name}`", "", f"Attribute: `{kind}`."]
+            lines += ["", *described(function.__doc__)]
+        elif inspect.isfunction(plain):
+            documented = plain.__doc__ or inspect.getdoc(getattr(cls, name))
+            if documented:
+                lines += ["", f"#### `{cls.__name__}.{name}`", "", *signature(name, plain)]
+                lines += ["", *described(documented)]
+    return lines
+
+
+def attributes(cls: type) -> dict[str, Any]:
+    """What a class and its bases in bigtrain define under public names, the nearest one of each."""
+    found: dict[str, Any] = {}
+    for one in reversed(cls.__mro__):
+        if is_ours(one) and one is not BaseModel:
+            found |= {name: value for name, value in vars(one).items() if name[0] != "_"}
+    return found
+
+
+def entry(module: str, name: str, value: Any) -> list[str]:
+    """One public name."""
+    lines = ["", f"### `{name}`", ""]
+    if get_origin(value) is not None:
+        values = ", ".join(f"`{annotation(one)}`" for one in get_args(value))
+        return [*lines, f"A type: {values}."]
+    where = value.__module__
+    lines += [f"From `{where}`.", ""] if where != module else []
+    if not inspect.isclass(value):
+        return [*lines, *signature(name, value), "", *described(value.__doc__)]
+    takes_fields = is_dataclass(value) or issubclass(value, tuple | BaseModel)
+    own_init = "__init__" in vars(value) and not takes_fields
+    if own_init and not issubclass(value, BaseException):
+        lines += [*signature(name, value.__init__), ""]
+    lines += described(value.__doc__)
+    if value is bigtrain.Job:
+        return [*lines, "", "Its keys, with values and defaults: [keys.md](keys.md)."]
+    return [*lines, *fields(value), *members(value)]
+
+
+def short(docstring: str | None) -> str:
+    """The first sentence of a docstring, for the list at the top."""
+    first = re.split(r"\n\s*\n", inspect.cleandoc(docstring or ""))[0]
+    return " ".join(first.split())
+
+
+def names_of(module: Any) -> list[str]:
+    """The public names of a module, in their order."""
+    return sorted(module.__all__, key=str.lower)
+
+
+def overview(module: Any, page: str) -> list[str]:
+    """A line for each public name of a module, with a link to its entry."""
+    lines = []
+    for name in names_of(module):
+        value = getattr(module, name)
+        text = short(value.__doc__) if get_origin(value) is None else "A type."
+        at = page_of(name)
+        lines.append(f"| [`{name}`]({'' if at == page else at}#{name.lower()}) | {text} |")
+    return ["| name | what it is |", "| --- | --- |", *lines]
+
+
+def page_of(name: str) -> str:
+    """The page that has a name's entry: what authors of strategies need stands on theirs."""
+    of_authors = name in bigtrain.strategy.__all__ and name != "ConfigError"
+    return "api_strategies.md" if of_authors else "api.md"
+
+
+def api_reference(page: str) -> str:
+    """The whole of `api.md` or of `api_strategies.md`."""
+    head, module = {"api.md": (HEAD, bigtrain), "api_strategies.md": (AUTHORS, bigtrain.strategy)}[
+        page
+    ]
+    lines = [head, "## Contents", "", *overview(module, page)]
+    own = [name for name in names_of(module) if page_of(name) == page]
+    lines += ["", f"## `{module.__name__}`"]
+    for name in own:
+        lines += entry(module.__name__, name, getattr(module, name))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
