@@ -1,4 +1,4 @@
-"""What is marked `full`, test by test, and that any five days run all of it."""
+"""The tests marked `full`, by name and number of cases, and the options that select them."""
 
 from __future__ import annotations
 
@@ -123,24 +123,18 @@ def test_nothing_is_left_for_another_day_but_what_stands_here() -> None:
     assert found == FULL
 
 
-def test_five_days_run_each_case_once_and_every_day_the_rest(tmp_path: Path) -> None:
+def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "@pytest.mark.full\n"
-        "@pytest.mark.parametrize('n', range(40))\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
         "def test_long(n): pass\n"
         "def test_short(): pass\n"
     )
     plugin = ("-p", "support.full")
-    days = [collected(tmp_path, *plugin, "--full-fifth", str(day)) for day in range(5)]
-    everything = collected(tmp_path, *plugin, "--full")
-    assert len(everything) == 41
     assert collected(tmp_path, *plugin) == ["test_some.py::test_short"]
-    assert Counter(name for day in days for name in day) == Counter(everything) + Counter(
-        {"test_some.py::test_short": 4}
-    )
-    assert collected(tmp_path, *plugin, "test_some.py::test_long[3]") == [
-        "test_some.py::test_long[3]"
-    ]
-    assert collected(tmp_path, *plugin, "--full-fifth", "auto") in days
+    assert len(collected(tmp_path, *plugin, "--full")) == 5
+    assert len(collected(tmp_path, *plugin, "-m", "full")) == 4
+    named = "test_some.py::test_long[3]"
+    assert collected(tmp_path, *plugin, named) == [named]
