@@ -30,6 +30,27 @@ def in_turn(*axes: Iterable[Any]) -> list[Any]:
     return cases
 
 
+def fewer(cases: Iterable[Any], count: int) -> list[Any]:
+    """Some cases as parameters: `count`, spread evenly, run every time; the others are full.
+
+    Args:
+        cases: values, tuples of values that go together, or parameters that pytest has made.
+        count: those that are not full; the first and the last are among them.
+    """
+    listed = list(cases)
+    gaps = max(count - 1, 1)
+    daily = {round(n * (len(listed) - 1) / gaps) for n in range(count)}
+    given = []
+    for number, case in enumerate(listed):
+        marks = [] if number in daily else [pytest.mark.full]
+        if isinstance(case, type(pytest.param())):
+            given.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
+        else:
+            values = case if type(case) is tuple else (case,)
+            given.append(pytest.param(*values, marks=marks))
+    return given
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bigtrain")
     group.addoption("--full", action="store_true", help="also run all tests marked full")
