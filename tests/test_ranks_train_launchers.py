@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from support.cluster import find, free_port, slurm
+from support.full import fewer
 from support.programs import ROOT, Finished, finish, run, start
 from support.zygote import interpreter
 
 pytestmark = pytest.mark.launcher
 
 TRAIN = str(ROOT / "bigtrain" / "train.py")
-LAUNCHERS = ["torchrun", "deepspeed", "srun", "openmpi", "mpich"]
+LAUNCHERS_IN_FULL = ["deepspeed", "openmpi", "mpich"]
+"""`ranks/test_ranks_launchers.py` runs ranks under these every time."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def command(launcher: str, script: list[str]) -> list[str]:
     return [find("mpiexec.hydra"), "-n", "2", *python]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", *fewer(LAUNCHERS_IN_FULL, 0)])
 def test_two_ranks_train_under(request, launcher, words, expected, tmp_path):
     variables = request.getfixturevalue("cluster") if launcher == "srun" else None
     script = [TRAIN, "--strategy", "ddp", *words, f"log.dir={tmp_path}", "log.name=r"]

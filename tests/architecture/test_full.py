@@ -1,4 +1,4 @@
-"""What is marked `full`, test by test, and that any five days run all of it."""
+"""The tests marked `full`, by name and number of cases, and the options that select them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ ROOT = Path(__file__).parents[2]
 # How many cases of each test run on demand only. What stands here is proven in fewer cases, or at
 # less length, by the same test in every run: that is to be so of whatever is added.
 FULL = {
-    "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen_for"
-    "_in_seconds": 1,
+    "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen"
+    "_for_in_seconds": 1,
     "checkpoint/test_damage.py::test_a_thousand_random_damages_are_refused": 1,
     "checkpoint/test_drawn_damages.py::test_a_thousand_damages_are_refused_and_gone_back_from": 1,
     "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 3,
     "checkpoint/test_ranks_slices.py::test_what_optimizers_keep_in_slices_is_saved_and_opened": 2,
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
+<<<<<<< HEAD
     "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 14,
     "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 1,
+=======
+    "compare/test_checklist.py::test_checks_run_by_the_command_and_leave_one_file": 1,
+    "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 18,
+    "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 6,
+>>>>>>> hS
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 7,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
     "job/test_deepspeed_public.py::test_what_is_not_refused_trains": 22,
-    "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
-    "_usual": 61,
+    "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised"
+    "_as_usual": 61,
     "own_loop/test_ranks_evaluation.py::test_every_rank_has_the_figures_of_all_rows": 14,
     "own_loop/test_ranks_trainer.py::test_it_equals_a_plain_loop_and_goes_on_under_another"
     "_strategy": 15,
@@ -44,7 +50,7 @@ FULL = {
     "prediction/test_ranks_peaks_of_uses.py::test_the_peak_of_odd_uses_of_parameters_is"
     "_predicted": 5,
     "prediction/test_ranks_peaks_of_ways.py::test_the_fullest_way_is_forecast": 3,
-    "prediction/test_ranks_recurrent_peaks.py::test_the_peak_of_recurrent_layers_is_predicted": 3,
+    "prediction/test_ranks_recurrent_peaks.py::test_the_peak_of_recurrent_layers_is_predicted": 5,
     "prediction/test_ranks_peaks_of_stages.py::test_several_stages_of_a_rank_are_sharded_with"
     "_nothing_left_over": 1,
     "published/test_three_dimensions.py::test_replicas_are_faster_than_more_ranks_of_another"
@@ -56,9 +62,9 @@ FULL = {
     "ranks/test_ranks_launchers.py::test_a_killed_rank_ends_all": 6,
     "ranks/test_ranks_launchers.py::test_a_stop_ends_all_quietly": 2,
     "ranks/test_ranks_launchers.py::test_one_failure_ends_all": 12,
-    "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 5,
+    "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 4,
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
-    "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 2,
+    "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 3,
     "strategies/test_ranks_inner_gradients.py::test_it_is_as_in_a_plain_loop_or_refused_in_a"
     "_line": 3,
     "strategies/test_ranks_transformers.py::test_stock_models_train_as_in_a_plain_loop": 4,
@@ -74,20 +80,27 @@ FULL = {
     "slicing/test_ranks_fuzz.py::test_many_random_slices": 12,
     "slicing/test_ranks_losses.py::test_chunks_of_a_head_in_slices": 1,
     "slicing/test_ranks_memory.py::test_a_run_on_fake_tensors_has_the_memory_of_each_rank": 1,
-    "slicing/test_ranks_peaks.py::test_every_rank_beside_other_techniques": 4,
+    "slicing/test_ranks_peaks.py::test_every_rank_beside_other_techniques": 5,
     "slicing/test_ranks_peaks.py::test_the_first_ranks_peak_is_predicted_to_the_byte": 5,
+<<<<<<< HEAD
     "slicing/test_ranks_sequence.py::test_sequence_shards_have_the_gradients_of_one_process": 2,
     "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 2,
     "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 2,
+=======
+    "slicing/test_ranks_sequence.py::test_stretches_of_the_sequence_have_the_gradients_of_one"
+    "_process": 4,
+    "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 3,
+    "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 4,
+>>>>>>> hS
     "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 16,
-    "strategies/test_ranks_tensor.py::test_models_in_slices_equal_one_process": 2,
-    "strategies/test_ranks_tensor.py::test_stages_that_send_each_other_parts_equal_one_process": 1,
-    "strategies/zero/test_ranks_on_deepspeed.py::test_it_equals_one_process": 2,
-    "strategies/zero/test_ranks_on_deepspeed.py::test_the_peak_of_every_rank_is_predicted": 1,
+    "strategies/test_ranks_tensor.py::test_models_in_slices_equal_one_process": 3,
+    "strategies/test_ranks_tensor.py::test_stages_that_send_each_other_parts_equal_one_process": 3,
+    "strategies/zero/test_ranks_on_deepspeed.py::test_it_equals_one_process": 4,
+    "strategies/zero/test_ranks_on_deepspeed.py::test_the_peak_of_every_rank_is_predicted": 3,
     "strategies/zero/test_ranks_on_fairscale.py::test_the_peak_of_the_fullest_rank_is_predicted": 2,
     "strategies/zero/test_ranks_on_torch.py::test_more_sharding_is_less_memory_and_the_peak_is"
     "_predicted": 1,
-    "strategies/zero/test_ranks_on_torch.py::test_the_numbers_are_those_of_one_process": 4,
+    "strategies/zero/test_ranks_on_torch.py::test_the_numbers_are_those_of_one_process": 5,
     "timing/test_block_seconds.py::test_ranks_of_this_machine_time_a_job": 1,
     "test_golden.py::test_what_is_known_without_running_is_what_it_was": 1,
     "test_hostile_inputs.py::test_hundreds_of_inputs_end_in_a_line_or_run": 2,
@@ -103,6 +116,31 @@ FULL = {
     "verify/test_fuzz.py::test_a_seeded_fault_is_found_and_made_small": 1,
     "verify/test_localise.py::test_a_wrong_rule_of_slices_is_named_with_its_block": 1,
     "verify/test_localise.py::test_seeded_faults_are_named_by_the_command": 5,
+    "checkpoint/test_ranks_slices.py::test_other_strategies_open_what_slices_have_saved_and_the"
+    "_other_way_round": 2,
+    "compare/test_command.py::test_largest_is_where_it_stops_fitting": 1,
+    "core/test_ranks_participation.py::test_what_not_every_step_or_rank_uses": 4,
+    "costs/test_ranks_traffic.py::test_real_ranks_exchange_what_is_stated": 14,
+    "planner/test_bounds.py::test_what_converts_is_left_out_only_where_it_is_not_faster": 1,
+    "planner/test_search.py::test_a_plan_is_forecast_as_the_run_of_its_file": 2,
+    "prediction/test_ranks_peaks.py::test_each_rank_of_slices_has_the_peak_that_was_predicted": 4,
+    "strategies/test_ranks_checkpointing.py::test_under_other_strategies_the_numbers_are_those"
+    "_of_one_process": 6,
+    "strategies/test_ranks_classic_parity.py::test_losses_and_weights_of_sgd_are_those_of_one"
+    "_process": 2,
+    "strategies/test_ranks_classic_parity.py::test_losses_of_adamw_are_those_of_one_process": 2,
+    "strategies/test_ranks_tensor.py::test_models_that_look_at_their_own_sizes_equal_one"
+    "_process": 1,
+    "strategies/test_ranks_tensor.py::test_slices_beside_stages_and_replicas_on_eight_ranks"
+    "_equal_one_process": 1,
+    "strategies/test_ranks_tensor.py::test_parts_change_no_bit": 1,
+    "strategies/test_ranks_user_losses.py::test_losses_of_users_are_those_of_a_plain_loop": 4,
+    "strategies/zero/test_ranks_on_deepspeed.py::test_a_checkpoint_goes_from_one_strategy_to"
+    "_another": 4,
+    "strategies/zero/test_ranks_on_fairscale.py::test_it_equals_one_process_in_float64": 4,
+    "strategies/zero/test_ranks_on_fairscale.py::test_a_checkpoint_goes_from_one_strategy_to"
+    "_another": 3,
+    "test_ranks_train_launchers.py::test_two_ranks_train_under": 3,
 }
 
 
@@ -122,24 +160,18 @@ def test_nothing_is_left_for_another_day_but_what_stands_here() -> None:
     assert found == FULL
 
 
-def test_five_days_run_each_case_once_and_every_day_the_rest(tmp_path: Path) -> None:
+def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "@pytest.mark.full\n"
-        "@pytest.mark.parametrize('n', range(40))\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
         "def test_long(n): pass\n"
         "def test_short(): pass\n"
     )
     plugin = ("-p", "support.full")
-    days = [collected(tmp_path, *plugin, "--full-fifth", str(day)) for day in range(5)]
-    everything = collected(tmp_path, *plugin, "--full")
-    assert len(everything) == 41
     assert collected(tmp_path, *plugin) == ["test_some.py::test_short"]
-    assert Counter(name for day in days for name in day) == Counter(everything) + Counter(
-        {"test_some.py::test_short": 4}
-    )
-    assert collected(tmp_path, *plugin, "test_some.py::test_long[3]") == [
-        "test_some.py::test_long[3]"
-    ]
-    assert collected(tmp_path, *plugin, "--full-fifth", "auto") in days
+    assert len(collected(tmp_path, *plugin, "--full")) == 5
+    assert len(collected(tmp_path, *plugin, "-m", "full")) == 4
+    named = "test_some.py::test_long[3]"
+    assert collected(tmp_path, *plugin, named) == [named]

@@ -77,10 +77,13 @@ def torchrun(*options: str, real: bool) -> list[str]:
     return [*program, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *options]
 
 
-# Those that train under each launcher (test_ranks_train_launchers.py) find each other, too.
+# Those that train (test_ranks_train_launchers.py) find each other, too.
 @pytest.mark.parametrize(
     "launcher",
-    [n if n == "start_ranks" else pytest.param(n, marks=pytest.mark.full) for n in LAUNCHERS],
+    [
+        n if n in ("start_ranks", "openmpi") else pytest.param(n, marks=pytest.mark.full)
+        for n in LAUNCHERS
+    ],
 )
 def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, real=True)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.full import fewer
 from support.nets import BlockConv
 from support.parity import adamw
 from support.peaks import images, peaks, settled
@@ -173,9 +174,7 @@ def slack(key, wider):
     return next((far for name, far in wider.items() if key[0].startswith(name)), SLACK)
 
 
-@pytest.mark.parametrize(
-    "case", [*BESIDE, *(pytest.param(more, marks=pytest.mark.full) for more in BESIDE_MORE)]
-)
+@pytest.mark.parametrize("case", [*fewer(BESIDE, 2), *fewer(BESIDE_MORE, 0)])
 def test_every_rank_beside_other_techniques(tmp_path, case):
     mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
     given = (strategies, mesh, str(tmp_path))

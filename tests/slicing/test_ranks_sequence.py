@@ -47,11 +47,11 @@ def of_cases(context, names, modes):
 @pytest.mark.parametrize(
     ("ranks", "modes"),
     [
-        (3, ("", "full", "selective")),
-        (4, ("",)),
+        (3, ("",)),
+        pytest.param(4, ("",), marks=pytest.mark.full),
         *(
             pytest.param(ranks, ("", "full", "selective"), marks=pytest.mark.full)
-            for ranks in (2, 4)
+            for ranks in (2, 3, 4)
         ),
     ],
 )

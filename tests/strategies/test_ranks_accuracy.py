@@ -43,7 +43,7 @@ def expected() -> float:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        ("parameter_server_async", 3),
+        pytest.param("parameter_server_async", 3, marks=pytest.mark.full),
         pytest.param("local_sgd", 2, marks=pytest.mark.full),
         pytest.param("diloco", 2, marks=pytest.mark.full),
     ],

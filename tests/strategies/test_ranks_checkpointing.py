@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.full import fewer
 from support.nets import BlockConv, BlockLM, tokens
 from support.parity import largest_difference, train
 from support.ranks import run_ranks
@@ -90,7 +91,7 @@ CUT_WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "way"), CUT_WAYS)
+@pytest.mark.parametrize(("strategy", "way"), fewer(CUT_WAYS, 6))
 def test_under_other_strategies_the_numbers_are_those_of_one_process(strategy, way):
     samples = tokens(22)
     one = run_ranks(train, 1, BlockLM, samples, "single", FP64)[0]
@@ -133,7 +134,7 @@ BUDGETED = [
     ("single", 1, {"train.micro_batch_size": 16}),
     pytest.param("ddp", 2, {}, marks=pytest.mark.full),
     ("fsdp", 2, {}),
-    ("1f1b", 2, {"train.micro_batch_size": 8}),
+    pytest.param("1f1b", 2, {"train.micro_batch_size": 8}, marks=pytest.mark.full),
     pytest.param("interleaved_1f1b", 2, {"train.micro_batch_size": 8}, marks=pytest.mark.full),
     ("single", 1, {"strategy.offload.activations": "disk"}),
 ]

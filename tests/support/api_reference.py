@@ -94,7 +94,9 @@ def signature(name: str, function: Any) -> list[str]:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not stars:
             words, stars = [*words, "*"], True
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+            parameter.kind, ""
+        )
         stars = stars or prefix == "*"
         word = f"{prefix}{parameter.name}"
         if parameter.annotation is not parameter.empty:

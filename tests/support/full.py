@@ -1,14 +1,11 @@
-"""Which tests are run: marks `full` and `alone`, and the tests that take long without a mark.
+"""Which tests run: the mark `full`, and the unmarked tests that take too long.
 
 A test marked `full` proves what another test proves, in more cases or at greater length. A plain
-`pytest` leaves these out; `--full` takes all of them and `--full-fifth auto` a fifth, by the date,
-so that any five days in a row have seen every one. A test that is named (`file::test`) is run.
+`pytest` leaves it out, `--full` runs it, and so does its name on the command line (`file::test`).
 """
 
 from __future__ import annotations
 
-import datetime
-import zlib
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
@@ -33,51 +30,38 @@ def in_turn(*axes: Iterable[Any]) -> list[Any]:
     return cases
 
 
+def fewer(cases: Iterable[Any], count: int) -> list[Any]:
+    """Some cases as parameters: `count`, spread evenly, run every time; the others are full.
+
+    Args:
+        cases: values, tuples of values that go together, or parameters that pytest has made.
+        count: those that are not full; the first and the last are among them.
+    """
+    listed = list(cases)
+    gaps = max(count - 1, 1)
+    daily = {round(n * (len(listed) - 1) / gaps) for n in range(count)}
+    given = []
+    for number, case in enumerate(listed):
+        marks = [] if number in daily else [pytest.mark.full]
+        if isinstance(case, type(pytest.param())):
+            given.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
+        else:
+            values = case if type(case) is tuple else (case,)
+            given.append(pytest.param(*values, marks=marks))
+    return given
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bigtrain")
     group.addoption("--full", action="store_true", help="also run all tests marked full")
-    group.addoption(
-        "--full-fifth",
-        choices=["auto", "0", "1", "2", "3", "4"],
-        help="also run a fifth of the tests marked full; auto: by the date",
-    )
-
-
-def fifth_of_today() -> int:
-    """The fifth for this date, the same everywhere on Earth."""
-    return datetime.datetime.now(datetime.timezone.utc).date().toordinal() % 5
-
-
-def fifth_of(node: str) -> int:
-    """The fifth that a test belongs to: by its name, so that a new test moves no other."""
-    return zlib.crc32(node.encode()) % 5
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Turn `auto` into a number, once: midnight may come between two workers."""
-    if config.getoption("full_fifth") == "auto":
-        config.option.full_fifth = str(fifth_of_today())
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.getoption("full"):
-        return "full: all"
-    fifth = config.getoption("full_fifth")
-    return None if fifth is None else f"full: fifth {fifth} (again with --full-fifth {fifth})"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in word for word in config.args)
     if config.getoption("full") or named or "full" in config.getoption("markexpr"):
         return
-    fifth = config.getoption("full_fifth")
-    kept: list[pytest.Item] = []
-    left: list[pytest.Item] = []
-    for item in items:
-        is_full = item.get_closest_marker("full") is not None
-        wanted = not is_full or (fifth is not None and fifth_of(item.nodeid) == int(fifth))
-        (kept if wanted else left).append(item)
-    items[:] = kept
+    left = [item for item in items if item.get_closest_marker("full") is not None]
+    items[:] = [item for item in items if item.get_closest_marker("full") is None]
     if left:
         config.hook.pytest_deselected(items=left)
 

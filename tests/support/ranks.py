@@ -1,36 +1,41 @@
 """Run a function on several real ranks from a test: `run_ranks(fn, 2, *args)`.
 
 The ranks are forked from a zygote that has torch and bigtrain loaded (DeepSpeed, too, where a
-strategy runs on it), so a call costs a fork and a connection and not an import. They meet by a
-file in a folder of their own: no fixed port, no retry.
+strategy runs on it). They meet by a file in a folder of their own: no fixed port, no retry. A rank
+that has answered and has changed nothing in its process (`support.process_state`) answers the next
+call, too, connected anew, with the caller's folder, variables and streams: a first training in a
+process takes twice as long as the next. A call that fails ends all of its ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
-import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from support.rank_process import Call, serve_calls
 from support.zygote import Child, Flavour, zygote
 
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_names
-from bigtrain.ranks.launcher_env import RankInfo
 
 # A rank that is told to end by the failing one does so within this time.
 _END_S = 10.0
+_KEPT = 4
+"""Ranks of one flavour and one set of variables that wait for the next call."""
+_CALLS = 100
+"""A process ends after so many, with whatever memory it has gathered."""
+_NOT_OURS = "PYTEST_CURRENT_TEST"
 
 
 class RankFailure(AssertionError):
@@ -55,6 +60,7 @@ def run_ranks(
     force_group: bool = False,
     flavour: Flavour | None = None,
     killed: Collection[int] = (),
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `fn(context, *args)` on every rank and return the results in the order of ranks.
 
@@ -72,6 +78,7 @@ def run_ranks(
         flavour: what the ranks have imported when they begin; where left out, DeepSpeed where an
             argument names a strategy that runs on it.
         killed: ranks that are killed: their results are None.
+        fresh: in processes that have answered no other call, and answer none after it.
 
     Raises:
         RankFailure: a rank raised or was killed; the first one counts.
@@ -80,22 +87,87 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="bigtrain-ranks-") as name:
         folder = Path(name)
         options = {"pp": pp, "dp": dp, "tp": tp, "timeout": timeout, "force_group": force_group}
-        call = pickle.dumps((fn, args, options, seed))
-        processes: list[Child] = []
-        pipes: list[Connection] = []
+        flavour = flavour or _flavour_for(args)
+        fresh = fresh or flavour == "deepspeed"  # it remembers meshes and timers of earlier engines
+        environ = {name: value for name, value in os.environ.items() if name != _NOT_OURS}
+        function = pickle.dumps((fn, args))
+        ranks: list[_Rank] = []
         try:
-            flavour = flavour or _flavour_for(args)
             for rank in range(world_size):
-                mine, theirs = Pipe(duplex=False)
-                pipes.append(mine)
-                arguments = (rank, world_size, folder, call)
-                with theirs:
-                    process = zygote(flavour).call(_rank_main, arguments, [theirs.fileno()])
-                processes.append(process)
+                ranks.append(_take(flavour, environ, fresh=fresh))
+                is_last = fresh or rank >= _KEPT
+                where = (rank, world_size, folder, os.getcwd(), list(sys.path), environ)
+                ranks[rank].send(Call(*where, options, seed, function, is_last))
             until = time.monotonic() + timeout_s
-            return _collect(processes, pipes, folder, until, timeout_s, killed)
+            results = _collect(ranks, folder, until, timeout_s, killed)
+            if not fresh and not killed:
+                _waiting.setdefault(ranks[0].kind, [])[:0] = ranks[:_KEPT]
+                del ranks[:_KEPT]
+            return results
         finally:
-            _end(processes, pipes)
+            for left in ranks:
+                left.end()
+
+
+class _Rank:
+    """A process of `support.rank_process`.
+
+    Args:
+        flavour: what it has imported.
+        environ: all of its variables.
+    """
+
+    def __init__(self, flavour: Flavour, environ: dict[str, str]) -> None:
+        self.kind = (flavour, frozenset(environ.items()))
+        self._calls = 0
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self.process: Child = zygote(flavour).call(
+                serve_calls, (), [theirs.fileno()], {**environ, "OMP_NUM_THREADS": "1"}
+            )
+        self.pipe = Connection(os.dup(self._line.fileno()))
+
+    def send(self, call: Call) -> None:
+        """Have it answer a call, with this process's output and errors as its own."""
+        self._calls += 1
+        socket.send_fds(self._line, [b"!"], [1, 2])
+        self.pipe.send_bytes(pickle.dumps(call))
+
+    def is_as_new(self) -> bool:
+        """Whether the last call, which it has answered, has changed nothing; waits for that."""
+        try:
+            changed = pickle.loads(self.pipe.recv_bytes())
+            return not changed and self._calls < _CALLS
+        except (EOFError, OSError):  # the zygote has ended, and its processes with it
+            return False
+
+    def end(self) -> None:
+        """End it: one that has answered only has to go, one that has not is not waited for."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            self.process.wait(0.5)
+        with contextlib.suppress(RuntimeError):  # the zygote has ended, and this with it
+            self.process.close()
+        self.pipe.close()
+        self._line.close()
+
+
+_waiting: dict[tuple[str, frozenset[tuple[str, str]]], list[_Rank]] = {}
+
+
+def _take(flavour: Flavour, environ: dict[str, str], *, fresh: bool) -> _Rank:
+    """A rank that is as new, or a new one."""
+    kind = (flavour, frozenset(environ.items()))
+    for other in [other for other in _waiting if other[0] == flavour and other != kind]:
+        for rank in _waiting.pop(other):  # a process reads some variables only once
+            rank.end()
+    while not fresh and _waiting.get(kind):
+        rank = _waiting[kind].pop(0)
+        if rank.is_as_new():
+            return rank
+        rank.end()
+    return _Rank(flavour, environ)
 
 
 def _flavour_for(arguments: Iterable[Any]) -> Flavour:
@@ -121,8 +193,7 @@ def _on_deepspeed() -> frozenset[str]:
 
 
 def _collect(
-    processes: list[Child],
-    pipes: list[Connection],
+    ranks: list[_Rank],
     folder: Path,
     deadline: float,
     timeout_s: float,
@@ -130,6 +201,7 @@ def _collect(
 ) -> list[Any]:
     results: dict[int, Any] = {}
     silent: dict[int, int] = {}
+    pipes = [rank.pipe for rank in ranks]
     while len(results) + len(silent) < len(pipes):
         waiting = {pipe: n for n, pipe in enumerate(pipes) if n not in results and n not in silent}
         # Ranks that ended without a word are most often the echo of one that is about to speak.
@@ -138,14 +210,14 @@ def _collect(
         if not ready:
             if silent:
                 break
-            raise TimeoutError(_stacks(processes, folder, sorted(waiting.values()), timeout_s))
+            raise TimeoutError(_stacks(ranks, folder, sorted(waiting.values()), timeout_s))
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting[pipe]
             try:
                 kind, value, cause = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                status = processes[rank].wait(_END_S)
+                status = ranks[rank].process.wait(_END_S)
                 if rank in killed and status == -signal.SIGKILL:
                     results[rank] = None
                 else:
@@ -161,82 +233,12 @@ def _collect(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _stacks(processes: list[Child], folder: Path, ranks: list[int], timeout_s: float) -> str:
-    for rank in ranks:
-        processes[rank].send_signal(signal.SIGUSR1)
+def _stacks(ranks: list[_Rank], folder: Path, running: list[int], timeout_s: float) -> str:
+    for rank in running:
+        ranks[rank].process.send_signal(signal.SIGUSR1)
     time.sleep(0.5)
-    parts = [f"ranks {ranks} of {len(processes)} were still running after {timeout_s:.0f} s"]
-    for rank in ranks:
+    parts = [f"ranks {running} of {len(ranks)} were still running after {timeout_s:.0f} s"]
+    for rank in running:
         file = folder / f"stack-{rank}"
         parts.append(f"--- rank {rank}\n{file.read_text() if file.exists() else '(not started)'}")
     return "\n".join(parts)
-
-
-def _end(processes: list[Child], pipes: list[Connection]) -> None:
-    for process in processes:
-        # A rank that has answered only has to go; one that has not is not waited for.
-        with contextlib.suppress(TimeoutError):
-            process.wait(0.5)
-        process.close()
-    for pipe in pipes:
-        pipe.close()
-
-
-def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    call: bytes,
-    answers: int,
-) -> None:
-    import torch
-
-    from bigtrain.ranks.connect import connect
-
-    pipe = Connection(answers, readable=False)
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # It does not take the processor from a thread of gloo that has woken it: see `support.peaks`.
-    with contextlib.suppress(OSError):  # a sandbox may not let it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    stack = (folder / f"stack-{rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack)
-    placement = RankInfo(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        launcher="python",
-    )
-    status = 0
-    try:
-        fn, args, options, seed = pickle.loads(call)
-        torch.manual_seed(seed)
-        with connect(
-            placement,
-            device="cpu",
-            setup_timeout=30.0,
-            seed=seed,
-            store_path=folder / "meet",
-            **options,
-        ) as context:
-            value = fn(context, *args)
-            answer = pickle.dumps(("result", value, None))
-        pipe.send_bytes(answer)
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
-    except BaseException as error:
-        text = traceback.format_exc()
-        try:
-            answer = pickle.dumps(("error", text, error))
-            pickle.loads(answer)
-        except Exception:
-            answer = pickle.dumps(("error", text, None))
-        pipe.send_bytes(answer)
-        status = 1
-    pipe.close()
-    gc.collect()
-    # Nothing of a rank outlives it, so the interpreter's slow farewell is left out.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.continued import continued
+from support.full import fewer
 from support.nets import Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import assert_same_parts, images, peaks, text, wide
@@ -51,7 +52,7 @@ def expected() -> Record:
     return once(1, TinyLM, ragged, "single", FP64)
 
 
-@pytest.mark.parametrize(("world_size", "rows"), [(2, None), (2, 1), (4, 1)])
+@pytest.mark.parametrize(("world_size", "rows"), fewer([(2, 1), (2, None), (4, 1)], 1))
 @pytest.mark.parametrize("strategy", BOTH)
 def test_it_equals_one_process_in_float64(expected, strategy, world_size, rows):
     keys = {**FP64, **({"train.micro_batch_size": rows} if rows else {})}
@@ -200,7 +201,9 @@ WAYS = [("ddp", 2, "oss", 4, sgd), ("oss", 4, "ddp", 2, adamw), ("ddp", 4, "shar
 WAYS += [("sharded_ddp", 2, "ddp", 4, sgd), ("oss", 2, "sharded_ddp", 4, adamw)]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[2]}")
+@pytest.mark.parametrize(
+    "way", fewer([(way,) for way in WAYS], 2), ids=lambda way: f"{way[0]}-{way[2]}"
+)
 def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     saver, savers, loader, loaders, optimizer = way
     path, losses = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None)[0]

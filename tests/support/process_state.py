@@ -1,0 +1,140 @@
+"""The state of a process that a test could change: what a process must keep to serve another test.
+
+`state()` before and after a call; `changes(before, after)` names what differs. Compared are the
+globals of bigtrain, of the tests and of torch.distributed, the attributes of their classes and of
+those classes of torch that tests patch, and the switches of torch. New modules and new names are
+no change: they are what a first import brings.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_WATCHED = ("bigtrain", "tests", "support", "golden")
+"""Packages of which every global and every class is compared."""
+_PATCHED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.tensor",
+    "torch.nn.functional",
+    "torch.nn.utils",
+    "torch.autograd",
+    "torch.cuda",
+    "torch.utils.checkpoint",
+    "os",
+    "time",
+    "socket",
+    "shutil",
+)
+"""Modules of which functions and classes are compared: their other globals change in use."""
+_CLASSES = (
+    "torch.Tensor",
+    "torch.nn.Module",
+    "torch.nn.Linear",
+    "torch.optim.Optimizer",
+    "torch.autograd.Function",
+    "torch.nn.parallel.DistributedDataParallel",
+)
+_PLAIN = (bool, int, float, str, list, bytes)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+_PATIENCE_S = 0.5
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+State = dict[str, dict[str, Any]]
+
+
+def watched() -> list[str]:
+    """The imported modules whose globals and classes are compared."""
+    return [name for name in list(sys.modules) if name.partition(".")[0] in _WATCHED]
+
+
+def state() -> State:
+    """What could change, by owner and name; the values themselves, so that none is mistaken."""
+    found: State = {}
+    for name in watched():
+        found[name] = dict(vars(sys.modules[name]))
+        for value in list(found[name].values()):
+            if isinstance(value, type) and value.__module__ == name:
+                found[f"{name}.{value.__qualname__}"] = dict(vars(value))
+        if not name.startswith("bigtrain"):
+            found[f"lengths in {name}"] = {
+                key: len(value)
+                for key, value in found[name].items()
+                if type(value) in (list, dict, set) and not key.startswith("__")
+            }
+    for name in _PATCHED:
+        found[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
+    for path in _CLASSES:
+        found[path] = dict(vars(_at(path)))
+    return found | {"": _switches()}
+
+
+def changes(before: State, after: State) -> list[str]:
+    """Names whose values differ, and modules that were imported from outside this checkout."""
+    named = [
+        f"{owner} {name}".strip()
+        for owner, values in before.items()
+        for name, value in values.items()
+        if not _is_same(value, after.get(owner, values).get(name))
+    ]
+    return sorted(named) + [f"module {name}" for name in sorted(_foreign_modules())]
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    return before is after or (type(before) in _PLAIN and before == after)
+
+
+def _at(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules[module], name)
+
+
+def _switches() -> dict[str, Any]:
+    import torch
+    from torch.nn.modules import module as modules
+
+    hooks = {
+        f"torch.nn.{name}": len(value)
+        for name, value in vars(modules).items()
+        if name.startswith("_global_") and hasattr(value, "__len__")
+    }
+    return hooks | {
+        "a process group": torch.distributed.is_initialized(),
+        "the default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "precision of matrix products": torch.get_float32_matmul_precision(),
+        "the threads": sorted(_threads()),
+        "the hook of threads": threading.excepthook,
+        "the signals": [signal.getsignal(number) for number in _SIGNALS],
+    }
+
+
+def _threads() -> list[str]:
+    """Names of the threads that go on; one that is about to end is waited for."""
+    until = time.monotonic() + _PATIENCE_S
+    while threading.active_count() > 1 and time.monotonic() < until:
+        time.sleep(0.002)
+    return [thread.name for thread in threading.enumerate()]
+
+
+def _foreign_modules() -> list[str]:
+    """Modules that a test wrote into a folder of its own: the next one may write another."""
+    places = {str(_ROOT), sys.prefix, sys.base_prefix}
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None))
+        and str(file).startswith("/")
+        and not any(str(file).startswith(place) for place in places)
+        and "/site-packages/" not in str(file)
+    ]

@@ -1,0 +1,105 @@
+"""A rank's process serves several calls, and none that an earlier one could have changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import RankFailure, run_ranks
+
+SEEN: list[int] = []
+
+
+def process(context, what=None):
+    """Change something, and say which process this is."""
+    if what == "a global of bigtrain":
+        import bigtrain.errors
+
+        bigtrain.errors.ConfigError = RuntimeError
+    elif what == "a method":
+        torch.nn.Module.train = torch.nn.Module.eval
+    elif what == "a list of the tests":
+        SEEN.append(context.rank)
+    elif what == "a switch":
+        torch.set_default_dtype(torch.float64)
+    elif what == "a thread":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    elif what == "a module of a folder":
+        Path("written.py").write_text("")
+        sys.path.insert(0, os.getcwd())
+        __import__("written")
+    elif what == "an error":
+        raise ValueError("no")
+    return os.getpid()
+
+
+def surroundings(context):
+    print("said by rank", context.rank)
+    draw = torch.rand(()).item()
+    return os.getpid(), os.getcwd(), os.environ.get("BESIDE"), draw, context.seed, sys.path[0]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_ranks_that_have_changed_nothing_answer_the_next_call():
+    first = run_ranks(process, 2)
+    assert run_ranks(process, 2) == first
+    assert run_ranks(process, 1) == first[:1]
+    assert run_ranks(process, 2) == first
+    assert not set(run_ranks(process, 2, fresh=True)) & set(first)
+    assert run_ranks(process, 3)[:2] == first
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a global of bigtrain",
+        "a method",
+        "a list of the tests",
+        "a switch",
+        "a thread",
+        "a module of a folder",
+    ],
+)
+def test_a_process_in_which_something_is_changed_answers_no_other_call(what):
+    first = run_ranks(process, 1)
+    assert run_ranks(process, 1, what) == first
+    assert run_ranks(process, 1) != first
+
+
+def test_a_call_that_fails_ends_its_ranks():
+    first = run_ranks(process, 2)
+    with pytest.raises(RankFailure, match="ValueError: no"):
+        run_ranks(process, 2, "an error")
+    assert not set(run_ranks(process, 2)) & set(first)
+
+
+def test_a_call_has_the_surroundings_of_its_caller(tmp_path, monkeypatch, capfd):
+    one = run_ranks(surroundings, 2, seed=1)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["said by rank 0", "said by rank 1"]
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    other = run_ranks(surroundings, 2, seed=2)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["said by rank 0", "said by rank 1"]
+    assert [row[0] for row in one] == [row[0] for row in other]
+    assert {row[1:3] for row in one} == {(str(tmp_path), None)}
+    assert {row[1:3] for row in other} == {(str(tmp_path / "below"), None)}
+    assert {row[4] for row in one} == {1}
+    assert {(row[4], row[5]) for row in other} == {(2, str(tmp_path))}
+    assert one[0][3] == one[1][3] != other[0][3] == other[1][3]
+
+
+def test_other_variables_are_other_processes(monkeypatch):
+    one = run_ranks(surroundings, 1)[0]
+    monkeypatch.setenv("BESIDE", "there")
+    other = run_ranks(surroundings, 1)[0]
+    assert (one[2], other[2]) == (None, "there")
+    assert one[0] != other[0]
