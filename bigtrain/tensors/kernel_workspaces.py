@@ -3,8 +3,8 @@
 A bias's gradient is a sum over all rows, and torch 2.11's kernel on a GPU takes up to eight bytes
 for each number it sums: often the peak of a backward pass. Attention's backward pass sums the
 queries' gradients in fp32. These are the sizes that torch's and cuDNN's code requests from the
-allocator, as observed on an H100 (docs/internals/gpu.md). The workspace of a cuDNN convolution depends on the
-algorithm that cuDNN picks, and is not predicted.
+allocator, as observed on an H100 (docs/internals/gpu.md). The workspace of a cuDNN convolution
+depends on the algorithm that cuDNN picks, and is not predicted.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh of torch, for the shapes of blocks and grids.
 """

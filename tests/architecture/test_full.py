@@ -20,14 +20,8 @@ FULL = {
     "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 3,
     "checkpoint/test_ranks_slices.py::test_what_optimizers_keep_in_slices_is_saved_and_opened": 2,
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
-<<<<<<< HEAD
-    "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 14,
-    "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 1,
-=======
-    "compare/test_checklist.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 18,
     "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 6,
->>>>>>> hS
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 7,
@@ -82,16 +76,9 @@ FULL = {
     "slicing/test_ranks_memory.py::test_a_run_on_fake_tensors_has_the_memory_of_each_rank": 1,
     "slicing/test_ranks_peaks.py::test_every_rank_beside_other_techniques": 5,
     "slicing/test_ranks_peaks.py::test_the_first_ranks_peak_is_predicted_to_the_byte": 5,
-<<<<<<< HEAD
-    "slicing/test_ranks_sequence.py::test_sequence_shards_have_the_gradients_of_one_process": 2,
-    "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 2,
-    "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 2,
-=======
-    "slicing/test_ranks_sequence.py::test_stretches_of_the_sequence_have_the_gradients_of_one"
-    "_process": 4,
+    "slicing/test_ranks_sequence.py::test_sequence_shards_have_the_gradients_of_one_process": 4,
     "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 3,
     "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 4,
->>>>>>> hS
     "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 16,
     "strategies/test_ranks_tensor.py::test_models_in_slices_equal_one_process": 3,
     "strategies/test_ranks_tensor.py::test_stages_that_send_each_other_parts_equal_one_process": 3,

@@ -208,14 +208,9 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_s
     [
         pytest.param("tensor", ("gpt, tied", "own"), marks=pytest.mark.full),
         # The patches of a picture and its class are 17 places.
-<<<<<<< HEAD
-        ("tensor_sequence", ("gpt, tied", "placed", "vit")),
-        # Images are sharded along channels, or along rows.
-=======
         ("tensor_sequence", ("gpt, tied",)),
         pytest.param("tensor_sequence", ("placed", "vit"), marks=pytest.mark.full),
-        # Of pictures the stretches are of channels, or of their rows.
->>>>>>> hS
+        # Images are sharded along channels, or along rows.
         pytest.param("tensor_sequence", (SMOOTH, "convnext"), marks=pytest.mark.full),
     ],
 )

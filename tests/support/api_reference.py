@@ -25,7 +25,8 @@ HEAD = """# API reference
 
 Every name that `import bigtrain` offers. This page is generated from signatures and docstrings
 (`python tests/test_docs.py --write`); do not edit it. How a training loop uses these names:
-[your_loop.md](your_loop.md). Names for authors of strategies: [api_strategies.md](api_strategies.md).
+[your_loop.md](your_loop.md). Names for authors of strategies:
+[api_strategies.md](api_strategies.md).
 """
 AUTHORS = """# API reference for authors of strategies
 
