@@ -216,7 +216,7 @@ def test_a_version_that_was_never_tried_is_named(tmp_path):
     metadata.version = "2.0.0"
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
     (note,) = open_source(tmp_path / "dcp").notes
-    assert note.startswith("Format 2.0.0 wrote it, and files of 1.0.0 alone")
+    assert note.startswith("Format 2.0.0 wrote it, and only files of 1.0.0")
 
 
 def test_incomplete_and_foreign_layouts_of_deepspeed_are_refused(tmp_path):

@@ -285,7 +285,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
     )
     other = torch.optim.AdamW(reversed(list(model.parameters())))
     other.step()
-    assert "its exp_avg of parameter 0 has the shape [4], and up.weight [4, 3]" in note(
+    assert "its exp_avg of parameter 0 has the shape [4], and up.weight has [4, 3]" in note(
         other.state_dict()
     )
     strange = {f"x.{name}": value for name, value in by_name(model, optimizer).items()}
