@@ -110,39 +110,40 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    found = describe_checkpoint(Checkpoint(_find(options.path, "inspect"), verify=False))
+    description = describe_checkpoint(Checkpoint(_find(options.path, "inspect"), verify=False))
     if options.as_json:
-        _write_json(found)
+        _write_json(description)
         return 0
     console = _Console(highlight=False, soft_wrap=True)
-    console.print(found["path"])
-    ranks = f", {found['world_size']} ranks" if found["world_size"] else ""
-    console.print(f"  step {found['step']}, {found['samples_seen']} samples{ranks}")
-    console.print(f"  format {found['format']}, torch {found['torch']}")
-    if found["converted_from"]:
-        console.print(f"  converted from {found['converted_from']}")
-    if found["strategy"]:
-        axes = (found["mesh"] or {}).items()
+    console.print(description["path"])
+    ranks = f", {description['world_size']} ranks" if description["world_size"] else ""
+    console.print(f"  step {description['step']}, {description['samples_seen']} samples{ranks}")
+    console.print(f"  format {description['format']}, torch {description['torch']}")
+    if description["converted_from"]:
+        console.print(f"  converted from {description['converted_from']}")
+    if description["strategy"]:
+        axes = (description["mesh"] or {}).items()
         mesh = ", mesh " + " x ".join(f"{axis} {size}" for axis, size in axes) if axes else ""
-        console.print(f"  strategy {found['strategy']}{mesh}")
-        console.print(f"  model {found['model']['name']}, optimizer {found['optimizer']}")
-    _print_parts(console, found)
+        console.print(f"  strategy {description['strategy']}{mesh}")
+        model = description["model"]["name"]
+        console.print(f"  model {model}, optimizer {description['optimizer']}")
+    _print_parts(console, description)
     if options.tensors:
         table = Table("tensor", "type", "shape", "bytes", box=None)
-        for one in found["tensors"]:
+        for one in description["tensors"]:
             shape = " x ".join(map(str, one["shape"])) or "one number"
             table.add_row(one["name"], one["dtype"], shape, format_bytes(one["bytes"]))
         console.print(table)
     table = Table("file", "bytes", box=None)
-    for one in found["files"]:
+    for one in description["files"]:
         table.add_row(one["name"], format_bytes(one["bytes"]))
     console.print(table)
     return 0
 
 
-def _print_parts(console: Console, found: dict[str, Any]) -> None:
+def _print_parts(console: Console, description: dict[str, Any]) -> None:
     table = Table("part", "tensors", "elements", "bytes", "types", box=None)
-    for part, one in found["parts"].items():
+    for part, one in description["parts"].items():
         rows = {part: one, **{f"  {slot}": inner for slot, inner in one["slots"].items()}}
         for name, row in rows.items():
             counts = f"{row['tensors']}", f"{row['elements']:,}"
@@ -213,19 +214,19 @@ def _verify(options: argparse.Namespace) -> int:
     path = _find(options.path, "verify")
     try:
         manifest = Manifest.open(path)
-        found = [(name, manifest.damage(name)) for name in manifest.files]
+        damages = [(name, manifest.damage(name)) for name in manifest.files]
         size = sum(int(record["bytes"]) for record in manifest.files.values())
     except DamagedCheckpointError as error:  # without a manifest no other file can be checked
-        found, size = [(MANIFEST, error.damage)], 0
-    damaged = [(name, text) for name, text in found if text is not None]
+        damages, size = [(MANIFEST, error.damage)], 0
+    damaged = [(name, text) for name, text in damages if text is not None]
     if options.as_json:
-        files = [{"name": name, "damage": text} for name, text in found]
+        files = [{"name": name, "damage": text} for name, text in damages]
         _write_json({"path": str(path), "damaged": len(damaged), "bytes": size, "files": files})
     else:
         for _, text in damaged:
             sys.stdout.write(f"{text}\n")
-        state = f"{len(damaged)} of {len(found)} damaged" if damaged else "every one is whole"
-        sys.stdout.write(f"{path}: {len(found)} files, {format_bytes(size)}: {state}\n")
+        state = f"{len(damaged)} of {len(damages)} damaged" if damaged else "every one is whole"
+        sys.stdout.write(f"{path}: {len(damages)} files, {format_bytes(size)}: {state}\n")
     return 1 if damaged else 0
 
 
@@ -322,22 +323,22 @@ def _diff(options: argparse.Namespace) -> int:
     pair = [Checkpoint(_find(path, "diff")) for path in (options.first, options.second)]
     first, second = pair
     alone = [[n for n in a.tensors if n not in b.tensors] for a, b in (pair, pair[::-1])]
-    found = list(compare_states(first, second))
-    differing = sorted((d for d in found if not d.equal), key=lambda d: (-d.relative, d.name))
+    differences = list(compare_states(first, second))
+    differing = sorted((d for d in differences if not d.equal), key=lambda d: (-d.relative, d.name))
     if options.as_json:
         _write_json(
             {
                 "first": str(first.path),
                 "second": str(second.path),
                 "steps": [int(one.meta["step"]) for one in pair],
-                "equal": len(found) - len(differing),
+                "equal": len(differences) - len(differing),
                 "different": [_as_json(one) for one in differing],
                 "only_in_first": alone[0],
                 "only_in_second": alone[1],
             }
         )
     else:
-        _print_differences(differing, len(found))
+        _print_differences(differing, len(differences))
         for checkpoint, names in zip(pair, alone, strict=True):
             for name in names:
                 sys.stdout.write(f"only in {checkpoint.path}: {name}\n")

@@ -35,10 +35,10 @@ def checkpoints_of(folder: Path) -> list[Path]:
     for number, path in _numbered(folder, _ASIDE):
         if number not in numbered and is_complete(path):
             numbered[number] = path
-    found = [numbered[number] for number in sorted(numbered, reverse=True)]
+    checkpoints = [numbered[number] for number in sorted(numbered, reverse=True)]
     latest = folder / read_pointer(folder / LATEST)
-    found.sort(key=lambda path: path != latest)
-    return found
+    checkpoints.sort(key=lambda path: path != latest)
+    return checkpoints
 
 
 @contextlib.contextmanager
@@ -191,8 +191,8 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     write_text(folder / LATEST, final.name)
     if best:
         write_text(folder / BEST, final.name)
-    kept = best_checkpoint(folder)
-    there = (path for _, path in _numbered(folder, "step-") if path != kept or path == final)
+    best_path = best_checkpoint(folder)
+    there = (path for _, path in _numbered(folder, "step-") if path != best_path or path == final)
     written = sorted(there, key=lambda path: (path == final, path.stat().st_mtime_ns))
     for old in written[: _first_kept(written, keep)]:
         _remove(old)
@@ -204,11 +204,11 @@ def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
 
 def _first_kept(written: Sequence[Path], keep: int) -> int:
     """Return the index of the first to keep, so that `keep` of those from it on look complete."""
-    missing, place = keep - 1, len(written) - 1
-    while missing and place:
-        place -= 1
-        missing -= _looks_whole(written[place])
-    return place if not missing else 0
+    missing, index = keep - 1, len(written) - 1
+    while missing and index:
+        index -= 1
+        missing -= _looks_whole(written[index])
+    return index if not missing else 0
 
 
 def _looks_whole(path: Path) -> bool:

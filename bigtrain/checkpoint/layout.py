@@ -103,11 +103,11 @@ def plan_entries(
     sizes = {name: _nbytes(next(iter(held.values()))) for name, held in holders.items()}
     for name in sorted(holders, key=lambda n: -sizes[n]):  # largest first: the most even shares
         first = next(iter(holders[name].values()))
-        found = classes[name]
-        most = max((sum(e.size for e in extents) for extents, _ in found), default=0)
+        parts = classes[name]
+        most = max((sum(e.size for e in extents) for extents, _ in parts), default=0)
         near = [
             rank
-            for extents, ranks in found
+            for extents, ranks in parts
             if sum(e.size for e in extents) >= NEARLY * most
             for rank in ranks
             if rank in written
@@ -115,7 +115,7 @@ def plan_entries(
         owner = min(near or written, key=lambda rank: (written[rank], rank))
         written[owner] += sizes[name]
         sources = []
-        for extents, ranks in found:
+        for extents, ranks in parts:
             rank = owner if owner in ranks else min(ranks, key=lambda r: (sent[r], r))
             sent[rank] += most if rank != owner else 0
             sources.append((rank, tuple(e.scaled(first.dtype.itemsize) for e in extents)))
@@ -201,11 +201,11 @@ class TensorFile:
             for rank, extents in entry.sources:
                 before = 0
                 for extent in extents:
-                    for position, found in extent.within(begin - offset, end - offset):
-                        place = Extent(
-                            found.start + offset - begin, found.length, found.count, found.pitch
+                    for position, inside in extent.within(begin - offset, end - offset):
+                        target = Extent(
+                            inside.start + offset - begin, inside.length, inside.count, inside.pitch
                         )
-                        parts.setdefault(rank, []).append(Part(entry, before + position, place))
+                        parts.setdefault(rank, []).append(Part(entry, before + position, target))
                     before += extent.size
             number += 1
         return parts

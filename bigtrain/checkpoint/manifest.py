@@ -75,15 +75,15 @@ class Manifest:
         """
         if not is_there(path / MANIFEST) and is_there(path / STATE):
             return cls._of_format_1(path)
-        found = _read_object(path / MANIFEST)
-        own_hash, version = found.pop("sha256", None), found.get("format")
+        content = _read_object(path / MANIFEST)
+        own_hash, version = content.pop("sha256", None), content.get("format")
         # A newer format may use another hash, so the format is checked first.
         _refuse_newer(path, version)
-        if version != FORMAT or own_hash != _own_hash(found):
+        if version != FORMAT or own_hash != _own_hash(content):
             raise DamagedCheckpointError(
                 f"{path / MANIFEST} is damaged: its contents changed on disk."
             )
-        opened = cls(path, FORMAT, found.get("piece_bytes", 0), found.get("files", {}))
+        opened = cls(path, FORMAT, content.get("piece_bytes", 0), content.get("files", {}))
         fits = _is_count(opened.piece_bytes, 1) and opened._has_records()
         if not fits or STATE not in opened.files:
             raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: it lists no files.")
@@ -182,9 +182,9 @@ class Manifest:
     def find_damage(self, share: tuple[int, int] = (0, 1)) -> str | None:
         """Describe the damage of the first damaged file; None if all are whole. See `damage`."""
         for name in self.files:
-            found = self.damage(name, share)
-            if found is not None:
-                return found
+            damage = self.damage(name, share)
+            if damage is not None:
+                return damage
         return None
 
 

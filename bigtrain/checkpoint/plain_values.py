@@ -70,14 +70,14 @@ def _tensor(value: Tensor, place: str) -> dict[str, Any]:
     }
 
 
-def from_plain(kept: Any) -> Any:
+def from_plain(encoded: Any) -> Any:
     """Decode a value that `to_plain` encoded.
 
     Raises:
         CheckpointError: `to_plain` did not make this value.
     """
     try:
-        return _value(kept)
+        return _value(encoded)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint keeps a state that cannot be read ({type(error).__name__}: {error}). "
@@ -85,18 +85,18 @@ def from_plain(kept: Any) -> Any:
         ) from None
 
 
-def _value(kept: Any) -> Any:
-    if isinstance(kept, list):
-        return [_value(item) for item in kept]
-    if not isinstance(kept, dict):
-        return kept
-    ((kind, inner),) = kept.items()
+def _value(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return [_value(item) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, inner),) = encoded.items()
     if kind == "float":
         return float(inner)
     if kind == "tuple":
         return tuple(_value(item) for item in inner)
     if kind in ("dict", "counter"):
-        found = {_value(key): _value(item) for key, item in inner}
-        return Counter(found) if kind == "counter" else found
+        decoded = {_value(key): _value(item) for key, item in inner}
+        return Counter(decoded) if kind == "counter" else decoded
     dtype = getattr(torch, {"tensor": inner}[kind]["dtype"])
     return torch.tensor([_value(one) for one in inner["values"]], dtype=dtype).view(inner["shape"])

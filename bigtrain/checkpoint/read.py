@@ -116,9 +116,9 @@ class Checkpoint:
             )
         self.path = path
         self.manifest = Manifest.open(path)
-        found = self.manifest.find_damage() if verify else self._small_damage()
-        if found is not None:
-            raise DamagedCheckpointError(found)
+        damage = self.manifest.find_damage() if verify else self._small_damage()
+        if damage is not None:
+            raise DamagedCheckpointError(damage)
         self.meta = _read_state(path / STATE)
         self._tensors: dict[str, FileTensor] | None = None
 
@@ -138,11 +138,11 @@ class Checkpoint:
             for name in self.manifest.tensor_files:
                 part = name.partition("-" if self.manifest.format > 1 else ".")[0]
                 try:
-                    found = tensors_of_file(self.path / name)
+                    tensors_in_file = tensors_of_file(self.path / name)
                 except CheckpointError as error:
                     self._tensors = None
                     raise DamagedCheckpointError(f"{error}.") from None
-                for key, tensor in found.items():
+                for key, tensor in tensors_in_file.items():
                     self._tensors[f"{part}.{key}"] = tensor
         return self._tensors
 
@@ -168,13 +168,13 @@ def _read_state(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: it does not have the form that a run writes.
     """
     try:
-        found = read_json_object(path)
+        state = read_json_object(path)
     except UnreadableError as error:
         raise DamagedCheckpointError(f"{path} is not readable: {error.reason}.") from None
     for key in ("step", "samples_seen"):
-        if type(found.get(key)) is not int or found[key] < 0:
+        if type(state.get(key)) is not int or state[key] < 0:
             raise DamagedCheckpointError(f"{path} is damaged: it has no whole number {key}.")
-    return found
+    return state
 
 
 def tensors_of_file(path: Path) -> dict[str, FileTensor]:

@@ -155,13 +155,13 @@ def _agreed(context: RunContext, make: Any, folder: Path) -> Path:
     Raises:
         CheckpointError: `make` failed on rank 0; raised on all ranks.
     """
-    found: tuple[Path | None, str | None] = (None, None)
+    result: tuple[Path | None, str | None] = (None, None)
     if context.is_main:
         try:
-            found = make(), None
+            result = make(), None
         except OSError as error:
-            found = None, f"rank 0: {error}"
-    path, problem = context.broadcast_object(found)
+            result = None, f"rank 0: {error}"
+    path, problem = context.broadcast_object(result)
     if problem is not None:
         raise _failure(folder, problem)
     return Path(path)

@@ -37,9 +37,9 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
         problem = error
     context.barrier()  # without the usual timeout: hashing a large checkpoint takes longer
     words = None if problem is None else (str(problem), getattr(problem, "damage", None))
-    found = next((one for one in context.all_gather_objects(words) if one is not None), None)
-    if found is not None or checkpoint is None:
-        text, damage = found or ("", None)
+    fault = next((one for one in context.all_gather_objects(words) if one is not None), None)
+    if fault is not None or checkpoint is None:
+        text, damage = fault or ("", None)
         raise CheckpointError(text) if damage is None else DamagedCheckpointError(damage)
     return checkpoint
 
@@ -50,13 +50,13 @@ def newest_of_all(folder: Path, context: RunContext) -> Path | None:
     Raises:
         CheckpointError: the folder may not be read; raised on all ranks.
     """
-    found: tuple[Path | None, str] = None, ""
+    result: tuple[Path | None, str] = None, ""
     if context.is_main:
         try:
-            found = newest_checkpoint(folder), ""
+            result = newest_checkpoint(folder), ""
         except CheckpointError as error:
-            found = None, str(error)
-    newest, problem = context.broadcast_object(found)
+            result = None, str(error)
+    newest, problem = context.broadcast_object(result)
     if problem:
         raise CheckpointError(problem)
     path: Path | None = newest

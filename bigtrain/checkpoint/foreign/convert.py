@@ -54,8 +54,8 @@ def open_source(path: Path, *, key: str | None = None, strip: str | None = None)
         ConfigError: there is no checkpoint, nothing under the key, or no name with the prefix.
         CheckpointError: the checkpoint is damaged, holds code, or its kind is not supported.
     """
-    found = _open_source(path, key, strip)
-    return with_prefix_stripped(found, strip) if strip else found
+    source = _open_source(path, key, strip)
+    return with_prefix_stripped(source, strip) if strip else source
 
 
 def _open_source(path: Path, key: str | None, strip: str | None) -> ForeignState:

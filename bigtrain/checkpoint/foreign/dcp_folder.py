@@ -71,9 +71,9 @@ def open_dcp_folder(folder: Path) -> ForeignState:
     metadata = _read_metadata(folder / _METADATA)
     paths: Mapping[str, _Path] = metadata.get("planner_data") or {}
     storage: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
-    for index, place in metadata["storage_data"].items():
+    for index, location in metadata["storage_data"].items():
         key = index.state["fqn"], tuple(index.state.get("offset") or ())
-        storage[key] = place.state
+        storage[key] = location.state
     model: dict[_Path, StateTensor] = {}
     slots: dict[tuple[str, str], StateTensor] = {}
     numbers: dict[str, int] = {}
@@ -110,12 +110,12 @@ def open_dcp_folder(folder: Path) -> ForeignState:
 
 
 def _of_model(
-    folder: Path, found: Mapping[_Path, StateTensor]
+    folder: Path, tensors: Mapping[_Path, StateTensor]
 ) -> tuple[dict[str, StateTensor], list[str]]:
     """Return the model's tensors by name, and the names of the other entries."""
-    marked = {path for path in found if {*path[:-1]} & {*MODEL_KEYS}} or {*found}
+    marked = {path for path in tensors if {*path[:-1]} & {*MODEL_KEYS}} or {*tensors}
     named: dict[str, StateTensor] = {}
-    for path, tensor in found.items():
+    for path, tensor in tensors.items():
         name = str(path[-1])
         if path in marked and name in named:
             raise CheckpointError(
@@ -124,13 +124,13 @@ def _of_model(
             )
         if path in marked:
             named[name] = tensor
-    return named, sorted({str(path[0]) for path in found if path not in marked})
+    return named, sorted({str(path[0]) for path in tensors if path not in marked})
 
 
 def _read_metadata(path: Path) -> Mapping[str, Any]:
     try:
-        found = _DataUnpickler(io.BytesIO(read_bytes(path, most=1 << 32))).load()
-        state = found.state
+        metadata = _DataUnpickler(io.BytesIO(read_bytes(path, most=1 << 32))).load()
+        state = metadata.state
         if not isinstance(state, Mapping) or not {"state_dict_metadata", "storage_data"} <= {
             *state
         }:
@@ -151,12 +151,12 @@ def _number(
     """Return a count of steps or samples that is stored with the tensors; None if there is none."""
     if path[-1] not in ("step", "global_step", "samples_seen") or len(path) > 2:
         return {}
-    place = storage[name, ()]
+    location = storage[name, ()]
     try:
-        found = read_torch_file(_file(folder, place), place["offset"], place["length"])
+        value = read_torch_file(_file(folder, location), location["offset"], location["length"])
     except CheckpointError:  # an instance of a foreign class: the count is unknown
         return {}
-    return {str(path[-1]): int(found)} if isinstance(found, int | float) else {}
+    return {str(path[-1]): int(value)} if isinstance(value, int | float) else {}
 
 
 def _chunked(
@@ -171,34 +171,34 @@ def _chunked(
     reads: list[Callable[[], Tensor]] = []
     for chunk in entry["chunks"]:
         offset, local = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-        place = storage.get((name, offset)) or storage.get((name, ()))
-        if place is None:
+        location = storage.get((name, offset)) or storage.get((name, ()))
+        if location is None:
             raise CheckpointError(f"{folder}: no file is named for {name} at {offset}")
         if math.prod(local):
             extents += box_extents(shape, offset, local)
-            reads.append(_piece_reader(folder, name, place, local))
+            reads.append(_piece_reader(folder, name, location, local))
     return StateTensor(dtype, shape, tuple(extents), lambda: torch.cat([r() for r in reads]))
 
 
 def _piece_reader(
-    folder: Path, name: str, place: Mapping[str, Any], shape: Sequence[int]
+    folder: Path, name: str, location: Mapping[str, Any], shape: Sequence[int]
 ) -> Callable[[], Tensor]:
-    file = _file(folder, place)
-    if place.get("transform_descriptors"):
+    file = _file(folder, location)
+    if location.get("transform_descriptors"):
         raise CheckpointError(f"{file} is compressed, which is not read. Save it without.")
 
     def read() -> Tensor:
-        found = read_torch_file(file, place["offset"], place["length"])
-        if not isinstance(found, TorchTensor) or found.shape != tuple(shape):
+        tensor = read_torch_file(file, location["offset"], location["length"])
+        if not isinstance(tensor, TorchTensor) or tensor.shape != tuple(shape):
             raise CheckpointError(f"{file} does not hold {name} of shape {tuple(shape)}")
-        return found.values()
+        return tensor.values()
 
     return read
 
 
-def _file(folder: Path, place: Mapping[str, Any]) -> Path:
+def _file(folder: Path, location: Mapping[str, Any]) -> Path:
     """Return a file of the folder. Names that lead out of the folder are refused."""
-    relative = Path(str(place["relative_path"]))
+    relative = Path(str(location["relative_path"]))
     if relative.is_absolute() or ".." in relative.parts:
         raise CheckpointError(f"{folder / _METADATA} names the file {relative}, outside of it")
     return folder / relative

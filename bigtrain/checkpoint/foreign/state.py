@@ -60,20 +60,21 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
     Raises:
         CheckpointError: two names become the same.
     """
-    found = {name: name for name in names}
+    plain_names = {name: name for name in names}
     for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        found = {name: plain.replace(wrapper, "") for name, plain in found.items()}
-    while found and all(plain.startswith("module.") for plain in found.values()):  # DDP's
-        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+        plain_names = {name: plain.replace(wrapper, "") for name, plain in plain_names.items()}
+    # DDP adds its prefix to every name.
+    while plain_names and all(plain.startswith("module.") for plain in plain_names.values()):
+        plain_names = {name: plain.removeprefix("module.") for name, plain in plain_names.items()}
     first: dict[str, str] = {}
-    for name, plain in found.items():
+    for name, plain in plain_names.items():
         if plain in first:
             raise CheckpointError(
                 f"{first[plain]} and {name} are both {plain}: two models in one checkpoint. "
                 "Save the state dict of one of them."
             )
         first[plain] = name
-    return found
+    return plain_names
 
 
 def joined_tensor(

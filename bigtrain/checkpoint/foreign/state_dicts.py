@@ -68,25 +68,25 @@ def open_state_dict(
         ConfigError: there is no such key.
     """
     if path.is_file():
-        found = _tensors(path, key, strip)
+        state = _tensors(path, key, strip)
         kind = f"state dict in {path.name}"
     else:
         first = next(name for name in _FOLDER_FILES if (path / name).is_file())
-        found = TrainerState({})
+        state = TrainerState({})
         for name in _files_of(path / first):
             one = _tensors(path / name, key, strip)
-            found.model |= one.model
-            found.left_out += one.left_out
+            state.model |= one.model
+            state.left_out += one.left_out
         kind = f"folder with {first}"
-    if not found.model:
+    if not state.model:
         raise CheckpointError(f"{path} has no named tensors of a model")
     config = path / "config.json"
     texts = {"config.json": read_text(config)} if is_regular(config) else {}
-    notes = list(found.notes)
-    if found.left_out:
-        notes.append(f"Left out: {', '.join(sorted(set(found.left_out)))}.")
+    notes = list(state.notes)
+    if state.left_out:
+        notes.append(f"Left out: {', '.join(sorted(set(state.left_out)))}.")
     return ForeignState(
-        *(kind, found.model, found.optimizer, found.step, found.samples_seen, tuple(notes)),
+        *(kind, state.model, state.optimizer, state.step, state.samples_seen, tuple(notes)),
         texts=texts,
     )
 

@@ -68,8 +68,8 @@ class TorchTensor:
         """Return all elements in row-major order, as a one-dimensional tensor on the CPU."""
         if self._is_in_order():
             return self.part(0, self.numel)
-        found = self.stored.read(whole_extents(self.stored.shape))
-        return found.as_strided(self.shape, self.stride).reshape(-1)
+        flat = self.stored.read(whole_extents(self.stored.shape))
+        return flat.as_strided(self.shape, self.stride).reshape(-1)
 
     def part(self, start: int, stop: int) -> Tensor:
         """Return the elements [start, stop) of `values`."""
@@ -127,7 +127,7 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
             window.seek(0)
             held: list[Any] = [(Inert, name) for name in strangers]
             with safe_globals(held) if held else nullcontext():
-                found = torch.load(window, map_location="meta", weights_only=True)
+                value = torch.load(window, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         told = str(error)
         if "Unsupported operand" in told:  # `weights_only` supports only protocol 2
@@ -137,7 +137,7 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
         told = str(getattr(error, "reason", error))
         first = (told.splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not readable: {first}") from None
-    return _described(found, path, begin)
+    return _described(value, path, begin)
 
 
 def _code(path: Path, what: str) -> CheckpointError:
@@ -158,19 +158,19 @@ def _described(found: Any, path: Path, begin: int) -> Any:
     return found
 
 
-def _tensor(found: Tensor, path: Path, begin: int) -> TorchTensor:
-    offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
-    if type(found) not in (Tensor, torch.nn.Parameter) or offset is None or found.is_sparse:
+def _tensor(tensor: Tensor, path: Path, begin: int) -> TorchTensor:
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or offset is None or tensor.is_sparse:
         raise CheckpointError(
-            f"{path} has a {type(found).__name__} ({found.layout}), which is not a plain tensor. "
+            f"{path} has a {type(tensor).__name__} ({tensor.layout}), which is not a plain tensor. "
             "Save full tensors: torch.distributed.checkpoint.state_dict.get_model_state_dict with "
             "full_state_dict=True"
         )
-    shape, stride = tuple(found.shape), found.stride()
+    shape, stride = tuple(tensor.shape), tensor.stride()
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     span = last + 1 if math.prod(shape) else 0
-    place = begin + int(offset) + int(found.storage_offset()) * found.element_size()
-    return TorchTensor(FileTensor(path, place, found.dtype, (span,)), shape, stride)
+    offset_in_file = begin + int(offset) + int(tensor.storage_offset()) * tensor.element_size()
+    return TorchTensor(FileTensor(path, offset_in_file, tensor.dtype, (span,)), shape, stride)
 
 
 class _Window(io.RawIOBase):

@@ -40,11 +40,11 @@ class TrainerState:
     notes: list[str] = field(default_factory=list)
 
 
-def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> TrainerState:
+def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> TrainerState:
     """Find the model in an object that `torch.save` wrote, with its optimizer state and step.
 
     Args:
-        found: the object that `read_torch_file` returned.
+        saved: the object that `read_torch_file` returned.
         path: for messages.
         key: the model's key if there are several models; dots separate the keys of nested dicts.
         strip: a prefix that the caller will remove; None to detect Lightning's.
@@ -53,18 +53,18 @@ def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> 
         CheckpointError: the object has no model, or several.
         ConfigError: there is no such key.
     """
-    if not isinstance(found, Mapping):
+    if not isinstance(saved, Mapping):
         raise CheckpointError(
-            f"{path} has a {type(found).__name__} instead of named tensors. Save model.state_dict()"
+            f"{path} has a {type(saved).__name__} instead of named tensors. Save model.state_dict()"
         )
-    tensors, left_out = _chosen(found, path, key) if key else _found(found, path)
+    tensors, left_out = _chosen(saved, path, key) if key else _found(saved, path)
     raw = {str(name): value.as_state() for name, value in tensors.items() if is_tensor(value)}
     if not raw:
-        raise CheckpointError(f"{path} has no named tensors of a model{_keys_in_words(found, key)}")
+        raise CheckpointError(f"{path} has no named tensors of a model{_keys_in_words(saved, key)}")
     left_out += [str(name) for name, value in tensors.items() if not is_tensor(value)]
     names = unwrapped_names(raw)
     notes: list[str] = []
-    if _LIGHTNING in found and strip is None:
+    if _LIGHTNING in saved and strip is None:
         names, notes = _without_attribute(names)
     state = TrainerState({names[name]: tensor for name, tensor in raw.items()}, notes=notes)
     places = {
@@ -73,10 +73,10 @@ def read_trainer(found: Any, path: Path, key: str | None, strip: str | None) -> 
         if is_tensor(t)
     }
     state.own = [names[str(name)] for name in tensors if name in set(places.values())]
-    state.step = _number(found, _STEPS)
-    state.samples_seen = _number(found, ("samples_seen",))
+    state.step = _number(saved, _STEPS)
+    state.samples_seen = _number(saved, ("samples_seen",))
     if key is None:
-        taken = _take_optimizer(found, state, names)
+        taken = _take_optimizer(saved, state, names)
         left_out = [name for name in left_out if name != taken]
     state.left_out = left_out
     return state
@@ -94,8 +94,8 @@ def _found(tree: _Tree, path: Path, below: str = "") -> tuple[_Tree, list[str]]:
         inner = {k: v for k, v in tree.items() if _holds_model(v) and not _is_extra(k)}
         known = [key for key in MODEL_KEYS if key in inner]
         # A few tensors next to dicts of many are counts and similar, not a model.
-        beside = sum(map(is_tensor, tree.values()))
-        choice = known or [key for key in inner if _count(inner[key]) > beside]
+        loose_tensors = sum(map(is_tensor, tree.values()))
+        choice = known or [key for key in inner if _count(inner[key]) > loose_tensors]
         if not choice:
             return tree, left_out
         if len(choice) > 1:
@@ -128,8 +128,8 @@ def _chosen(tree: _Tree, path: Path, key: str) -> tuple[_Tree, list[str]]:
             )
         left_out += [name for name in by_text if name != head]
         tree, rest = value, rest[len(head) + 1 :]
-    found, more = _found(tree, path, f"{key}.")
-    return found, [*left_out, *more]
+    model, more = _found(tree, path, f"{key}.")
+    return model, [*left_out, *more]
 
 
 def _is_extra(name: Any) -> bool:
@@ -193,13 +193,13 @@ def _without_attribute(names: dict[str, str]) -> tuple[dict[str, str], list[str]
 def _take_optimizer(tree: _Tree, state: TrainerState, names: dict[str, str]) -> str:
     """Convert an optimizer's state if its tensors can be assigned to parameters; return its key."""
     for key in _OPTIMIZERS:
-        found: Any = tree.get(key)
-        if isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 1:
-            found = found[0]  # Lightning stores a list of optimizers
-        if not isinstance(found, Mapping) or not _is_optimizer(found):
+        saved: Any = tree.get(key)
+        if isinstance(saved, Sequence) and not isinstance(saved, str) and len(saved) == 1:
+            saved = saved[0]  # Lightning stores a list of optimizers
+        if not isinstance(saved, Mapping) or not _is_optimizer(saved):
             continue
-        slots = _slots(found)
-        of_parameter = _names_of_slots(found, slots, state, names)
+        slots = _slots(saved)
+        of_parameter = _names_of_slots(saved, slots, state, names)
         if not slots or isinstance(of_parameter, str):
             if slots:
                 state.notes.append(f"The optimizer's state was left out: {of_parameter}.")
@@ -215,13 +215,13 @@ def _take_optimizer(tree: _Tree, state: TrainerState, names: dict[str, str]) -> 
     return ""
 
 
-def _slots(found: _Tree) -> dict[Any, dict[str, Any]]:
+def _slots(optimizer: _Tree) -> dict[Any, dict[str, Any]]:
     """Return the state of each parameter, by the parameter's number or name."""
-    inner = found.get("state")
+    inner = optimizer.get("state")
     if isinstance(inner, Mapping):
         return {k: dict(v) for k, v in inner.items() if isinstance(v, Mapping) and v}
     slots: dict[Any, dict[str, Any]] = {}
-    for key, value in found.items():  # flat keys, as `get_optimizer_state_dict` can return them
+    for key, value in optimizer.items():  # flat keys, as `get_optimizer_state_dict` can return them
         head, _, rest = str(key).partition(".")
         name, _, slot = rest.rpartition(".")
         if head == "state" and name:
@@ -231,14 +231,14 @@ def _slots(found: _Tree) -> dict[Any, dict[str, Any]]:
 
 def _slot_tensor(value: Any) -> StateTensor | None:
     if is_tensor(value):
-        found: StateTensor = value.as_state()
-        return found
+        tensor: StateTensor = value.as_state()
+        return tensor
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return number_tensor(value) if is_number else None
 
 
 def _names_of_slots(
-    found: _Tree, slots: Mapping[Any, Any], state: TrainerState, names: dict[str, str]
+    optimizer: _Tree, slots: Mapping[Any, Any], state: TrainerState, names: dict[str, str]
 ) -> dict[Any, str] | str:
     """Return the plain name of each parameter that has state, or the reason why it is unknown."""
     if all(isinstance(number, str) for number in slots):  # FSDP's, and get_optimizer_state_dict's
@@ -246,7 +246,7 @@ def _names_of_slots(
         given = {number: names.get(number, plain[number]) for number in slots}
         strange = next((name for name in given.values() if name not in state.model), None)
         return f"it has {strange!r}, and the model has not" if strange else given
-    groups = found.get("param_groups") or []
+    groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
     named = [name for group in groups for name in group.get("param_names") or ()]
     if len(named) == len(numbers) and named:
@@ -289,11 +289,11 @@ def _with_equal_shapes(
 
 def _steps_of(slots: Mapping[Any, Mapping[str, Any]]) -> int | None:
     """Return the number of steps done, as the optimizer counted them."""
-    found = []
+    counts = []
     for values in slots.values():
         value = values.get("step")
         if is_tensor(value) and value is not None and value.numel == 1:
-            found.append(int(value.values()))
+            counts.append(int(value.values()))
         elif isinstance(value, int | float):
-            found.append(int(value))
-    return max(found, default=None)
+            counts.append(int(value))
+    return max(counts, default=None)

@@ -30,7 +30,7 @@ from bigtrain.tensors.shards import StateTensor
 _TRIED = "0.19.8"
 """DeepSpeed's version of the files that the tests read."""
 _OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"
-Stretch = tuple[TorchTensor, int, int]
+FlatSlice = tuple[TorchTensor, int, int]
 
 
 def find_zero_folder(path: Path) -> Path | None:
@@ -74,10 +74,10 @@ def open_zero_folder(folder: Path) -> ForeignState:
     model: dict[str, StateTensor] = {}
     for name in module:
         first = _tied_to(name, module, described[0], {*shapes, *whole})
-        found = masters.get(first) or whole.get(first)
-        if found is None and stage == 3 and name not in described[0].get("buffer_names", ()):
+        values = masters.get(first) or whole.get(first)
+        if values is None and stage == 3 and name not in described[0].get("buffer_names", ()):
             raise CheckpointError(f"{folder} has no values of the parameter {name}.")
-        model[names[name]] = found or module[name].as_state()
+        model[names[name]] = values or module[name].as_state()
     slots: dict[str, StateTensor] = {}
     for group in groups:
         slots |= {f"{names[n]}.{key}": t for (n, key), t in group.slots.items()}
@@ -146,12 +146,12 @@ def _tied_to(
 def _frozen(described: Sequence[Mapping[str, Any]], stage: int) -> dict[str, StateTensor]:
     """Return the frozen parameters."""
     shapes: Mapping[str, Sequence[int]] = described[0].get("frozen_param_shapes") or {}
-    found = {}
+    frozen = {}
     for name, shape in shapes.items():
         pieces = [rank["frozen_param_fragments"][name] for rank in described]
         flat = _Flat(pieces if stage == 3 else pieces[:1])
-        found[name] = joined_tensor(shape, list(flat.stretches(0, math.prod(shape))))
-    return found
+        frozen[name] = joined_tensor(shape, list(flat.slices(0, math.prod(shape))))
+    return frozen
 
 
 class _Flat:
@@ -164,7 +164,7 @@ class _Flat:
     def numel(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
 
-    def stretches(self, start: int, stop: int) -> Iterator[Stretch]:
+    def slices(self, start: int, stop: int) -> Iterator[FlatSlice]:
         for tensor in self.tensors:
             first, last = max(0, start), min(stop, tensor.numel)
             if first < last:
@@ -215,17 +215,17 @@ def _stage_2(
             flats[key] = _Flat([one[key] for one in moments])
         step, offset = _steps_of(moments[0]), 0
         parameters, slots = {}, {}
-        for place, (name, shape) in enumerate(shapes.items()):
+        for index, (name, shape) in enumerate(shapes.items()):
             for key, flat in flats.items():
-                stretches = list(flat.stretches(offset, offset + math.prod(shape)))
-                tensor = joined_tensor(shape, stretches)
+                slices = list(flat.slices(offset, offset + math.prod(shape)))
+                tensor = joined_tensor(shape, slices)
                 if key:
                     slots[name, key] = tensor
                 else:
                     parameters[name] = tensor
             if step is not None and len(flats) > 1:
                 slots[name, "step"] = step
-            offset += math.prod(shape) + (paddings[number][place] if paddings else 0)
+            offset += math.prod(shape) + (paddings[number][index] if paddings else 0)
         groups.append(_Group(shapes, parameters, slots))
     return groups
 
@@ -240,10 +240,10 @@ def _stage_3(
         for state in states
     ]
     by_rank: list[dict[str, _Flat]] = []
-    for own, kept in zip(flat_groups, moments, strict=True):
+    for own, rank_moments in zip(flat_groups, moments, strict=True):
         flats = {"": _Flat(own)}
-        for key in _flat_keys(kept[0], own[0].numel):
-            flats[key] = _Flat([one[key] for one in kept])
+        for key in _flat_keys(rank_moments[0], own[0].numel):
+            flats[key] = _Flat([one[key] for one in rank_moments])
         by_rank.append(flats)
     needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes.values())
     if by_rank[0][""].numel < needed:
@@ -257,11 +257,11 @@ def _stage_3(
     for name, shape in shapes.items():
         left, piece = math.prod(shape), -(-math.prod(shape) // len(states))
         for key in by_rank[0]:
-            stretches, missing = [], left
+            slices, missing = [], left
             for flats in by_rank:
-                stretches += list(flats[key].stretches(offset, offset + min(piece, missing)))
+                slices += list(flats[key].slices(offset, offset + min(piece, missing)))
                 missing -= min(piece, missing)
-            tensor = joined_tensor(shape, stretches)
+            tensor = joined_tensor(shape, slices)
             if key:
                 slots[name, key] = tensor
             else:
