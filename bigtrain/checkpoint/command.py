@@ -130,21 +130,21 @@ def _inspect(options: argparse.Namespace) -> int:
     _print_parts(console, description)
     if options.tensors:
         table = Table("tensor", "type", "shape", "bytes", box=None)
-        for one in description["tensors"]:
-            shape = " x ".join(map(str, one["shape"])) or "one number"
-            table.add_row(one["name"], one["dtype"], shape, format_bytes(one["bytes"]))
+        for entry in description["tensors"]:
+            shape = " x ".join(map(str, entry["shape"])) or "one number"
+            table.add_row(entry["name"], entry["dtype"], shape, format_bytes(entry["bytes"]))
         console.print(table)
     table = Table("file", "bytes", box=None)
-    for one in description["files"]:
-        table.add_row(one["name"], format_bytes(one["bytes"]))
+    for entry in description["files"]:
+        table.add_row(entry["name"], format_bytes(entry["bytes"]))
     console.print(table)
     return 0
 
 
 def _print_parts(console: Console, description: dict[str, Any]) -> None:
     table = Table("part", "tensors", "elements", "bytes", "types", box=None)
-    for part, one in description["parts"].items():
-        rows = {part: one, **{f"  {slot}": inner for slot, inner in one["slots"].items()}}
+    for part, summary in description["parts"].items():
+        rows = {part: summary, **{f"  {slot}": inner for slot, inner in summary["slots"].items()}}
         for name, row in rows.items():
             counts = f"{row['tensors']}", f"{row['elements']:,}"
             types = ", ".join(f"{dtype} {count}" for dtype, count in row["dtypes"].items())
@@ -348,22 +348,26 @@ def _diff(options: argparse.Namespace) -> int:
 def _print_differences(differing: list[StateDifference], compared: int) -> None:
     if differing:
         table = Table("tensor", "absolute", "relative", "elements", "", box=None)
-        for one in differing:
-            changed = [f"{a} and {b}" for a, b in (one.shapes,) if a != b]
-            changed += [f"{_word(a)} and {_word(b)}" for a, b in (one.dtypes,) if a != b]
-            sizes = f"{one.absolute:.3g}", f"{one.relative:.3g}", f"{one.elements:,}"
-            table.add_row(one.name, *sizes, ", ".join(changed))
+        for difference in differing:
+            changed = [f"{a} and {b}" for a, b in (difference.shapes,) if a != b]
+            changed += [f"{_word(a)} and {_word(b)}" for a, b in (difference.dtypes,) if a != b]
+            sizes = (
+                f"{difference.absolute:.3g}",
+                f"{difference.relative:.3g}",
+                f"{difference.elements:,}",
+            )
+            table.add_row(difference.name, *sizes, ", ".join(changed))
         _Console(highlight=False, soft_wrap=True).print(table)
     equal = compared - len(differing)
     sys.stdout.write(f"{len(differing)} of {compared} tensors differ, {equal} are equal\n")
 
 
-def _as_json(one: StateDifference) -> dict[str, Any]:
+def _as_json(difference: StateDifference) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "absolute": one.absolute,
-        "relative": one.relative,
-        "elements": one.elements,
-        "shapes": [list(shape) for shape in one.shapes],
-        "dtypes": [_word(dtype) for dtype in one.dtypes],
+        "name": difference.name,
+        "absolute": difference.absolute,
+        "relative": difference.relative,
+        "elements": difference.elements,
+        "shapes": [list(shape) for shape in difference.shapes],
+        "dtypes": [_word(dtype) for dtype in difference.dtypes],
     }

@@ -251,8 +251,8 @@ def checkpoint_files(entries: Sequence[TensorEntry]) -> list[TensorFile]:
         owners = sorted({entry.owner for entry in of_part})
         for number, owner in enumerate(owners, start=1):
             name = f"{part}-{number:05d}-of-{len(owners):05d}.safetensors"
-            own = (entry for entry in of_part if entry.owner == owner)
-            files.append(tensor_file(name, owner, own, f"{part}."))
+            owned = (entry for entry in of_part if entry.owner == owner)
+            files.append(tensor_file(name, owner, owned, f"{part}."))
     return files
 
 

@@ -24,8 +24,8 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if kind := devices.accelerator():
-        own = devices.generator_states(kind)
-        state[kind] = [one.numpy().tobytes().hex() for one in own]
+        states = devices.generator_states(kind)
+        state[kind] = [one.numpy().tobytes().hex() for one in states]
     return state
 
 
@@ -40,11 +40,11 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     if (kind := devices.accelerator()) and kind in state:
         # There are fewer devices than at the save: stages moved to others, and draw anew.
-        own = (
+        states = (
             [state[kind]] if isinstance(state[kind], str) else state[kind]
         )  # a state of one device, from an older version
-        for number, one in enumerate(own[: devices.device_count()]):
-            devices.set_generator_state(_bytes_tensor(one), torch.device(kind, number))
+        for number, generator_state in enumerate(states[: devices.device_count()]):
+            devices.set_generator_state(_bytes_tensor(generator_state), torch.device(kind, number))
 
 
 def _bytes_tensor(text: str) -> Tensor:

@@ -157,8 +157,8 @@ class Checkpoint:
 
     def model_state(self) -> dict[str, Tensor]:
         """Read the model's parameters and buffers to the CPU, as a state dict."""
-        own = (name for name in self.names if name.startswith("model."))
-        return {name.removeprefix("model."): self.read(name) for name in own}
+        model_names = (name for name in self.names if name.startswith("model."))
+        return {name.removeprefix("model."): self.read(name) for name in model_names}
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -94,11 +94,11 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
 
 def given_bytes(one: Round, rank: int) -> tuple[int, int]:
     """Return the bytes that a rank contributes to a round: to other ranks, and to itself."""
-    sent = own = 0
+    sent = kept_here = 0
     for owner, (file, piece) in one.items():
         size = sum(part.extent.size for part in file.parts(piece).get(rank, ()))
-        sent, own = (sent, own + size) if owner == rank else (sent + size, own)
-    return sent, own
+        sent, kept_here = (sent, kept_here + size) if owner == rank else (sent + size, kept_here)
+    return sent, kept_here
 
 
 class HostBuffer:
@@ -124,9 +124,9 @@ class HostBuffer:
         """Copy bytes from any device into one contiguous range, and return it."""
         copies = self.next(sum(map(len, values)))
         begin = 0
-        for one in values:
-            copies[begin : begin + len(one)].copy_(one)
-            begin += len(one)
+        for source in values:
+            copies[begin : begin + len(source)].copy_(source)
+            begin += len(source)
         return copies
 
 

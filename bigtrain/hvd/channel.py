@@ -390,8 +390,8 @@ class Channel:
 
     def _add_nothing(self, row: RequestRow) -> None:
         on_host = bool(row.on_host)
-        place = torch.device("cpu") if on_host else self.link.device
-        nothing = torch.zeros(row.numel, dtype=_DTYPES[row.dtype], device=place)
+        device = torch.device("cpu") if on_host else self.link.device
+        nothing = torch.zeros(row.numel, dtype=_DTYPES[row.dtype], device=device)
         dist.all_reduce(nothing, group=self.link.group(on_host=on_host))
 
 
@@ -458,9 +458,9 @@ _open: list[Channel] = []
 def open_channel(members: Sequence[int]) -> Channel:
     """Connect some ranks. Collective among all ranks of the run, not only among these."""
     context = session.opened()
-    found = Channel(context, members, is_global=len(members) == context.world_size)
-    _open.append(found)
-    return found
+    channel = Channel(context, members, is_global=len(members) == context.world_size)
+    _open.append(channel)
+    return channel
 
 
 def channels() -> list[Channel]:

@@ -64,8 +64,8 @@ def compressor_of(compression: Any) -> Compressor:
     if callable(getattr(compression, "compress", None)) and callable(
         getattr(compression, "decompress", None)
     ):
-        found: Compressor = compression
-        return found
+        compressor: Compressor = compression
+        return compressor
     raise ConfigError(
         f"hvd: compression={compression!r} has no compress and decompress. Use "
         "compression=hvd.Compression.fp16, or hvd.Compression.none"

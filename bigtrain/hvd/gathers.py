@@ -74,8 +74,8 @@ class _AllGather(ChannelWork):
     def finish(self) -> Tensor:
         if not self._parts:
             return self._source.clone()
-        kept = [part[:count] for part, count in zip(self._parts, self._counts, strict=True)]
-        return torch.cat(kept)
+        parts = [part[:count] for part, count in zip(self._parts, self._counts, strict=True)]
+        return torch.cat(parts)
 
     def counts(self) -> list[int]:
         """Number of rows of each rank."""
@@ -117,8 +117,8 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> list[Tensor]:
     """`allgather` of several tensors. Collective."""
-    found = _Gathered.apply((name, process_set), *tensors)
-    return list(found)
+    outputs = _Gathered.apply((name, process_set), *tensors)
+    return list(outputs)
 
 
 class _Gathered(torch.autograd.Function):
@@ -246,8 +246,8 @@ def broadcast(
         name: for messages.
         process_set: the ranks that take part.
     """
-    found: Tensor = _Broadcasted.apply(tensor, root_rank, name, process_set)
-    return found
+    output: Tensor = _Broadcasted.apply(tensor, root_rank, name, process_set)
+    return output
 
 
 class _Broadcasted(torch.autograd.Function):
@@ -313,13 +313,13 @@ def _splits_of(tensor: Tensor, splits: Any, count: int) -> list[int]:
                 "splits=[...], the rows that go to each."
             )
         return [rows // count] * count
-    found = [int(n) for n in (splits.tolist() if isinstance(splits, Tensor) else splits)]
-    if len(found) != count or min(found) < 0 or sum(found) != rows:
+    counts = [int(n) for n in (splits.tolist() if isinstance(splits, Tensor) else splits)]
+    if len(counts) != count or min(counts) < 0 or sum(counts) != rows:
         raise ConfigError(
-            f"hvd.alltoall: splits={found}, and {count} numbers whose sum is the {rows} rows are "
+            f"hvd.alltoall: splits={counts}, and {count} numbers whose sum is the {rows} rows are "
             "needed, one for each rank."
         )
-    return found
+    return counts
 
 
 def alltoall_async(
@@ -330,8 +330,8 @@ def alltoall_async(
     source = _source(tensor, "alltoall")
     exchange = _AllToAll(source, _splits_of(source, splits, channel.link.size), name)
 
-    def with_counts(found: list[Any]) -> tuple[Tensor, Tensor]:
-        rows, received = found[0]
+    def with_counts(results: list[Any]) -> tuple[Tensor, Tensor]:
+        rows, received = results[0]
         kind = splits.dtype if isinstance(splits, Tensor) else torch.int32
         return rows, torch.tensor(received, dtype=kind)
 
@@ -412,11 +412,11 @@ def wait_for(handle: Handle) -> Any:
     return _handle(handle).result()
 
 
-def _handle(found: Any) -> Handle:
-    if isinstance(found, Handle):
-        return found
+def _handle(handle: Any) -> Handle:
+    if isinstance(handle, Handle):
+        return handle
     raise ConfigError(
-        f"hvd.synchronize: {type(found).__name__} is no handle. Give what hvd.allreduce_async and "
+        f"hvd.synchronize: {type(handle).__name__} is no handle. Give what hvd.allreduce_async and "
         "its like return."
     )
 

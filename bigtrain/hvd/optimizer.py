@@ -127,15 +127,15 @@ def _names(
                 "parameter a name of its own, as model.named_parameters() does."
             )
         seen.add(name)
-    found: dict[Tensor, str] = {p: name for name, p in pairs}
-    missing = [n for n, p in enumerate(own) if p not in found]
+    names: dict[Tensor, str] = {p: name for name, p in pairs}
+    missing = [n for n, p in enumerate(own) if p not in names]
     if missing:
         raise ConfigError(
             f"hvd.DistributedOptimizer: {len(missing)} of the optimizer's {len(own)} parameters "
             f"are not in named_parameters, the first is number {missing[0]} of shape "
             f"{list(own[missing[0]].shape)}. Name all of them, or leave named_parameters out."
         )
-    return found
+    return names
 
 
 class _Exchanging(torch.optim.Optimizer):
@@ -263,7 +263,7 @@ def _grouped(parameters: list[Tensor], groups: Any) -> list[list[Tensor]]:
             f"hvd.DistributedOptimizer: groups={groups!r}, and a number above 0 or lists of "
             "parameters are needed. Leave it out for messages of 64 MiB."
         )
-    place: dict[Tensor, int] = {}
+    group_of: dict[Tensor, int] = {}
     for n, group in enumerate(groups):
         for parameter in group:
             if not isinstance(parameter, Tensor):
@@ -271,16 +271,16 @@ def _grouped(parameters: list[Tensor], groups: Any) -> list[list[Tensor]]:
                     f"hvd.DistributedOptimizer: groups[{n}] has {type(parameter).__name__} in it. "
                     "Give lists of parameters."
                 )
-            if parameter in place:
+            if parameter in group_of:
                 raise ConfigError(
-                    f"hvd.DistributedOptimizer: a parameter is in groups[{place[parameter]}] and "
-                    f"in groups[{n}]. Put it into one of them."
+                    f"hvd.DistributedOptimizer: a parameter is in groups[{group_of[parameter]}] "
+                    f"and in groups[{n}]. Put it into one of them."
                 )
-            place[parameter] = n
-    found: dict[Any, list[Tensor]] = {}
+            group_of[parameter] = n
+    grouped: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        found.setdefault(place.get(parameter, parameter), []).append(parameter)
-    return list(found.values())
+        grouped.setdefault(group_of.get(parameter, parameter), []).append(parameter)
+    return list(grouped.values())
 
 
 class _GradientExchange:

@@ -120,8 +120,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ConfigError: the ranks are not of this run, or are those of another set.
     """
-    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = found.ranks or []
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = added.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= size():
         raise ConfigError(
             f"hvd.add_process_set: ranks {ranks}, and there are 0 to {size() - 1}. Name some of "
@@ -134,9 +134,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
                 "already. Use that one."
             )
     number = 1 + max(_sets, default=0)
-    found.connect(number, ranks)
-    _sets[number] = found
-    return found
+    added.connect(number, ranks)
+    _sets[number] = added
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -154,8 +154,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of every set by its id; 0 is the set of all ranks."""
     session.opened()
-    found = {0: list(range(size()))}
-    return found | {number: list(one.ranks or []) for number, one in _sets.items()}
+    ranks_by_id = {0: list(range(size()))}
+    return ranks_by_id | {number: list(one.ranks or []) for number, one in _sets.items()}
 
 
 def forget_process_sets() -> None:

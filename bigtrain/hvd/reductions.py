@@ -61,8 +61,8 @@ def checked_op(op: Any, average: bool | None = None, *, where: str = "allreduce"
         raise ConfigError(
             f"hvd.{where}: op={op!r} is not known. Use op=hvd.Average, Sum, Min, Max or Product."
         )
-    found: ReduceOp = op
-    return found
+    operation: ReduceOp = op
+    return operation
 
 
 def _refuse_dtype(dtype: torch.dtype, op: ReduceOp, factor: float, where: str) -> None:
@@ -234,17 +234,17 @@ def _reduce(
     return Several(handles, taken_apart)
 
 
-def _no_tensor(found: Any, where: str) -> str:
-    if isinstance(found, Tensor):
+def _no_tensor(value: Any, where: str) -> str:
+    if isinstance(value, Tensor):
         return (
             f"hvd.{where}: the tensor is sparse. Use hvd.sparse_allreduce_async, or "
             "tensor.to_dense()."
         )
-    return f"hvd.{where}: {type(found).__name__} is no tensor. Give torch.tensor({found!r})."
+    return f"hvd.{where}: {type(value).__name__} is no tensor. Give torch.tensor({value!r})."
 
 
 def _only(handle: Handle) -> Handle:
-    return Several([handle], lambda found: found[0][0])
+    return Several([handle], lambda results: results[0][0])
 
 
 def allreduce_async(
@@ -292,8 +292,8 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor in place, without a gradient, and return it. Collective."""
     factors = (prescale_factor, postscale_factor)
-    found: Tensor = allreduce_async_(tensor, average, name, op, *factors, process_set).result()
-    return found
+    output: Tensor = allreduce_async_(tensor, average, name, op, *factors, process_set).result()
+    return output
 
 
 def allreduce(
@@ -373,8 +373,8 @@ def grouped_allreduce_(
     """`allreduce_` of several tensors in one message. Collective."""
     factors = (prescale_factor, postscale_factor)
     handle = grouped_allreduce_async_(tensors, average, name, op, *factors, process_set)
-    found: list[Tensor] = handle.result()
-    return found
+    outputs: list[Tensor] = handle.result()
+    return outputs
 
 
 def grouped_allreduce(
@@ -395,8 +395,8 @@ def grouped_allreduce(
             raise ConfigError(_no_tensor(tensor, "allreduce"))
     packed = [travels.compress(tensor) for tensor in tensors]
     options = (name, chosen, prescale_factor, postscale_factor, process_set)
-    found = _AllReduce.apply(options, *[tensor for tensor, _ in packed])
-    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(found, packed, strict=True)]
+    outputs = _AllReduce.apply(options, *[tensor for tensor, _ in packed])
+    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(outputs, packed, strict=True)]
 
 
 class _AllReduce(torch.autograd.Function):
@@ -556,8 +556,8 @@ def grouped_reducescatter(
     travels = compressor_of(compression)
     packed = [travels.compress(tensor) for tensor in tensors]
     options = (name, op, process_set, prescale_factor, postscale_factor)
-    found = _ReduceScatter.apply(options, *[tensor for tensor, _ in packed])
-    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(found, packed, strict=True)]
+    outputs = _ReduceScatter.apply(options, *[tensor for tensor, _ in packed])
+    return [travels.decompress(one, ctx) for one, (_, ctx) in zip(outputs, packed, strict=True)]
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -64,8 +64,8 @@ def _places(everyone: list[tuple[str, int]]) -> list[NodePlace]:
     seen: dict[tuple[str, int], int] = {}
     places = []
     for host, local in everyone:
-        turn = seen[host, local] = seen.get((host, local), -1) + 1
-        places.append(NodePlace(nodes.setdefault((host, turn), len(nodes)), local))
+        node_number = seen[host, local] = seen.get((host, local), -1) + 1
+        places.append(NodePlace(nodes.setdefault((host, node_number), len(nodes)), local))
     return places
 
 
@@ -106,8 +106,8 @@ def cross_size() -> int:
 
 def _beside() -> list[int]:
     mine = local_rank()
-    found = [n for n, place in enumerate(session.places) if place.local_rank == mine]
-    return sorted(found, key=lambda n: session.places[n].node)
+    ranks = [n for n, place in enumerate(session.places) if place.local_rank == mine]
+    return sorted(ranks, key=lambda n: session.places[n].node)
 
 
 def is_homogeneous() -> bool:

@@ -98,11 +98,11 @@ def broadcast_optimizer_state(
     frame = map_tensors(mine, lambda t: _Frame(tuple(t.shape), t.dtype, t.device.type == "cpu"))
     frame = broadcast_object(frame if rank() == root_rank else None, root_rank, "optimizer")
     lengths = allgather_object([len(group["params"]) for group in mine["param_groups"]])
-    for other, found in enumerate(lengths):
-        if found != lengths[root_rank]:
+    for other, group_sizes in enumerate(lengths):
+        if group_sizes != lengths[root_rank]:
             raise ConfigError(
                 f"hvd.broadcast_optimizer_state: rank {root_rank} has groups of "
-                f"{lengths[root_rank]} parameters, and rank {other} of {found}. Make the same "
+                f"{lengths[root_rank]} parameters, and rank {other} of {group_sizes}. Make the same "
                 "optimizer on every rank."
             )
     if rank() != root_rank:
@@ -125,8 +125,8 @@ class _Frame:
 def _filled(frame: Any, device: torch.device) -> Any:
     """Return the structure with an empty tensor for each frame."""
     if isinstance(frame, _Frame):
-        place = torch.device("cpu") if frame.on_host else device
-        return torch.empty(frame.shape, dtype=frame.dtype, device=place)
+        tensor_device = torch.device("cpu") if frame.on_host else device
+        return torch.empty(frame.shape, dtype=frame.dtype, device=tensor_device)
     if isinstance(frame, dict):
         return {key: _filled(value, device) for key, value in frame.items()}
     if isinstance(frame, (list, tuple)):

@@ -74,9 +74,9 @@ def open_state_dict(
         first = next(name for name in _FOLDER_FILES if (path / name).is_file())
         state = TrainerState({})
         for name in _files_of(path / first):
-            one = _tensors(path / name, key, strip)
-            state.model |= one.model
-            state.left_out += one.left_out
+            in_file = _tensors(path / name, key, strip)
+            state.model |= in_file.model
+            state.left_out += in_file.left_out
         kind = f"folder with {first}"
     if not state.model:
         raise CheckpointError(f"{path} has no named tensors of a model")

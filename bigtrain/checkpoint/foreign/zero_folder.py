@@ -208,10 +208,10 @@ def _stage_2(
     groups = []
     paddings = states[0].get("param_alignment_paddings")
     for number, shapes in enumerate(described[0]["param_shapes"]):
-        own = [state["single_partition_of_fp32_groups"][number] for state in states]
+        partitions = [state["single_partition_of_fp32_groups"][number] for state in states]
         moments = [_moments(state, number, "base_optimizer_state") for state in states]
-        flats = {"": _Flat(own)}
-        for key in _flat_keys(moments[0], own[0].numel):
+        flats = {"": _Flat(partitions)}
+        for key in _flat_keys(moments[0], partitions[0].numel):
             flats[key] = _Flat([one[key] for one in moments])
         step, offset = _steps_of(moments[0]), 0
         parameters, slots = {}, {}
@@ -240,9 +240,9 @@ def _stage_3(
         for state in states
     ]
     by_rank: list[dict[str, _Flat]] = []
-    for own, rank_moments in zip(flat_groups, moments, strict=True):
-        flats = {"": _Flat(own)}
-        for key in _flat_keys(rank_moments[0], own[0].numel):
+    for rank_flat_groups, rank_moments in zip(flat_groups, moments, strict=True):
+        flats = {"": _Flat(rank_flat_groups)}
+        for key in _flat_keys(rank_moments[0], rank_flat_groups[0].numel):
             flats[key] = _Flat([one[key] for one in rank_moments])
         by_rank.append(flats)
     needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes.values())

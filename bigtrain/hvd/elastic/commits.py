@@ -60,10 +60,10 @@ class CommitFile:
         if not restarts.isdecimal() or int(restarts) == 0:
             return None
         key = launch_key({k: v for k, v in environ.items() if k != "MASTER_PORT"})
-        found = cls(Path("runs").resolve() / f"elastic-{key}", writes=writes)
+        file = cls(Path("runs").resolve() / f"elastic-{key}", writes=writes)
         if writes:
-            atexit.register(found.forget)
-        return found
+            atexit.register(file.forget)
+        return file
 
     def write(self, number: int, states: dict[str, Any], objects: dict[str, Any]) -> None:
         """Replace the last commit; warns if it cannot be written.
@@ -122,12 +122,12 @@ class CommitFile:
         return max(self._commits(), default=0)
 
     def _commits(self) -> dict[int, Path]:
-        found = {}
+        paths = {}
         for path in self.folder.glob("commit-*.pt"):
             number = path.name.split("-")[1]
             if number.isdecimal() and int(number) > 0:
-                found[int(number)] = path
-        return found
+                paths[int(number)] = path
+        return paths
 
     def read(self) -> dict[str, Any]:
         """Read the newest commit.
@@ -140,14 +140,14 @@ class CommitFile:
             if path.stem.rpartition("-")[2] != _hash_of(path):
                 raise CheckpointError("it is not what was written")
             with open_regular(path) as file:
-                found: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+                commit: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         except UnreadableError as error:
             raise CheckpointError(f"hvd.elastic: {error} Remove it to begin anew.") from error
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"hvd.elastic: {path} cannot be gone on from: {error}. Remove it to begin anew."
             ) from error
-        return found
+        return commit
 
     def forget(self) -> None:
         """Remove the folder, after a launch has succeeded."""

@@ -88,11 +88,11 @@ class ObjectState(State):
     def resume(self) -> bool:
         """Load the newest commit of any node, and return whether there is one. Collective."""
         mine = 0 if self._file is None else self._file.number()
-        found = allgather_object(mine, "commit")
-        newest = max(found)
+        numbers = allgather_object(mine, "commit")
+        newest = max(numbers)
         if not newest:
             return False
-        root = found.index(newest)
+        root = numbers.index(newest)
         content = self._file.read() if self._file is not None and mine == newest else None
         if content is not None:
             self._take(content["states"], content["objects"])
@@ -171,11 +171,11 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {"model": model, "optimizer": optimizer, **kwargs}
-        self._parts = {name: _Part(value) for name, value in given.items() if _has_state(value)}
+        objects = {"model": model, "optimizer": optimizer, **kwargs}
+        self._parts = {name: _Part(value) for name, value in objects.items() if _has_state(value)}
         for name, part in self._parts.items():
             super().__setattr__(name, part.value)
-        super().__init__(**{name: v for name, v in given.items() if name not in self._parts})
+        super().__init__(**{name: v for name, v in objects.items() if name not in self._parts})
 
     def __setattr__(self, name: str, value: Any) -> None:
         parts = self.__dict__.get("_parts", {})
