@@ -102,8 +102,8 @@ def broadcast_optimizer_state(
         if group_sizes != lengths[root_rank]:
             raise ConfigError(
                 f"hvd.broadcast_optimizer_state: rank {root_rank} has groups of "
-                f"{lengths[root_rank]} parameters, and rank {other} of {group_sizes}. Make the same "
-                "optimizer on every rank."
+                f"{lengths[root_rank]} parameters, and rank {other} of {group_sizes}. Make the "
+                "same optimizer on every rank."
             )
     if rank() != root_rank:
         mine = _filled(frame, here)
