@@ -225,7 +225,7 @@ def test_a_commit_that_cannot_be_written_is_a_warning(alone, tmp_path, monkeypat
         state.restore()
         return state.batch
 
-    with pytest.warns(UserWarning, match="commit 1 was not written to .*goes on from the one"):
+    with pytest.warns(UserWarning, match="commit 1 was not written to .*continues from the one"):
         assert train(state) == 2
 
 
