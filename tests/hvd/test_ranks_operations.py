@@ -460,7 +460,7 @@ def test_a_rank_that_ends_before_the_others_is_told_of_with_what_helps():
         r"hvd: allreduce 'loss', of float32 \[3\], op=average: another rank has ended .* hvd.join"
     )
     with pytest.raises(RankFailure, match=said) as failure:
-        run_ranks(ends_early, 2)
+        run_ranks(ends_early, 2, fresh=True)
     assert failure.value.rank == 1
 
 
