@@ -47,7 +47,7 @@ def saved(*, compiled: bool, log: OperationLog | None = None) -> tuple[int, int,
         return kept - 4 * NUMBERS, highest, tracker.live_bytes - before
 
 
-def test_what_a_program_keeps_is_foretold_to_the_byte(monkeypatch: Any) -> None:
+def test_saved_bytes_of_a_program_are_predicted_exactly(monkeypatch: Any) -> None:
     compiled: list[str] = []
     kernel = compiled_module._NoKernels.__getattr__
     monkeypatch.setattr(

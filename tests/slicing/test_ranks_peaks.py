@@ -176,7 +176,7 @@ def slack(key, wider):
 @pytest.mark.parametrize(
     "case", [*BESIDE, *(pytest.param(more, marks=pytest.mark.full) for more in BESIDE_MORE)]
 )
-def test_every_rank_beside_other_techniques(tmp_path, case):
+def test_every_rank_with_other_techniques(tmp_path, case):
     mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
     given = (strategies, mesh, str(tmp_path))
     rows = settled(
