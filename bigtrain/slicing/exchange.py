@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -250,19 +250,22 @@ class PendingExchange:
         group.note(kind, max(sent, received, key=Tensor.numel))
         self._finish, self._sent, self._received = finish, [sent], [received]
         self._work: Any = None
+        self._watch = ExitStack()
+        """Leaves `SliceGroup.exchanging` when the collective has ended, or has failed."""
         if group.group is not None:
-            self._watch = group.exchanging(sent, received)
-            self._watch.__enter__()
-            self._work = launch()
+            with ExitStack() as watch:
+                watch.enter_context(group.exchanging(sent, received))
+                self._work = launch()
+                self._watch = watch.pop_all()
         self.copies_sent = False
         """Fake tensors stand for a backend that copies what it sends at the end, as gloo does."""
 
     def wait(self) -> Tensor:
         """Wait for the result and drop all references to it; may be called once."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._watch.__exit__(None, None, None)
+        with self._watch:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
         if self.copies_sent:
             torch.empty_like(self._sent[0])
         self._sent.clear()

@@ -74,7 +74,7 @@ FULL = {
     "slicing/test_ranks_fuzz.py::test_many_random_slices": 12,
     "slicing/test_ranks_losses.py::test_chunks_of_a_head_in_slices": 1,
     "slicing/test_ranks_memory.py::test_a_run_on_fake_tensors_has_the_memory_of_each_rank": 1,
-    "slicing/test_ranks_peaks.py::test_every_rank_beside_other_techniques": 5,
+    "slicing/test_ranks_peaks.py::test_every_rank_with_other_techniques": 5,
     "slicing/test_ranks_peaks.py::test_the_first_ranks_peak_is_predicted_to_the_byte": 5,
     "slicing/test_ranks_sequence.py::test_sequence_shards_have_the_gradients_of_one_process": 4,
     "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 3,

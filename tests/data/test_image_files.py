@@ -215,7 +215,7 @@ def test_masks_of_voc_fit_their_images(small):
 
 
 def test_a_range_of_scales_ascends(written):
-    with pytest.raises(ConfigError, match=r"scale=\[1\.5, 0\.5\] must be .*scale=\[0\.5,1\.5\]"):
+    with pytest.raises(ConfigError, match=r"scale=\[1\.5, 0\.5\] needs .*scale=\[0\.5,1\.5\]"):
         open_data("voc", str(written / "voc"), {"scale": [1.5, 0.5]}, seed=0)
     with pytest.raises(ConfigError, match=r"data\.args\.scale: needs more than 0"):
         open_data("voc", str(written / "voc"), {"scale": [0, 0.5]}, seed=0)

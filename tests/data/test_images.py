@@ -247,7 +247,7 @@ DOWNLOADS = {
 
 
 @pytest.mark.parametrize("name", DOWNLOADS)
-def test_a_download_is_made_once_beside_its_place(name, tmp_path, monkeypatch):
+def test_a_download_is_made_once_in_a_temporary_folder(name, tmp_path, monkeypatch):
     kind, write = DOWNLOADS[name]
     target, calls = tmp_path / "new" / "place", []
     real = kind.__init__

@@ -120,7 +120,7 @@ def trained(**keys: object) -> tuple[list[float], Peak, Peak]:
 
 
 @pytest.mark.filterwarnings("default::UserWarning")  # of torch, at its own looks
-def test_a_compiled_run_is_the_uncompiled_one_within_rounding_and_its_peak_is_foretold() -> None:
+def test_a_compiled_run_equals_the_uncompiled_one_and_its_peak_is_predicted() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found, predicted, tracked = trained(**{"train.compile": "blocks"})

@@ -387,7 +387,7 @@ class OneExpert(Experts):
         return self.experts[int((x.sum() * 0).abs())](x)
 
 
-def test_a_layer_that_was_not_used_lies_as_those_like_it():
+def test_an_unused_layer_is_sliced_as_those_like_it():
     plan = plan_slices(work_on(Block(16, OneExpert()), 2, 8, 16), 2)
     assert plan.lines()["layer.experts.*.0.weight"] == "0/64"
     assert plan.lines()["layer.experts.*.2.weight"] == "1/64"

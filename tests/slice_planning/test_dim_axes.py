@@ -41,7 +41,7 @@ def test_a_view_takes_an_axis_apart_and_puts_it_together():
     assert lengths(flat) == [5, 3, 4]
 
 
-def test_views_that_do_not_fit_block_what_lies_between():
+def test_views_that_do_not_fit_block_the_axes_between():
     first, second, last = new_dim(6), new_dim(4), new_dim(5)
     (one, other, kept) = viewed((first, second, last), (8, 3, 5))
     assert reasons(first) == reasons(second) == [MISFIT]

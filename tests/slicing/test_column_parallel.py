@@ -136,7 +136,7 @@ def kept_bytes(layers, sequence_dim, mode):
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
-def test_selective_keeps_sums_and_not_their_parts(sequence_dim):
+def test_selective_saves_sums_and_not_partial_products(sequence_dim):
     """In sbh numbers: input and both sums, whole or in shards; q, k, v, mixed, 4 of the MLP."""
     more = kept_bytes(3, sequence_dim, "selective") - kept_bytes(2, sequence_dim, "selective")
     sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # of each row of scores attention keeps one

@@ -438,7 +438,7 @@ def shared_out(context):
     return own - slices.local(partial, group.rank, group.size) * group.size, x.grad
 
 
-def test_what_exchanges_give_may_lie_in_any_order_and_be_changed():
+def test_results_of_exchanges_have_any_memory_order_and_may_be_changed():
     whole = in_double(Layers)
     x = torch.linspace(-1, 1, 15 * WIDTH, dtype=torch.float64).view(3, 5, WIDTH).requires_grad_()
     (whole.down(F.relu(whole.up(x) + 1)) * 2).sum().backward()

@@ -175,7 +175,7 @@ def slack(key, wider):
 
 
 @pytest.mark.parametrize("case", [*fewer(BESIDE, 2), *fewer(BESIDE_MORE, 0)])
-def test_every_rank_beside_other_techniques(tmp_path, case):
+def test_every_rank_with_other_techniques(tmp_path, case):
     mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
     given = (strategies, mesh, str(tmp_path))
     rows = settled(

@@ -14,7 +14,7 @@ from bigtrain.tensors.transfer import HostCopies, WaitFn
 class LateCopies(HostCopies):
     """Does each copy as late as it may: when somebody waits for it, in the order asked for."""
 
-    beside = True
+    is_asynchronous = True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

@@ -61,7 +61,7 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
         assert F.layer_norm(low, (8,)).dtype == low.softmax(-1).dtype == torch.bfloat16
 
 
-def test_dropout_keeps_a_byte_for_each_number_and_attention_no_mask():
+def test_dropout_saves_a_byte_per_number_and_attention_no_mask():
     kept: dict[str, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def same_on_fakes(run, word):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_lstm_keeps_the_workspace_that_onednn_asks_for(shape, dtype):
+def test_an_lstm_saves_the_workspace_that_onednn_requests(shape, dtype):
     steps, rows, width, hidden = shape
     weights = [torch.randn(4 * hidden, n).to(dtype) for n in (width, hidden)]
     biases = [torch.randn(4 * hidden).to(dtype) for _ in range(2)]
@@ -85,7 +85,7 @@ def test_an_lstm_goes_forward_and_back_with_the_same_storages(bias):
     same_on_fakes(run, "mkldnn_rnn_layer")
 
 
-def test_an_lstm_that_only_evaluates_keeps_nothing():
+def test_an_lstm_in_evaluation_saves_nothing():
     def run():
         with torch.no_grad():
             nn.LSTM(24, 40).eval()(torch.randn(6, 3, 24))

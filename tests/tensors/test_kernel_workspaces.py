@@ -65,7 +65,7 @@ def test_attention_going_back(shape: tuple[int, ...], dtype: torch.dtype, seen: 
     assert attention(shape, dtype) == seen
 
 
-def test_a_norm_copies_what_lies_in_another_order() -> None:
+def test_a_norm_copies_inputs_that_are_not_contiguous() -> None:
     with FakeMode():
         plain = torch.empty(64, 197, 768)
         turned = torch.empty(197, 64, 768).transpose(0, 1)

@@ -28,7 +28,7 @@ def drawn_shape(draw):
     return [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
 
 
-def test_what_lies_within_bounds_is_found_where_it_stands():
+def test_elements_within_bounds_have_their_extents():
     draw = random.Random(0)
     for _ in range(5000):
         extent = drawn_extent(draw)
@@ -41,7 +41,7 @@ def test_what_lies_within_bounds_is_found_where_it_stands():
         assert found == {n: e for n, e in everything if begin <= e < end}, (extent, begin, end)
 
 
-def test_a_stretch_of_the_values_is_found_in_the_whole():
+def test_a_range_of_the_values_has_its_extents_in_the_whole():
     draw = random.Random(1)
     for _ in range(5000):
         extent = drawn_extent(draw)
@@ -70,7 +70,7 @@ def test_a_box_is_what_torch_cuts_out():
         assert elements(box_extents(shape, offset, local)) == box.reshape(-1).tolist()
 
 
-def test_a_slice_of_memory_is_what_lies_there_in_any_order_of_dims():
+def test_a_slice_of_memory_has_its_elements_in_any_order_of_dims():
     draw = random.Random(4)
     for _ in range(2000):
         shape = drawn_shape(draw)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models import fake_programs
+from bigtrain.models import compiled as compiled_module
 from bigtrain.models.compiled import compile_blocks
 from bigtrain.prediction.operation_log import Operation, OperationLog
 
@@ -47,11 +47,11 @@ def saved(*, compiled: bool, log: OperationLog | None = None) -> tuple[int, int,
         return kept - 4 * NUMBERS, highest, tracker.live_bytes - before
 
 
-def test_what_a_program_keeps_is_foretold_to_the_byte(monkeypatch: Any) -> None:
+def test_saved_bytes_of_a_program_are_predicted_exactly(monkeypatch: Any) -> None:
     compiled: list[str] = []
-    kernel = fake_programs._NoKernels.__getattr__
+    kernel = compiled_module._NoKernels.__getattr__
     monkeypatch.setattr(
-        fake_programs._NoKernels,
+        compiled_module._NoKernels,
         "__getattr__",
         lambda self, name: (compiled.append(name), kernel(self, name))[1],
     )
