@@ -241,9 +241,9 @@ class _Made:
         begins = self.begins_with_state
         return same_on_shards(self._optimizer, self._dims, mesh, begins_with_state=begins)
 
-    def put_on(self, given: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
+    def put_on(self, pieces_of: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
         pieces: dict[str, dict[int, Tensor]] = {}
-        for name, tensors in given.items():  # a tied parameter may have several of its names
+        for name, tensors in pieces_of.items():  # a tied parameter may have several of its names
             pieces.setdefault(self._first[name], {}).update((id(piece), piece) for piece in tensors)
         if self.keeps is not None:
             return self._made_again(pieces)

@@ -1,4 +1,4 @@
-"""One replica: the plain loop with its own optimizer state, saved beside the other replicas'."""
+"""The runner of one replica: the plain loop, whose checkpoint has the state of every replica."""
 
 from __future__ import annotations
 

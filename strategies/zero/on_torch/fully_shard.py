@@ -188,7 +188,7 @@ class _UnitTraffic:
         self._used_width = 2 if plan.bf16_parameters else self._shard_width
         self._away = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
 
-    def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
+    def gathered(self, units: Sequence[BlockTicks], overlaps: OverlapPhase) -> list[Traffic]:
         """Return the all-gathers of units, and the copies from the host if shards are there."""
         elements, messages = sum(self._padded(unit) for unit in units), []
         if self._away and units:
@@ -196,11 +196,11 @@ class _UnitTraffic:
                 self._shard_width * elements // self._ranks,
                 sum(len(u.shapes) for u in units),
             )
-            messages.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
+            messages.append(Traffic("from_host", nbytes, calls, "micro_batch", overlaps))
         if self._ranks > 1 and units:
             nbytes = self._used_width * elements
-            messages.append(self._exchange("all_gather", nbytes, len(units), behind))
-            messages.append(self._copied(nbytes // self._ranks + nbytes, behind))
+            messages.append(self._exchange("all_gather", nbytes, len(units), overlaps))
+            messages.append(self._copied(nbytes // self._ranks + nbytes, overlaps))
         return messages
 
     def reduced(self) -> list[Traffic]:
@@ -228,15 +228,23 @@ class _UnitTraffic:
         kind: Literal["all_gather", "reduce_scatter"],
         nbytes: int,
         calls: int,
-        behind: OverlapPhase,
+        overlaps: OverlapPhase,
     ) -> Traffic:
         stride = self._plan.pp * self._plan.tp
-        group = (self._ranks, stride)
-        return Traffic(kind, nbytes, calls, "micro_batch", behind, *group, in_hooks=True)
+        return Traffic(
+            kind,
+            nbytes,
+            calls,
+            every="micro_batch",
+            overlaps=overlaps,
+            ranks=self._ranks,
+            stride=stride,
+            in_hooks=True,
+        )
 
-    def _copied(self, nbytes: int, behind: OverlapPhase) -> Traffic:
+    def _copied(self, nbytes: int, overlaps: OverlapPhase) -> Traffic:
         """Return the copies into and out of the buffers of an exchange."""
-        return Traffic("copy", nbytes, 0, "micro_batch", behind)
+        return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
 
     def _padded(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Return the elements of a unit: each rank has equally many rows, the last ranks padded."""
