@@ -41,7 +41,6 @@ from bigtrain.models.names import names_of
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
@@ -117,11 +116,6 @@ class FullySharded(Zero):
         if self.stage == 3:
             messages += flow.gathered(regathered, "backward")
         return tuple(messages + flow.reduced())
-
-    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """See `Strategy.advise`."""
-        after = self.estimate(forecast, profile, plan)
-        return advise(self, forecast, after, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
         """Give values to and shard one unit after the other, the root last."""
