@@ -1,6 +1,6 @@
-"""The techniques, one module or package each: what it refuses, costs, sends and does.
+"""The techniques, one module or package each, with their refusals, forecasts and traffic.
 
 Data parallelism, ZeRO on three engines, pipelines, activation checkpointing, offload,
-accumulation: each with its options. All that is used of DeepSpeed's and fairscale's inside, and in
-which versions.
+accumulation: each with its options. The private names that are used of DeepSpeed and fairscale, and
+the versions that have them.
 """

@@ -115,13 +115,13 @@ class Ring(Strategy):
             omitted = [chunks[(here + step) % plan.dp] for step in range(3)]
             sent += summed * (length - omitted[1]) + finished * (length - omitted[2])
             received += summed * (length - omitted[0]) + finished * (length - omitted[1])
-        group, calls = (plan.dp, plan.pp * plan.tp), 2 * (plan.dp - 1) * len(lengths)
+        stride, calls = plan.pp * plan.tp, 2 * (plan.dp - 1) * len(lengths)
         messages = [
-            Traffic("send", sent, calls, "step", "backward", *group),
-            Traffic("receive", received, 0, "step", "backward", *group),
+            Traffic("send", sent, calls, "step", "backward", plan.dp, stride),
+            Traffic("receive", received, 0, "step", "backward", plan.dp, stride),
         ]
         if profile.buffer_bytes:
-            messages.append(buffer_broadcast_traffic(profile, *group, "step"))
+            messages.append(buffer_broadcast_traffic(profile, plan.dp, stride, "step"))
         return tuple(messages)
 
     def apply(self, assembly: Assembly) -> None:

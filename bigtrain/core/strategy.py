@@ -225,9 +225,9 @@ class MakeShardedUpdate(Protocol):
 
 @dataclass
 class Assembly:
-    """A run being put together; each technique changes what is its own.
+    """A run that is being built; the `apply` methods of techniques change its fields.
 
-    The fields from `module` on are what a technique may replace.
+    A technique may replace the fields from `module` on.
     """
 
     context: RunContext
@@ -235,70 +235,75 @@ class Assembly:
     loss: Loss
     meter: MemoryMeter
     model: nn.Module
-    """As the user wrote it: plain parameter names. Materialised, but for a technique that does
-    this itself (`Traits.materializes`)."""
+    """The user's model with plain parameter names. Its parameters have values, unless a technique
+    gives them their values itself (`Traits.materializes`)."""
     materialize: Callable[[Collection[str]], None]
-    """Give the named parameters and buffers their values on the device (fp64 where planned so)."""
+    """Gives the named parameters and buffers their values on the device (in fp64 if planned)."""
     make_optimizer: MakeOptimizer
     module: nn.Module
-    """What the forward pass calls: the model, or its wrapper."""
+    """The module that the forward pass calls: the model, or its wrapper."""
     sync: Callable[[bool], AbstractContextManager[object]] | None = None
-    """Entered by the plain loop around each micro-batch; told whether it is the last of the step.
-    For wrappers that exchange in the backward pass: in a pipeline it is refused."""
+    """Entered by the plain loop around each micro-batch, with whether it is the last of the step.
+    For wrappers that exchange gradients in the backward pass; a pipeline refuses it."""
     keep_gradients: bool = False
-    """Clear gradients by zeros, because their memory stays allocated anyhow."""
+    """Whether gradients are cleared by zeros, because their memory stays allocated anyway."""
     state_store: StateStore | None = None
-    """Where the optimizer's state lives; None is beside the parameters."""
+    """Where the optimizer's state is between the steps; None for the parameters' device."""
     layout: Layout | None = None
-    """How the model is cut; what is not this rank's is no longer in `model`."""
+    """How the model is cut; `model` has only this rank's stages."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
-    """Called after all micro-batches of a step, before the optimizer."""
+    """Called after all micro-batches of a step, before clipping and the optimizer's step."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """Called on every rank at the end of each step: the optimizer has updated the parameters, and
     the gradients are cleared. Where replicas agree on parameters, they do it here."""
     update: Update | None = None
-    """Set by a technique that puts the optimizer to the parameters itself."""
+    """Set by a technique that applies the optimizer to the parameters itself."""
     runner: Callable[[Assembly], Runner] | None = None
-    """Set by the one technique that owns the step; otherwise the plain loop does it."""
+    """Makes the runner from the finished assembly; None for the plain loop. At most one technique
+    sets it."""
     roots: list[nn.Module] = field(default_factory=list)
-    """The modules whose forward passes run here: the model, or this rank's stages of it, whose
+    """The modules whose forward passes run on this rank: the model, or its stages here, whose
     parameters have the model's plain names."""
     average: Callable[[Sequence[Tensor]], None] | None = None
-    """Averages the gradients that it is given over the replicas, in place: called after all
-    micro-batches of a step, by the plain loop and by pipelines. Set where no wrapper does."""
+    """Averages gradients over the replicas, in place. The plain loop and pipelines call it after
+    all micro-batches of a step. None if a wrapper averages them."""
     shard: MakeShardedUpdate | None = None
-    """Set by a replicate technique whose engine is the cut's, too: see `Plan.shares_engine`."""
+    """Set by a replicate technique that runs in the engine of the cut; see `Plan.shares_engine`."""
     block_policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
-    """What modules keep for the backward pass."""
+    """What modules save for the backward pass, by name."""
     slices: SlicedState | None = None
-    """How the model's layers are sliced over the ranks of the tp axis, where they are."""
+    """How the model's layers are sliced over the tp axis; None if they are not."""
     offloader: Offloader | None = None
-    """What takes activations away, where some are."""
+    """Moves activations off the device; None if none are moved."""
     routes: Routes = field(default_factory=Routes)
-    """What some passes of the model call and others do not."""
+    """The modules that some passes of the model call and others do not."""
     unreached: Collection[str] = ()
-    """Names of parameters that were left out of training, because no pass came by them."""
+    """Names of parameters that are not trained, because the loss does not depend on them."""
     units: GatheredUnits | None = None
-    """Set by a technique that gathers modules: told of each before it is gathered."""
+    """Set by a technique that gathers modules: notes each before it is gathered."""
     use: GradientUse | None = None
-    """Set by a technique that leaves a gradient where a step had none: told of those that come."""
+    """Set by a technique whose gradients stay when a step makes none: notes those that are made."""
     gradient_hooks: GradientHooks = field(default_factory=GradientHooks)
-    """What users have registered on parameters; runners call it when gradients are averaged."""
+    """The hooks that users have registered on parameters; runners call them on averaged
+    gradients."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters of all roots by their plain names, tied ones once in a root."""
+        """Return the trained parameters of all roots by plain name, tied ones once in a root."""
         parameters = {}
         for root in self.roots:
             parameters.update({n: p for n, p in root.named_parameters() if p.requires_grad})
         return parameters
 
     def make_stages(self, indices: Sequence[int]) -> list[Stage]:
-        """Make stages of the model, which from now on are its roots.
+        """Make stages of the model, which become its roots.
 
-        Each of several has module objects of its own, on the same parameters.
+        Several stages of a rank have separate module objects with the same parameters.
+
+        Raises:
+            ValueError: the model is not cut.
         """
         if self.layout is None:
             raise ValueError("the model is not cut")
@@ -316,10 +321,10 @@ class Assembly:
         return stages
 
     def collect_parameters(self) -> None:
-        """Let the model have what the stages have, which may be in shards by now.
+        """Replace the model's parameters by those of the stages, which may be sharded.
 
-        Several stages of a rank have modules of their own: without this the model's would keep
-        the whole parameters alive.
+        Several stages of a rank have separate modules: otherwise the model's would keep the whole
+        parameters alive.
         """
         for root in self.roots if len(self.roots) > 1 else ():
             for path, module in root.named_modules():

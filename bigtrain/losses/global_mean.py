@@ -158,11 +158,11 @@ class GlobalMeanLoss:
         """
         counted = [self._counts(batch) for batch in micro_batches if not batch.padding]
         width = self._first.width
-        own = torch.zeros(width, dtype=torch.float64)
+        sums = torch.zeros(width, dtype=torch.float64)
         if counted:  # waits once for the device of the targets
-            own = torch.stack(counted).sum(0).cpu()
+            sums = torch.stack(counted).sum(0).cpu()
         rows = sum(float(batch.count) for batch in micro_batches)
-        totals = tuple(add_up([rows, *own.tolist()]))
+        totals = tuple(add_up([rows, *sums.tolist()]))
         return [replace(cast(Any, batch), totals=totals) for batch in micro_batches]
 
     def weight_of(self, micro_batch: CountedBatch) -> float:

@@ -108,8 +108,8 @@ class Call:
         if isinstance(kwargs.get("device"), (str, torch.device)):
             kwargs = {**kwargs, "device": device}
         result = self.func(*args, **kwargs)
-        made = [args[0]] if result is None else _tensors(result)
-        for node, tensor in zip(self.results, made, strict=True):
+        tensors = [args[0]] if result is None else _tensors(result)
+        for node, tensor in zip(self.results, tensors, strict=True):
             values[node.number] = tensor
 
 

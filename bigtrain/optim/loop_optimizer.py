@@ -40,10 +40,10 @@ class LoopOptimizer(torch.optim.Optimizer):
         self._updating = optimizer
         self._stepping = False
         self.defaults = dict(optimizer().defaults)
-        self.param_groups = [{"params": [], **_copied(one)} for one in settings]
-        for place, group in self._pairs():
-            own = {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
-            self.param_groups[place].update(_copied(own), params=group["params"])
+        self.param_groups = [{"params": [], **_copied(options)} for options in settings]
+        for index, group in self._pairs():
+            options = {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
+            self.param_groups[index].update(_copied(options), params=group["params"])
         self._agreed = [_settings(group) for group in self.param_groups]
         """The settings when view and optimizer were last synchronized."""
         self._ever_set: list[set[str]] = [set() for _ in self.param_groups]
@@ -62,8 +62,8 @@ class LoopOptimizer(torch.optim.Optimizer):
     def hand_over(self) -> None:
         """Copy settings that were set here to the optimizer that updates, and the reverse."""
         self._note_what_was_set()
-        for place, group in self._pairs():
-            view, agreed = self.param_groups[place], self._agreed[place]
+        for index, group in self._pairs():
+            view, agreed = self.param_groups[index], self._agreed[index]
             view["params"] = group["params"]
             for key in group.keys() - set(_OF_PARAMETERS):
                 if key in view and not _same(view[key], agreed.get(key)):
@@ -74,7 +74,7 @@ class LoopOptimizer(torch.optim.Optimizer):
                         group[key] = value.clone() if isinstance(value, Tensor) else value
                 elif key not in agreed or not _same(group[key], agreed[key]):
                     view[key] = _copy(group[key])
-                    self._set_below[place].add(key)
+                    self._set_below[index].add(key)
         self._agreed = [_settings(group) for group in self.param_groups]
 
     def stepped(self) -> None:
@@ -94,8 +94,8 @@ class LoopOptimizer(torch.optim.Optimizer):
         """
         self._note_what_was_set()
         return [
-            {key: _copy(group[key]) for key in sorted(own | (other if below else set()))}
-            for group, own, other in zip(
+            {key: _copy(group[key]) for key in sorted(here | (there if below else set()))}
+            for group, here, there in zip(
                 self.param_groups, self._ever_set, self._set_below, strict=True
             )
         ]

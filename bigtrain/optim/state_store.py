@@ -77,7 +77,7 @@ class StateStore:
         return value
 
     def store(self, tensor: Tensor, before: StoredTensor | None) -> StoredTensor | None:
-        """Store a tensor in the place of `before`; return None if it stays in memory."""
+        """Store a tensor, over `before` if it fits; return None if it stays in memory."""
         del tensor, before
         return None
 

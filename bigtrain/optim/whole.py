@@ -45,7 +45,7 @@ class WholeOptimizer:
         if isinstance(make, WholeOptimizer):
             return make
         factory = cls(make, nn.Module())
-        factory.__dict__["_made"] = _Made(make, list(named.items()))
+        factory.__dict__["_emptied"] = _EmptiedOptimizer(make, list(named.items()))
         return factory
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -69,36 +69,36 @@ class WholeOptimizer:
         self._for_forecasts.clear()
 
     @cached_property
-    def _made(self) -> _Made:
+    def _emptied(self) -> _EmptiedOptimizer:
         named = self._model.named_parameters(remove_duplicate=False)
-        made = _Made(self._make, list(named))
+        emptied = _EmptiedOptimizer(self._make, list(named))
         del self._model
-        return made
+        return emptied
 
     @property
     def kind(self) -> OptimizerKind:
         """The properties of the optimizer's step."""
-        return self._made.kind
+        return self._emptied.kind
 
     @property
     def keeps(self) -> str | None:
         """The attribute, other than its state, in which the optimizer has tensors; or None."""
-        return self._made.keeps
+        return self._emptied.keeps
 
     @property
     def kind_name(self) -> str:
         """The name of the optimizer's class."""
-        return self._made.kind_name
+        return self._emptied.kind_name
 
     @property
     def groups(self) -> list[list[str]]:
         """The names of the parameters of each group."""
-        return self._made.groups
+        return self._emptied.groups
 
     @property
     def settings(self) -> list[dict[str, Any]]:
         """The options of each group, such as `lr`, by name."""
-        return self._made.settings
+        return self._emptied.settings
 
     def same_on_shards(self, mesh: DeviceMesh) -> bool:
         """Whether it updates DTensors as it updates whole parameters. Collective.
@@ -106,12 +106,12 @@ class WholeOptimizer:
         Args:
             mesh: of the ranks; parameters are sharded over its last axis.
         """
-        return self._made.same_on_shards(mesh)
+        return self._emptied.same_on_shards(mesh)
 
     @property
     def begins_with_state(self) -> bool:
         """Whether it has state before its first step, as Adagrad has."""
-        return self._made.begins_with_state
+        return self._emptied.begins_with_state
 
     def left_out(self, names: Iterable[str]) -> list[str]:
         """Return the names that are in no group."""
@@ -128,11 +128,11 @@ class WholeOptimizer:
         Raises:
             ConfigError: the optimizer has tensors made of whole parameters, and gets parts.
         """
-        return self._made.put_on(pieces)
+        return self._emptied.put_on(pieces)
 
     def begin_state(self) -> None:
         """Create the initial state again, after an engine has replaced the pieces."""
-        self._made.begin_state()
+        self._emptied.begin_state()
 
 
 class _Retired:
@@ -156,9 +156,9 @@ LEARNING_RATE_FIX = (
 
 def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
     """Remove groups without parameters, for engines that refuse them; see `group_places`."""
-    kept = [place for place, group in enumerate(optimizer.param_groups) if group["params"]]
-    optimizer.param_groups[:] = [optimizer.param_groups[place] for place in kept]
-    optimizer.__dict__[_PLACES] = kept
+    indices = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
+    optimizer.param_groups[:] = [optimizer.param_groups[i] for i in indices]
+    optimizer.__dict__[_PLACES] = indices
 
 
 def group_places(optimizer: torch.optim.Optimizer) -> Sequence[int]:
@@ -194,7 +194,7 @@ def whole_optimizer(make: MakeOptimizer, model: nn.Module) -> WholeOptimizer:
     return whole
 
 
-class _Made:
+class _EmptiedOptimizer:
     """An optimizer that was made of whole parameters, which are removed from it."""
 
     def __init__(self, make: MakeOptimizer, everywhere: list[tuple[str, nn.Parameter]]) -> None:
@@ -213,8 +213,8 @@ class _Made:
         self._shapes = {name: p.shape for name, p in named.items()}
         self._attributes = {name: _attributes(p) for name, p in named.items()}
         self.kind_name = type(optimizer).__name__
-        found = [_names(group["params"], name_of) for group in optimizer.param_groups]
-        self.groups = [[name for name in names if name] for names in found]
+        group_names = [_names(group["params"], name_of) for group in optimizer.param_groups]
+        self.groups = [[name for name in names if name] for names in group_names]
         self.settings = [
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in optimizer.param_groups
@@ -241,15 +241,15 @@ class _Made:
         begins = self.begins_with_state
         return same_on_shards(self._optimizer, self._dims, mesh, begins_with_state=begins)
 
-    def put_on(self, given: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
+    def put_on(self, pieces_of: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
         pieces: dict[str, dict[int, Tensor]] = {}
-        for name, tensors in given.items():  # a tied parameter may have several of its names
+        for name, tensors in pieces_of.items():  # a tied parameter may have several of its names
             pieces.setdefault(self._first[name], {}).update((id(piece), piece) for piece in tensors)
         if self.keeps is not None:
             return self._made_again(pieces)
-        for name, found in pieces.items():
+        for name, by_id in pieces.items():
             for key, value in self._attributes[name].items():
-                for piece in found.values():
+                for piece in by_id.values():
                     if not hasattr(piece, key):
                         setattr(piece, key, value)
         for group, names in zip(self._optimizer.param_groups, self.groups, strict=True):
@@ -257,7 +257,7 @@ class _Made:
             group["params"][:] = [piece for _, piece in taken]
             if "param_names" in group:
                 group["param_names"] = [name for name, _ in taken]
-        if any(isinstance(p, DTensor) for found in pieces.values() for p in found.values()):
+        if any(isinstance(p, DTensor) for by_id in pieces.values() for p in by_id.values()):
             _leave_fused(self._optimizer)
         self.begin_state()
         return self._optimizer
@@ -265,10 +265,10 @@ class _Made:
     def _made_again(self, pieces: Mapping[str, Mapping[int, Tensor]]) -> torch.optim.Optimizer:
         """Call the user's function again, so that its tensors have the current values."""
         wholes = []
-        for name, found in pieces.items():
-            for piece in found.values():
+        for name, by_id in pieces.items():
+            for piece in by_id.values():
                 whole = isinstance(piece, nn.Parameter) and not isinstance(piece, DTensor)
-                if not whole or len(found) > 1 or piece.shape != self._shapes[name]:
+                if not whole or len(by_id) > 1 or piece.shape != self._shapes[name]:
                     raise ConfigError(
                         f"optimizer: {self.kind_name} copies parameters in its constructor "
                         f"({self.keeps}), and this strategy gives each rank parts of them. "

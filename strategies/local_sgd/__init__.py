@@ -38,8 +38,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.strategies.local_sgd.outer import Outer, OuterSettings
-from bigtrain.strategies.local_sgd.replica import Replica
+from bigtrain.strategies.local_sgd.outer import Outer, OuterSettings, Replica
 
 
 class LocalSGD(Strategy):

@@ -1,4 +1,4 @@
-"""The synchronization of replicas: averages, or steps of the outer optimizer."""
+"""The synchronization of replicas, by averages or an outer optimizer, and their runner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.checkpoint.layout import REPLICAS
+from bigtrain.core.loop import LoopRunner
 from bigtrain.core.replicas import GradientAverager
+from bigtrain.core.state import replica_state, state_of_replica
+from bigtrain.core.strategy import Assembly
 from bigtrain.optim.partition import partition_evenly
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
@@ -186,3 +189,35 @@ class Outer:
             step = int(read_whole(saved[f"{PREFIX}sent.{fragment}.step"]))
             self._sent.append(_Sent(fragment, step, flat, None))
         self._sent.sort(key=lambda sent: sent.step)
+
+
+class Replica(LoopRunner):
+    """The plain loop. Its gradients, and their norm, are those of this replica alone.
+
+    Args:
+        assembly: its `after_update` calls `outer.after_step`.
+        outer: the agreement with the other replicas; its state is saved with this one's.
+    """
+
+    def __init__(self, assembly: Assembly, outer: Outer) -> None:
+        super().__init__(assembly)
+        self._outer = outer
+        assembly.meter.label(outer.resident_tensors(), "optimizer")
+
+    def state(self) -> dict[str, StateTensor]:
+        """Return this replica's state, named by `replica_state`, and the outer state.
+
+        The outer state is the same on all replicas. Where the parameters are too, right after an
+        agreement, only the first replica saves them.
+        """
+        state = super().state()
+        replica = self.context.dp_rank
+        if replica > 0 and not self._outer.differs:
+            for name, _ in self.module.named_parameters(remove_duplicate=False):
+                state.pop(f"model.{name}", None)
+        return replica_state(state, replica) | self._outer.state()
+
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
+        """Load this replica's state and the outer state; see `state_of_replica`."""
+        super().load_state(state_of_replica(saved, self.context.dp_rank))
+        self._outer.load_state(saved)

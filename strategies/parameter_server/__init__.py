@@ -212,20 +212,31 @@ class ParameterServer(Strategy):
             size = profile.gradient_bytes / max(1, profile.trained_elements)
             nbytes = workers * round(share * size)
             calls = workers * -(-tensors // self.servers)
-        group = (2, plan.pp * plan.tp)
-        sent = Traffic("send", nbytes, calls, "step", "nothing", *group)
+        stride = plan.pp * plan.tp
+        sent = Traffic("send", nbytes, calls, "step", "nothing", ranks=2, stride=stride)
         received = replace(sent, kind="receive", nothing_sent=True)
-        return (sent, received, *self._statistics(profile, workers, plan.data_rank(rank), group))
+        return (sent, received, *self._statistics(profile, workers, plan.data_rank(rank), stride))
 
     def _statistics(
-        self, profile: Profile, workers: int, worker: int | None, group: tuple[int, int]
+        self, profile: Profile, workers: int, worker: int | None, stride: int
     ) -> tuple[Traffic, ...]:
         """Return the messages of the first worker's buffers to each of the others."""
         if self._asynchronous or not profile.buffer_bytes or worker is None or workers == 1:
             return ()
         nbytes = profile.buffer_bytes * (workers - 1 if worker == 0 else 1)
         kind: TrafficKind = "receive" if worker else "send"
-        return (Traffic(kind, nbytes, 1, "step", "nothing", *group, nothing_sent=worker > 0),)
+        return (
+            Traffic(
+                kind,
+                nbytes,
+                calls=1,
+                every="step",
+                overlaps="nothing",
+                ranks=2,
+                stride=stride,
+                nothing_sent=worker > 0,
+            ),
+        )
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank a worker, with the whole model, or a server, with its share."""

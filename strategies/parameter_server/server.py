@@ -209,8 +209,9 @@ class Server(StepRunner):
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, of which each server has a share. Collective."""
-        own = local_norm([s.grad for s in self._trained if s.grad is not None], self._device_type)
-        squares = self.context.all_gather_numbers(float(own) ** 2, "dp")
+        gradients = [s.grad for s in self._trained if s.grad is not None]
+        own_norm = local_norm(gradients, self._device_type)
+        squares = self.context.all_gather_numbers(float(own_norm) ** 2, "dp")
         return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
 
     def gradients(self) -> dict[str, StateTensor]:

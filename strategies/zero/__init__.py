@@ -16,15 +16,22 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from bigtrain.core.replicas import with_averaged_gradients
 from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.core.traits import Need
 from bigtrain.core.variants import Shape, Variant, preset_options
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
+from bigtrain.units import format_bytes
+
+ACTIVATION_DOMINANCE = 0.6
+"""If activations are more than this share of the peak, ZeRO is not the remedy."""
 
 _ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
 _ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
@@ -60,6 +67,11 @@ class Zero(Strategy):
         by_stage: tuple[Need, ...] = ("nothing", "optimizer", "gradients", "parameters")
         return by_stage[self.stage]
 
+    @property
+    def effective_stage(self) -> int:
+        """The stage that runs; a DeepSpeed file may set it."""
+        return self.stage
+
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: the torch engine with a cut, every engine without one."""
         if shape.dp == 1:
@@ -79,6 +91,30 @@ class Zero(Strategy):
         if plan.dp == 1 or not is_whole:
             return ()
         return [[f"strategy={preset}"] for preset in _ON_TORCH]
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
+        """See `Strategy.advise`: if sharding saves nothing, or activations dominate the peak."""
+        name = f"ZeRO stage {self.effective_stage}"
+        if plan.dp == 1:
+            return f"{name} has nothing to shard on one rank. Use --strategy single, or more ranks."
+        if profile.untraceable is not None:
+            return None
+        before = _replicated(forecast, profile, plan).peak().bytes
+        after = self.estimate(forecast, profile, plan).peak()
+        if after.bytes >= before:
+            return (
+                f"{name} on {plan.dp} ranks is predicted to need {format_bytes(after.bytes)}, "
+                f"plain DDP {format_bytes(before)}: its buffers exceed what it saves. "
+                "Use --strategy ddp."
+            )
+        share = after.breakdown.activations / after.bytes
+        if share > ACTIVATION_DOMINANCE:
+            return (
+                f"{share:.0%} of the predicted peak of {format_bytes(after.bytes)} are "
+                f"activations, which {name} does not touch. Use a smaller train.micro_batch_size "
+                f"(now {plan.batch.micro_size})."
+            )
+        return None
 
     def check(self, plan: Plan) -> None:  # noqa: ARG002
         """Refuse a stage that no engine has."""
@@ -100,3 +136,17 @@ class Zero(Strategy):
                 f"strategy.replicate.config={self.config} is for engine=deepspeed, and engine is "
                 f"{self.engine}. Leave it out, or set strategy.replicate.engine=deepspeed."
             )
+
+
+def _replicated(forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+    """Return the forecast under plain DDP: all states on every rank, in fp32."""
+    factor = 2 if plan.bf16_parameters else 1
+    forecast = with_averaged_gradients(forecast, profile)
+    states = forecast.states
+    states = replace(
+        states,
+        parameters=states.parameters * factor,
+        optimizer=states.optimizer * factor,
+        gradients=states.gradients * factor,
+    )
+    return replace(forecast, states=states)

@@ -97,7 +97,7 @@ CONTRADICTIONS = {
     ),
     "fp16": ({"fp16": {"enabled": True}}, "fp16.enabled=true.*bf16"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, "shards nothing.*--strategy ddp"),
-    "no stage": ({"zero_optimization": {"stage": 7}}, "stage=7 is no stage"),
+    "no stage": ({"zero_optimization": {"stage": 7}}, "stage=7 is not a stage"),
     "lr": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}},
         r"optimizer.params.lr=0.5, but optim.lr=0.25. Use optim.lr=0.5, or",
@@ -167,7 +167,7 @@ CONTRADICTIONS = {
     ),
     "DeepSpeed's own": (
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
-        "DeepSpeed does not take it: .*reduce_bucket_size",
+        "DeepSpeed refuses it: .*reduce_bucket_size",
     ),
     "removed": ({"sparse_gradients": True}, "sparse_gradients=true is not supported"),
 }

@@ -292,8 +292,8 @@ def test_a_head_with_a_computed_weight():
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ("scaled", r"output is not what model\.head=head returns.*shape \(\).*chunked_loss=false"),
-        ("other", r"output is not what model\.head=head returns.*got a tensor of shape \(4, 6, 32"),
+        ("scaled", r"output of model\.head=head unchanged.*shape \(\).*chunked_loss=false"),
+        ("other", r"output of model\.head=head unchanged: got a tensor of shape \(4, 6, 32"),
         ("twice", r"model\.head=head is called more than once.*Set model\.chunked_loss=false"),
     ],
 )

@@ -107,11 +107,11 @@ def test_what_is_kept_beside_the_state_is_made_again_or_refused():
     named = dict(model.named_parameters())
     optimizer = whole.put_on({name: [p] for name, p in named.items()})
     assert torch.equal(optimizer.slow[0], named["0.weight"])
-    with pytest.raises(ConfigError, match=r"Slow keeps tensors .*\(slow\).*--strategy ddp"):
+    with pytest.raises(ConfigError, match=r"Slow copies parameters .*\(slow\).*--strategy ddp"):
         whole.put_on({"0.weight": [nn.Parameter(torch.zeros(4))]})
 
 
 def test_a_tensor_that_is_no_parameter_of_the_model_is_refused():
     own = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ConfigError, match=r"no parameter of the model \(shape \[3\]\)"):
+    with pytest.raises(ConfigError, match=r"not a parameter of the model \(shape \[3\]\)"):
         _ = WholeOptimizer(lambda ps: torch.optim.SGD([*ps, own], lr=0.1), small()).groups

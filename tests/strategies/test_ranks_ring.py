@@ -72,7 +72,7 @@ def test_chunks_differ_by_one_at_most():
     ("ranks", "strategy", "said"),
     [
         (1, "ring", r"2 replicas or more, and mesh.dp=1. Use --strategy single, or start more"),
-        (4, "1f1b+ring", r"a pipeline \(mesh.pp=2\) runs several in turn. Use strategy.replicate="),
+        (4, "1f1b+ring", r"a pipeline \(mesh.pp=2\) interleaves several. Use strategy.replicate="),
     ],
 )
 def test_what_a_ring_cannot_be(ranks, strategy, said):

@@ -1,8 +1,8 @@
-"""Replicas that step by themselves and average their parameters with one neighbour: gossip SGD.
+"""Replicas that train independently and average with one neighbour a step: gossip SGD.
 
-After step number t the replicas of a ring form pairs, in even steps (0, 1), (2, 3), ..., in odd
-ones (1, 2), ..., (n-1, 0), and each pair takes the average of its two models. No exchange waits
-for more than one other rank.
+After each step the replicas of a ring form pairs: (0, 1), (2, 3), ... after even steps, and (1, 2),
+..., (n-1, 0) after odd ones. Each pair averages its two models. No rank waits for more than one
+other rank.
 
 Memory: as one process, and the neighbour's parameters once more.
 Communication: the parameters, sent to one neighbour and received from it, once a step.
@@ -22,7 +22,6 @@ from bigtrain.strategy import (
     ConfigError,
     Forecast,
     LoopRunner,
-    Need,
     Plan,
     Profile,
     Role,
@@ -38,7 +37,7 @@ from bigtrain.strategy import (
 )
 
 STEPS = "replicas.gossip.steps"
-"""The number of steps in a checkpoint: by it a resumed run knows who forms a pair next."""
+"""The number of steps in a checkpoint: it decides the next pairs of a resumed run."""
 
 
 class Gossip(Strategy):
@@ -46,12 +45,7 @@ class Gossip(Strategy):
 
     name: ClassVar[str] = "gossip"
     role: ClassVar[Role] = "replicate"
-    summary: ClassVar[str] = "replicas step by themselves and average with one neighbour a step"
-
-    @property
-    def need(self) -> Need:
-        """See `Strategy.need`: a step waits for one message, not for all ranks."""
-        return "slow links"
+    summary: ClassVar[str] = "replicas train independently and average with one neighbour a step"
 
     @property
     def traits(self) -> Traits:
@@ -59,7 +53,7 @@ class Gossip(Strategy):
         return Traits(inexact_reason="gossip: each replica averages with one neighbour a step")
 
     def check(self, plan: Plan) -> None:
-        """Refuse a number of replicas without pairs, and every technique that moves parameters."""
+        """Refuse an odd number of replicas, and techniques that move or cut parameters."""
         if plan.dp % 2:
             raise ConfigError(
                 f"strategy.replicate=gossip pairs replicas, and mesh.dp={plan.dp} is odd. "
@@ -78,7 +72,7 @@ class Gossip(Strategy):
         return replace(forecast, states=replace(forecast.states, buffers=buffers))
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """State one message each way for each parameter, once a step, hidden behind nothing."""
+        """State one send and one receive for each parameter, once a step, without overlap."""
         nbytes, calls = profile.gradient_bytes, len(parameter_shapes(profile))
         sent = Traffic("send", nbytes, calls, "step", "nothing", ranks=2, stride=plan.tp * plan.pp)
         return (sent, replace(sent, kind="receive"))
@@ -91,7 +85,7 @@ class Gossip(Strategy):
 
 
 class Pairs:
-    """The exchange with the neighbour whose turn it is."""
+    """The exchange of each step with one neighbour."""
 
     def __init__(self, assembly: Assembly) -> None:
         self.steps = 0
@@ -102,7 +96,7 @@ class Pairs:
         assembly.meter.label(self._received, "buffers")
 
     def average(self) -> None:
-        """Send the own parameters, receive the neighbour's, and average. Collective."""
+        """Send the parameters, receive the neighbour's, and average. Collective."""
         step = 1 if (self._rank + self.steps) % 2 == 0 else -1
         neighbour = (self._rank + step) % self._size
         self.steps += 1

@@ -115,7 +115,7 @@ FILES: dict[str, PublicFile] = {
             },
         },
         NO_FP16,
-        "DeepSpeed does not take it: .*reduce_bucket_size",
+        "DeepSpeed refuses it: .*reduce_bucket_size",
     ),
     "LLaMA-Factory, zero 0": PublicFile(
         "hiyouga/LLaMA-Factory examples/deepspeed/ds_z0_config.json",

@@ -149,14 +149,14 @@ def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
     return min(1_000_000, max(256, elements // 512 // 2 * 2))
 
 
-def _fill(given: Any, ours: Any) -> Any:
+def _fill(file: Any, ours: Any) -> Any:
     """Return the file with our value for each "auto"; a key without one is left out."""
-    if not isinstance(given, dict):
-        return given
+    if not isinstance(file, dict):
+        return file
     known = ours if isinstance(ours, dict) else {}
     return {
         key: known[key] if value == _AUTO else _fill(value, known.get(key))
-        for key, value in given.items()
+        for key, value in file.items()
         if value != _AUTO or key in known
     }
 

@@ -29,6 +29,7 @@ frozen parameters exist only in bf16 and are saved rounded.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
@@ -36,9 +37,9 @@ from bigtrain.core.traits import SPARSE, Oddity, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import json_section
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed, stage_3_linear
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file
 from bigtrain.strategies.zero.on_deepspeed.config import (
     bucket_elements,
@@ -48,7 +49,6 @@ from bigtrain.strategies.zero.on_deepspeed.config import (
 )
 from bigtrain.strategies.zero.on_deepspeed.in_pipeline import share_engine, shared_forecast
 from bigtrain.strategies.zero.on_deepspeed.memory import forecast_deepspeed
-from bigtrain.strategies.zero.on_deepspeed.offload import check_offload, offload_advice
 from bigtrain.strategies.zero.on_deepspeed.runner import DeepSpeedRunner
 from bigtrain.strategies.zero.on_deepspeed.traffic import deepspeed_traffic, shared_traffic
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
@@ -92,6 +92,11 @@ class DeepSpeed(Zero):
             own_offload=True,
         )
 
+    @property
+    def effective_stage(self) -> int:
+        """See `Zero.effective_stage`."""
+        return zero_stage_of(self)
+
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
         """Refuse a pipeline stage without trained parameters: DeepSpeed cannot build ZeRO there."""
         for stage in facts.untrained[:1] if plan.shares_engine else ():
@@ -131,7 +136,7 @@ class DeepSpeed(Zero):
         if plan.shares_engine:
             self._check_in_pipeline(plan)
             return
-        stage = zero_stage_of(self)
+        stage = self.effective_stage
         instead = DEEPSPEED_ALTERNATIVES[stage]
         if stage == 0:
             raise ConfigError(
@@ -155,7 +160,7 @@ class DeepSpeed(Zero):
                 "engine is deepspeed. Leave it out, or set strategy.replicate.engine=torch."
             )
         config = deepspeed_settings(self, plan, elements=1)
-        check_offload(config, plan, stage, instead)
+        _check_offload(config, plan, stage, instead)
         require_deepspeed(
             plan.device_type, "strategy.replicate.engine=deepspeed", f"use --strategy {instead}"
         )
@@ -185,9 +190,7 @@ class DeepSpeed(Zero):
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """Return one line if sharding or DeepSpeed's offload cannot help."""
-        after = self.estimate(forecast, profile, plan)
-        staged = self.model_copy(update={"stage": zero_stage_of(self)})
-        return advise(staged, forecast, after, profile, plan) or offload_advice(plan)
+        return super().advise(forecast, profile, plan) or _offload_advice(plan)
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Add shards, DeepSpeed's buffers and temporaries; see `forecast_deepspeed`."""
@@ -209,7 +212,7 @@ class DeepSpeed(Zero):
         if assembly.plan.shares_engine:
             share_engine(self, assembly)
             return
-        stage = zero_stage_of(self)
+        stage = self.effective_stage
         trained = sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
         config = deepspeed_settings(self, assembly.plan, trained)
 
@@ -220,3 +223,39 @@ class DeepSpeed(Zero):
             return DeepSpeedRunner(final, update)
 
         assembly.runner = runner
+
+
+def _check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) -> None:
+    """Refuse offload of parameters below stage 3, and offload to disk in any stage.
+
+    Raises:
+        ConfigError: the plan or the file asks for one of them.
+    """
+    away = plan.offload_tiers
+    if away.parameters != "device" and stage < 3:
+        raise ConfigError(
+            f"strategy.offload.parameters={away.parameters}: stage {stage} of DeepSpeed keeps "
+            "whole parameters on the device. Use --strategy zero3."
+        )
+    zero = json_section(config, "zero_optimization")
+    for name in ("offload_optimizer", "offload_param"):
+        if json_section(zero, name).get("device") == "nvme":
+            # The pieces would not be in memory between steps, where norms, clipping and
+            # checkpoints read them; and its operator needs libaio and minutes of compilation.
+            raise ConfigError(
+                f"zero_optimization.{name}.device=nvme (strategy.offload on disk) is not supported "
+                f"with engine=deepspeed. Use --strategy {instead} with "
+                "strategy.offload.optimizer=disk, or cpu instead of disk."
+            )
+
+
+def _offload_advice(plan: Plan) -> str | None:
+    """Return one line if offload moves nothing, because the device is the host; else None."""
+    away = plan.offload_tiers
+    if plan.device_type == "cpu" and "cpu" in (away.optimizer, away.parameters):
+        key = "optimizer" if away.optimizer == "cpu" else "parameters"
+        return (
+            f"strategy.offload.{key}=cpu moves nothing: this run is on the CPU. DeepSpeed's "
+            "buffers for it are added all the same. Leave strategy.offload out."
+        )
+    return None

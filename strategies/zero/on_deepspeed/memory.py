@@ -207,8 +207,8 @@ class _Backward:
         """
         timeline = profile.with_passing_gradients()
         first, later = (
-            sorted(one.spans, key=lambda span: span.birth)
-            for one in (profile.passes["first"], timeline)
+            sorted(each.spans, key=lambda span: span.birth)
+            for each in (profile.passes["first"], timeline)
         )
         pairs = [
             (was.birth, now)
@@ -438,8 +438,8 @@ def _largest(
     rest = profile.outside_blocks
     if rest is not None and rest.shapes:
         first_start, start = (
-            next((tick for tick, phase in one.phases if phase == "backward"), one.phases[-1][0])
-            for one in (profile.passes["first"], timeline)
+            next((tick for tick, phase in each.phases if phase == "backward"), each.phases[-1][0])
+            for each in (profile.passes["first"], timeline)
         )
         end = start - max(0, first_start - rest.forward[1])
         if end > last:

@@ -189,12 +189,12 @@ class FlatShards(OptimizerShards):
         zero = self.zero
         for number, group in enumerate(zero.optimizer.param_groups):
             rank = dist.get_rank(group=zero.real_dp_process_group[number])
-            mine = zero.parallel_partitioned_bit16_groups[number][rank].detach().requires_grad_()
+            share = zero.parallel_partitioned_bit16_groups[number][rank].detach().requires_grad_()
             before = zero.single_partition_of_fp32_groups[number]
             if before in zero.optimizer.state:
-                zero.optimizer.state[mine] = zero.optimizer.state.pop(before)
-            zero.single_partition_of_fp32_groups[number] = mine
-            group["params"] = [mine]
+                zero.optimizer.state[share] = zero.optimizer.state.pop(before)
+            zero.single_partition_of_fp32_groups[number] = share
+            group["params"] = [share]
         link_parameters(zero)
 
     def _reduce_into_one_buffer(self) -> None:
@@ -354,11 +354,11 @@ class PartitionedShards(OptimizerShards):
         """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
         zero = self.zero
         for number, before in enumerate(zero.fp32_partitioned_groups_flat):
-            mine = zero.fp16_partitioned_groups_flat[number].detach().requires_grad_()
-            mine.ds_id = before.ds_id
+            piece = zero.fp16_partitioned_groups_flat[number].detach().requires_grad_()
+            piece.ds_id = before.ds_id
             if before in zero.optimizer.state:
-                zero.optimizer.state[mine] = zero.optimizer.state.pop(before)
-            zero.fp32_partitioned_groups_flat[number] = mine
+                zero.optimizer.state[piece] = zero.optimizer.state.pop(before)
+            zero.fp32_partitioned_groups_flat[number] = piece
 
     def _lend_gradient(self, piece: int) -> None:
         """Give the optimizer a view as the gradient of a sub-group, not a flattened copy."""

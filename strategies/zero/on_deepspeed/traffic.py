@@ -10,7 +10,8 @@ them once. Transfers to and from the host are from the code alone; no run has co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from bigtrain.core.strategy import Plan
@@ -66,24 +67,24 @@ def shared_traffic(bucket: int, profile: Profile, plan: Plan) -> tuple[Traffic, 
     """
     if plan.dp == 1:
         return ()
-    group, nbytes = (plan.dp, plan.pp * plan.tp), 4 * profile.trained_elements
+    message, nbytes = _over_replicas(plan), 4 * profile.trained_elements
     calls = _reductions(profile, bucket, plan)
     return (
-        Traffic("reduce", nbytes, calls, "step", "nothing", *group),
-        Traffic(
-            "all_gather",
-            4 * flat_size(profile.trained_elements, plan.dp),
-            1,
-            "step",
-            "nothing",
-            *group,
+        message("reduce", nbytes, calls, "step", "nothing"),
+        message(
+            "all_gather", 4 * flat_size(profile.trained_elements, plan.dp), 1, "step", "nothing"
         ),
     )
 
 
+def _over_replicas(plan: Plan) -> Callable[..., Traffic]:
+    """Return a constructor of messages whose group are the replicas."""
+    return partial(Traffic, ranks=plan.dp, stride=plan.pp * plan.tp)
+
+
 def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stages 1 and 2: the updated parameters are gathered in one message."""
-    group, nbytes = (plan.dp, plan.pp * plan.tp), precision_of(plan) * profile.trained_elements
+    message, nbytes = _over_replicas(plan), precision_of(plan) * profile.trained_elements
     # DeepSpeed's own default averages a whole bucket on all ranks, and each keeps its share.
     to_owner = zero.get("reduce_scatter", True) and not zero.get(
         "use_multi_rank_bucket_allreduce", True
@@ -92,30 +93,30 @@ def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     calls = _reductions(profile, BufferSizes.of(zero).reduce_bucket, plan)
     overlaps = _overlaps(zero, plan, "backward")
     # Stage 1 adds whole gradients up, and reduces with the last micro-batch.
-    reduced = Traffic(
-        kind, nbytes, calls, "step" if zero["stage"] == 1 else "micro_batch", overlaps, *group
+    reduced = message(
+        kind, nbytes, calls, "step" if zero["stage"] == 1 else "micro_batch", overlaps
     )
     gathered = precision_of(plan) * flat_size(profile.trained_elements, plan.dp)
-    return [reduced, Traffic("all_gather", gathered, 1, "step", "nothing", *group)]
+    return [reduced, message("all_gather", gathered, 1, "step", "nothing")]
 
 
 def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stage 3: persistent parameters are gathered once, after the step."""
-    group, size = (plan.dp, plan.pp * plan.tp), precision_of(plan)
+    message, size = _over_replicas(plan), precision_of(plan)
     sizes = BufferSizes.of(zero)
     _, persistent = sizes.split_persistent(parameter_shapes(profile, trained=False))
     messages = []
     for phase, tensors in _gathered(zero, profile):
         nbytes, overlaps = size * padded_size(tensors, plan.dp), _overlaps(zero, plan, phase)
         calls = _gatherings(zero, tensors)
-        messages.append(Traffic("all_gather", nbytes, calls, "micro_batch", overlaps, *group))
+        messages.append(message("all_gather", nbytes, calls, "micro_batch", overlaps))
     trained = parameter_shapes(profile)
     nbytes, overlaps = size * padded_size(trained, plan.dp), _overlaps(zero, plan, "backward")
     calls = message_count(map(math.prod, reversed(trained)), sizes.reduce_bucket)
-    messages.append(Traffic("reduce_scatter", nbytes, calls, "micro_batch", overlaps, *group))
+    messages.append(message("reduce_scatter", nbytes, calls, "micro_batch", overlaps))
     if persistent:
         nbytes, calls = size * padded_size(persistent, plan.dp), _gatherings(zero, persistent)
-        messages.append(Traffic("all_gather", nbytes, calls, "step", "nothing", *group))
+        messages.append(message("all_gather", nbytes, calls, "step", "nothing"))
     return messages
 
 

@@ -45,29 +45,33 @@ def _reduced(
     plan: Plan,
 ) -> tuple[Traffic, ...]:
     """Stage 2: each micro-batch reduces each gradient to its rank, and broadcasts buffers."""
-    group, calls = (plan.dp, plan.pp * plan.tp), len(parameter_shapes(profile))
-    sent = Traffic("reduce", profile.gradient_bytes, calls, "micro_batch", "backward", *group)
+    stride, calls = plan.pp * plan.tp, len(parameter_shapes(profile))
+    sent = Traffic(
+        "reduce", profile.gradient_bytes, calls, "micro_batch", "backward", plan.dp, stride
+    )
     follow = (
-        [buffer_broadcast_traffic(profile, *group, "micro_batch")] if profile.buffer_bytes else []
+        [buffer_broadcast_traffic(profile, plan.dp, stride, "micro_batch")]
+        if profile.buffer_bytes
+        else []
     )
     return (sent, *follow, _broadcast(profile, plan))
 
 
 def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """Stage 3: parameters are gathered one by one, gradients reduced in buckets, all in fp32."""
-    group = (plan.dp, plan.pp * plan.tp)
+    stride = plan.pp * plan.tp
     every, trained = parameter_shapes(profile, trained=False), parameter_shapes(profile)
     whole = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
     back = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in trained]
     calls = message_count(reversed(back), options.bucket_size or BUCKET_SIZE)
     return (
-        Traffic("all_gather", sum(whole), len(every), "micro_batch", "forward", *group),
-        Traffic("all_gather", sum(whole), len(every), "micro_batch", "backward", *group),
-        Traffic("reduce_scatter", sum(back), calls, "micro_batch", "backward", *group),
+        Traffic("all_gather", sum(whole), len(every), "micro_batch", "forward", plan.dp, stride),
+        Traffic("all_gather", sum(whole), len(every), "micro_batch", "backward", plan.dp, stride),
+        Traffic("reduce_scatter", sum(back), calls, "micro_batch", "backward", plan.dp, stride),
     )
 
 
 def _broadcast(profile: Profile, plan: Plan) -> Traffic:
     """Return the broadcast of updated parameters, one buffer for each rank."""
-    group = (plan.dp, plan.pp * plan.tp)
-    return Traffic("broadcast", profile.gradient_bytes, plan.dp, "step", "nothing", *group)
+    stride = plan.pp * plan.tp
+    return Traffic("broadcast", profile.gradient_bytes, plan.dp, "step", "nothing", plan.dp, stride)

@@ -41,7 +41,6 @@ from bigtrain.models.parameters import names_of
 from bigtrain.optim.whole import WholeOptimizer
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fsdp_boundaries import unwrap_at_boundaries
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 from bigtrain.strategies.zero.on_torch.routed_units import stand_in_for_missing, units_of
@@ -118,11 +117,6 @@ class FullySharded(Zero):
             messages += flow.gathered(regathered, "backward")
         return tuple(messages + flow.reduced())
 
-    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """See `Strategy.advise`."""
-        after = self.estimate(forecast, profile, plan)
-        return advise(self, forecast, after, profile, plan)
-
     def apply(self, assembly: Assembly) -> None:
         """Give values to and shard one unit after the other, the root last."""
         plan, mesh = assembly.plan, shard_mesh(assembly.context, self.shard_ranks)
@@ -188,7 +182,7 @@ class _UnitTraffic:
         self._used_width = 2 if plan.bf16_parameters else self._shard_width
         self._away = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
 
-    def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
+    def gathered(self, units: Sequence[BlockTicks], overlaps: OverlapPhase) -> list[Traffic]:
         """Return the all-gathers of units, and the copies from the host if shards are there."""
         elements, messages = sum(self._padded(unit) for unit in units), []
         if self._away and units:
@@ -196,11 +190,11 @@ class _UnitTraffic:
                 self._shard_width * elements // self._ranks,
                 sum(len(u.shapes) for u in units),
             )
-            messages.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
+            messages.append(Traffic("from_host", nbytes, calls, "micro_batch", overlaps))
         if self._ranks > 1 and units:
             nbytes = self._used_width * elements
-            messages.append(self._exchange("all_gather", nbytes, len(units), behind))
-            messages.append(self._copied(nbytes // self._ranks + nbytes, behind))
+            messages.append(self._exchange("all_gather", nbytes, len(units), overlaps))
+            messages.append(self._copied(nbytes // self._ranks + nbytes, overlaps))
         return messages
 
     def reduced(self) -> list[Traffic]:
@@ -228,15 +222,23 @@ class _UnitTraffic:
         kind: Literal["all_gather", "reduce_scatter"],
         nbytes: int,
         calls: int,
-        behind: OverlapPhase,
+        overlaps: OverlapPhase,
     ) -> Traffic:
         stride = self._plan.pp * self._plan.tp
-        group = (self._ranks, stride)
-        return Traffic(kind, nbytes, calls, "micro_batch", behind, *group, in_hooks=True)
+        return Traffic(
+            kind,
+            nbytes,
+            calls,
+            every="micro_batch",
+            overlaps=overlaps,
+            ranks=self._ranks,
+            stride=stride,
+            in_hooks=True,
+        )
 
-    def _copied(self, nbytes: int, behind: OverlapPhase) -> Traffic:
+    def _copied(self, nbytes: int, overlaps: OverlapPhase) -> Traffic:
         """Return the copies into and out of the buffers of an exchange."""
-        return Traffic("copy", nbytes, 0, "micro_batch", behind)
+        return Traffic("copy", nbytes, 0, "micro_batch", overlaps)
 
     def _padded(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Return the elements of a unit: each rank has equally many rows, the last ranks padded."""

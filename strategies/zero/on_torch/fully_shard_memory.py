@@ -108,12 +108,12 @@ class _Sizes:
         """Bytes of a rank's shard: each rank has equally many rows, the last ranks padded."""
         key = (id(unit), trained)
         if key not in self._known:  # the unit is stored too, so that no other gets its id
-            numbers = sum(
+            elements = sum(
                 math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
                 for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
                 if wanted or not trained
             )
-            self._known[key] = unit, self.shard_width * numbers
+            self._known[key] = unit, self.shard_width * elements
         return self._known[key][1]
 
     def first_shards(self, units: Sequence[BlockTicks]) -> int:
@@ -156,11 +156,11 @@ class _Sizes:
             return 0
         done = last = most = 0
         for shape in unit.shapes:
-            numbers = math.prod(shape)
-            made = [self.shard_width * numbers] if self.on_host else []
-            made += [self.used_width * numbers] if self.used_width != self.shard_width else []
-            most = max(most, done + last + sum(made))
-            done, last = done + self.used_width * numbers, made[-1] if made else 0
+            elements = math.prod(shape)
+            copies = [self.shard_width * elements] if self.on_host else []
+            copies += [self.used_width * elements] if self.used_width != self.shard_width else []
+            most = max(most, done + last + sum(copies))
+            done, last = done + self.used_width * elements, copies[-1] if copies else 0
             most = max(most, done + last)
         return max(0, most - done)
 

@@ -27,7 +27,6 @@ from bigtrain.optim.kinds import ELEMENTWISE_OPTIMIZERS
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.advice import advise
 
 
 class ShardedOptimizer(Zero):
@@ -99,11 +98,6 @@ class ShardedOptimizer(Zero):
             ),
             Traffic("broadcast", spread, calls, "step", "nothing", plan.dp, stride),
         )
-
-    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """See `Strategy.advise`."""
-        after = self.estimate(forecast, profile, plan)
-        return advise(self, forecast, after, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
         """Partition the update, then let DDP average the gradients."""
