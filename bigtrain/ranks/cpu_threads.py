@@ -1,4 +1,4 @@
-"""How many threads each rank of a node computes with."""
+"""The number of CPU threads of each rank of a node."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bigtrain.ranks.rendezvous import Rendezvous
 
 @contextlib.contextmanager
 def share_cores(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
-    """Give each rank its share of the node's cores, unless OMP_NUM_THREADS says how many.
+    """Give each rank its share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    mpiexec and srun may have bound each rank to cores of its own or all to the same ones: a core
-    counts for one rank by the number of ranks that may use it.
+    mpiexec and srun may have bound each rank to separate cores or all to the same ones: a core that
+    n ranks may use counts as 1/n for each.
     """
     ranks = placement.local_world_size
     if "OMP_NUM_THREADS" in os.environ or ranks == 1 or not hasattr(os, "sched_getaffinity"):
@@ -46,5 +46,5 @@ def thread_share(users: list[int]) -> int:
     Args:
         users: for each core that this rank may use, the ranks of the node that may use it.
     """
-    # A hair more than the sum: three thirds are 0.999... in binary.
+    # The small addend is for rounding: three thirds are 0.999... in binary.
     return max(1, math.floor(sum(1 / number for number in users) + 1e-9))

@@ -1,4 +1,4 @@
-"""What every rank would say alike is said by rank 0: warnings of Python and of model libraries."""
+"""Warnings of Python and of model libraries are printed by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import sys
 import warnings
 
 _LIBRARIES = ("transformers", "huggingface_hub", "datasets", "diffusers", "accelerate", "timm")
-"""Whose loggers say the same of the same model on every rank."""
+"""Libraries whose loggers would print the same warnings on every rank."""
 _VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",
     "DATASETS_VERBOSITY": "error",
     "HF_HUB_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""What these libraries read when they are imported; the user's own values stay."""
+"""Variables that these libraries read on import; values that the user has set are not replaced."""
 
 
 def warn_on_rank_0(rank: int) -> None:
-    """Keep warnings of a rank to itself, unless it is rank 0; errors are never kept.
+    """Suppress warnings on all ranks except rank 0; errors are never suppressed.
 
-    Nothing is changed where the user has said what becomes of warnings (`python -W`,
-    PYTHONWARNINGS).
+    Nothing is changed if the user has configured warnings (`python -W`, PYTHONWARNINGS).
+
+    Args:
+        rank: the rank of this process.
     """
     if rank == 0 or sys.warnoptions:
         return
