@@ -14,7 +14,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.engine.remedies import smaller_batch
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.job.schema import Job
-from bigtrain.ranks.restart import Restart, RestartRequest, words_to_go_on
+from bigtrain.ranks.restart import Restart, RestartRequest, continuation_words
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def adapt_on_oom(
             *(before.words if before else ()),
             *smaller_batch(job, plan, error.micro_batch_size),
         ]
-        words += words_to_go_on(folder, job.checkpoint.resume)
+        words += continuation_words(folder, job.checkpoint.resume)
         raise RestartRequest(words, _said(error, plan, model, folder)) from None
 
 

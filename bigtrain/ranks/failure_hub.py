@@ -437,7 +437,7 @@ class FailureListener:
         """Record why the run ends, print it if this rank is the speaker, and end the process."""
         self.ending = ending
         if ending.status == RESTART_STATUS:
-            restart_process(ending.text, relays=self.rank == 0)
+            restart_process(ending.text, has_hub=self.rank == 0)
         if ending.speaker == self.rank and not self._closing.is_set():
             sys.stderr.write(ending.text + "\n")
             if records:

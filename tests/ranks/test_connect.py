@@ -96,7 +96,7 @@ def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="2 ranks on this node, 1 GPU. Start 1 rank a node"):
         pick_device("cuda", placed(0, 2, 2), {"SLURM_TRES_PER_TASK": "cpu=4"})
-    seen = r"1 GPU to be seen with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
+    seen = r"1 GPU visible with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
     with pytest.raises(ConfigError, match=seen):
         pick_device("cuda", placed(0, 2, 2), {"CUDA_VISIBLE_DEVICES": "0"})
     with pytest.raises(ConfigError, match="device='gpu' is not known"):
@@ -323,7 +323,7 @@ def test_ranks_that_share_a_gpu_are_named_where_nccl_says_invalid_usage_alone(mo
         error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, rank, INVALID)
         assert isinstance(error, ConfigError)
         assert f"ranks {pair} have the same GPU: cuda:0 of both is one device" in str(error)
-        assert "to be seen with CUDA_VISIBLE_DEVICES=0" in str(error)
+        assert "visible with CUDA_VISIBLE_DEVICES=0" in str(error)
         assert "mesh.backend=gloo" in str(error)
     # The one that shares with nobody does not blame itself.
     error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, 1, INVALID)
