@@ -67,9 +67,9 @@ class Agreement:
             theirs = json.loads(self._store.get(f"{key}/facts"))
         except RuntimeError as error:
             awaited = "rank 0" if self._rank else "the others"
-            reason = next(iter(str(error).splitlines()), "")
+            reason = next(iter(str(error).splitlines()), "").rstrip(".")
             raise LaunchError(
-                f"rank {self._rank} waited in vain for the job of {awaited}: {reason} Check why "
+                f"rank {self._rank} waited in vain for the job of {awaited}: {reason}. Check why "
                 "they are late, or raise mesh.setup_timeout"
             ) from error
         raise ConfigError(_differences(facts, theirs, self._rank))

@@ -65,7 +65,7 @@ def test_resolve_mesh(
         ),
         ((2, -1, 1), 1, r"does not divide the 1 ranks?. Start 2 ranks"),
         ((0, -1, 1), 8, r"mesh.pp=0 must be at least 1\. Use mesh.pp=1"),
-        ((1, 0, 1), 8, r"mesh.dp=0 must be at least 1 \(or -1: what remains\)"),
+        ((1, 0, 1), 8, r"mesh.dp=0 must be at least 1 \(or -1 for the remaining ranks\)"),
         ((1, -1, -1), 8, r"mesh.tp=-1 must be at least 1\."),
     ],
 )
