@@ -112,7 +112,7 @@ def test_masks_of_all_operations_are_tied(drawn):
     ("drawn", "reason"),
     [
         (lambda x: nn.functional.dropout(x.transpose(0, 1)).transpose(0, 1), "first dimension"),
-        (lambda x: x + torch.randn_like(x), "randn_like draws by a kernel of its own"),
+        (lambda x: x + torch.randn_like(x), "randn_like draws inside its kernel"),
         (lambda x: x * torch.empty(1, 1, 1).bernoulli_(0.5), "first dimension is not that of"),
     ],
 )
