@@ -1,8 +1,9 @@
-"""How a failure is printed, by which rank, and the exit status of the process."""
+"""How failures and warnings are printed, by which rank, and the exit status of the process."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -39,6 +41,16 @@ _ECHOES = (
     "nccl",
     "socket",
 )
+
+_LIBRARIES = ("transformers", "huggingface_hub", "datasets", "diffusers", "accelerate", "timm")
+"""Libraries whose loggers would print the same warnings on every rank."""
+_VARIABLES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Variables that these libraries read on import; values that the user has set are not replaced."""
 
 
 def exit_status_of(error: BaseException) -> int:
@@ -159,9 +171,9 @@ def _show(error: BaseException) -> int:
         mark_reporting_rank(error)
     if isinstance(error, BigtrainError):
         if getattr(error, "bigtrain_first", False) or is_first_to_report(os.environ):
-            told = error.told if isinstance(error, OutOfMemoryError) else ""
-            rest = _as_shown(error).removeprefix(told).lstrip("\n")
-            sys.stderr.write(f"{rest}\n" if told else f"bigtrain: {rest}\n")
+            printed = error.printed if isinstance(error, OutOfMemoryError) else ""
+            rest = _as_shown(error).removeprefix(printed).lstrip("\n")
+            sys.stderr.write(f"{rest}\n" if printed else f"bigtrain: {rest}\n")
     else:
         # The frame of run_guarded is of no use to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
@@ -225,3 +237,21 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def warn_on_rank_0(rank: int) -> None:
+    """Suppress warnings on all ranks except rank 0; errors are never suppressed.
+
+    Nothing is changed if the user has configured warnings (`python -W`, PYTHONWARNINGS).
+
+    Args:
+        rank: the rank of this process.
+    """
+    if rank == 0 or sys.warnoptions:
+        return
+    for kind in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", kind)
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)

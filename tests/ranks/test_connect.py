@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks import connect as ranks_connect
-from bigtrain.ranks.connect import connect, pick_backend, pick_device
+from bigtrain.ranks.connect import connect, pick_backend, pick_device, thread_share
 from bigtrain.ranks.context import RunContext, resolve_mesh
-from bigtrain.ranks.cpu_threads import thread_share
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
 from bigtrain.ranks.rendezvous import (
     SECRET_VARIABLE,
