@@ -125,7 +125,7 @@ def test_everything_is_refused_before_a_group_exists(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="no GPU"), connect(placed(0, 2, 2), device="cuda"):
         pass
     with (
-        pytest.raises(ConfigError, match="mesh.timeout=0 are seconds"),
+        pytest.raises(ConfigError, match="mesh.timeout=0: both are seconds"),
         connect(SINGLE_RANK, timeout=0),
     ):
         pass
@@ -157,7 +157,7 @@ def test_master_address(
     [
         (placed(0, 4, 2, "openmpi"), {}, r"4 ranks, 2 of them .*mpiexec -x MASTER_ADDR=HOST"),
         (placed(0, 4, 2, "mpich"), {}, r"mpiexec -genv MASTER_ADDR HOST"),
-        (placed(0, 2, 2), {}, r"MASTER_ADDR is not set, RANK=0 and WORLD_SIZE=2 are"),
+        (placed(0, 2, 2), {}, r"MASTER_ADDR is not set, but RANK=0 and WORLD_SIZE=2 are"),
         (placed(0, 2, 2), {"MASTER_ADDR": "a"}, r"MASTER_PORT is not set"),
         (placed(0, 2, 2), {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_PORT='x' is not a"),
         (placed(0, 4, 2, "srun"), {}, r"SLURM_STEP_NODELIST is not set.*MASTER_ADDR=FIRST_HOST"),
