@@ -12,7 +12,7 @@ if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirn
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 if __name__ == "__main__":
-    from bigtrain.ranks.exit_status import end_quietly_on_interrupt, warn_on_rank_0
+    from bigtrain.ranks.exit_status import end_quietly_on_interrupt
 
     end_quietly_on_interrupt()  # while torch is loaded
 
@@ -33,7 +33,7 @@ from bigtrain.job.schema import Job
 from bigtrain.planner.auto import read_job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.exit_status import run_guarded, warn_on_rank_0
 from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
