@@ -103,14 +103,14 @@ class OutOfMemoryError(BigtrainError):
     Args:
         message: for the user.
         micro_batch_size: half of the size that ran, if a smaller one may help; None otherwise.
-        told: the beginning of the message, if that was printed already.
+        printed: the beginning of the message, if it was printed already.
     """
 
     def __init__(
-        self, message: str, *, micro_batch_size: int | None = None, told: str = ""
+        self, message: str, *, micro_batch_size: int | None = None, printed: str = ""
     ) -> None:
         super().__init__(message)
-        self.micro_batch_size, self.told = micro_batch_size, told
+        self.micro_batch_size, self.printed = micro_batch_size, printed
 
 
 class CheckpointError(BigtrainError):

@@ -32,10 +32,9 @@ from bigtrain.job.load import load_job, override_job
 from bigtrain.job.schema import Job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.exit_status import run_guarded, warn_on_rank_0
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
-from bigtrain.ranks.rank_0_warnings import warn_on_rank_0
 from bigtrain.ranks.restart import Restart
 from bigtrain.report.dry_run import show_dry_run
 from bigtrain.report.lines import closing_lines, make_console, opening_lines

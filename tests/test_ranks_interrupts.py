@@ -85,7 +85,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(place: Place, expected: Curve, launc
     assert f"stopped by SIGINT after step {step}, saved as {saved}." in said
     if launch != "torchrun":  # its agent has a traceback of its own
         assert "Traceback" not in said, said
-    found = re.search(r"Go on with the same command and: (.*)", said)
+    found = re.search(r"(?:Go on|Continue) with the same command and: (.*)", said)
     assert found is not None
     done = subprocess.run(
         [*command, *shlex.split(found[1])],
@@ -122,7 +122,9 @@ def test_ctrl_c_again_ends_at_once_and_says_what_is_left(place: Place, saved: bo
         return
     newest = int((place.run / "checkpoints" / "latest").read_text().strip()[5:])
     lost = f"; steps {newest + 1} to {done} are lost" if done > newest else ""
-    assert f"the newest checkpoint is of step {newest}{lost}. Go on with the same command" in said
+    assert (
+        f"the newest checkpoint is of step {newest}{lost}. Continue with the same command" in said
+    )
     assert f"--resume auto log.dir={place.run.parent} log.name=r" in said
 
 

@@ -62,7 +62,7 @@ class Check:
 
     name: str
     promise: str
-    """What it shows if it passes."""
+    """The behaviour that it shows if it passes."""
     words: Sequence[str]
     rules: Sequence[Rule]
     strategy: str = "single"

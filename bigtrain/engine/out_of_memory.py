@@ -93,7 +93,7 @@ def explain_out_of_memory(
     sys.stderr.flush()
     search = _in_time(situation.inputs, situation.limit_bytes, seconds)
     whole = "\n".join([text, *_fits(search, situation.limit_bytes)])
-    return OutOfMemoryError(whole, micro_batch_size=half, told=text)
+    return OutOfMemoryError(whole, micro_batch_size=half, printed=text)
 
 
 def predict_out_of_memory(

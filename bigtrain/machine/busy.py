@@ -25,7 +25,7 @@ class CpuUse:
     node: str
     elapsed: float
     """Seconds of the interval."""
-    own: float
+    process: float
     """CPU seconds of the process and its finished child processes, summed over all cores."""
     machine: float | None
     """CPU seconds of everything on the machine; None if the system does not report them."""
@@ -39,9 +39,9 @@ class CpuClock:
 
     def read(self) -> CpuUse:
         """Return the use since the clock was made."""
-        (elapsed, own, machine), (began, own_before, before) = _now(), self._began
+        (elapsed, process, machine), (began, process_before, before) = _now(), self._began
         total = None if machine is None or before is None else machine - before
-        return CpuUse(platform.node(), elapsed - began, own - own_before, total)
+        return CpuUse(platform.node(), elapsed - began, process - process_before, total)
 
 
 def others_cores(uses: Sequence[CpuUse]) -> float | None:
@@ -53,8 +53,8 @@ def others_cores(uses: Sequence[CpuUse]) -> float | None:
     first = uses[0]
     if first.machine is None or first.elapsed <= 0:
         return None
-    own = sum(use.own for use in uses if use.node == first.node)
-    return max(0.0, first.machine - own - TICK_S) / first.elapsed
+    process = sum(use.process for use in uses if use.node == first.node)
+    return max(0.0, first.machine - process - TICK_S) / first.elapsed
 
 
 def is_busy(uses: Sequence[CpuUse]) -> bool:
@@ -75,8 +75,8 @@ def describe_others(cores: float | None) -> str:
 
 def _now() -> tuple[float, float, float | None]:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    own = time.process_time() + children.ru_utime + children.ru_stime
-    return time.perf_counter(), own, _machine_seconds()
+    process = time.process_time() + children.ru_utime + children.ru_stime
+    return time.perf_counter(), process, _machine_seconds()
 
 
 def _machine_seconds() -> float | None:

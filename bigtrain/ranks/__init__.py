@@ -1,6 +1,6 @@
-"""The processes of one run: who each is, how they connect, how one failure ends all of them.
+"""The processes of one run: their ranks, how they connect, how one failure ends all of them.
 
-Launchers' variables, and `bigtrain train -n N` without a launcher; rendezvous; mesh, backends and
-timeouts; CPU threads of a rank; exit statuses; when ranks begin anew, and how many; signals that
-save and stop.
+Decides: how launchers' variables are read, and how `bigtrain train -n N` starts ranks without a
+launcher; rendezvous; mesh, backends and timeouts; CPU threads of a rank; exit statuses; when ranks
+restart, and how many; signals that save and stop.
 """

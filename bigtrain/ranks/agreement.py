@@ -1,9 +1,8 @@
-"""Ranks that were started with different jobs are refused before anything trains.
+"""Refuses ranks that were started with different jobs, before the run trains.
 
-Every rank says what it was started with as a table of words. The tables go through the store at
-which the ranks met, so no process group is needed, and two that would not even fit together can be
-compared. All ranks compare theirs with rank 0's: at first a hash of it, the table where that is
-another one.
+Every rank has a table of its job's keys. Ranks compare theirs with rank 0's through the rendezvous
+store, so that no process group is needed, which such ranks might not be able to make. They compare
+a hash first, and the tables only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -22,37 +21,37 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from bigtrain.errors import ConfigError, LaunchError
 
 Facts = Mapping[str, str]
-"""What has to be the same on all ranks: the value of each key, as a user writes it."""
+"""The values that must be the same on all ranks, by key, as a user writes them."""
 _SHOWN = 4
 _LONGEST = 80
 
 
 class Agreement:
-    """Compares what the ranks of a run were started with.
+    """Compares the jobs that the ranks of a run were started with.
 
     Args:
-        store: of all ranks; None for a single process, which agrees with itself.
-        rank: of this process.
-        world_size: ranks of the run.
+        store: of all ranks; None for a single process, which always agrees.
+        rank: the rank of this process.
+        world_size: the number of ranks of the run.
     """
 
     def __init__(self, store: Store | None = None, rank: int = 0, world_size: int = 1) -> None:
         self._store = store if world_size > 1 else None
-        self._rank, self._world_size, self._turn = rank, world_size, 0
+        self._rank, self._world_size, self._round = rank, world_size, 0
 
     def require(self, facts: Facts) -> None:
-        """Compare a table with rank 0's. All ranks call it, as often as each other.
+        """Compare a table with rank 0's. All ranks call it, equally often.
 
-        Rank 0 waits until the others have agreed; where one has not, its error ends all ranks.
+        Rank 0 waits until the others have agreed; if one does not, its error ends all ranks.
 
         Raises:
-            ConfigError: on a rank whose table is not rank 0's; it names the keys and both values.
+            ConfigError: this rank's table differs from rank 0's; names the keys and both values.
             LaunchError: a rank does not come.
         """
         if self._store is None:
             return
-        self._turn += 1
-        key = f"agreement/{self._turn}"
+        self._round += 1
+        key = f"agreement/{self._round}"
         text = json.dumps(dict(facts), sort_keys=True)
         own_hash = hashlib.sha256(text.encode()).hexdigest()
         try:
@@ -68,31 +67,31 @@ class Agreement:
             theirs = json.loads(self._store.get(f"{key}/facts"))
         except RuntimeError as error:
             awaited = "rank 0" if self._rank else "the others"
-            reason = next(iter(str(error).splitlines()), "")
+            reason = next(iter(str(error).splitlines()), "").rstrip(".")
             raise LaunchError(
-                f"rank {self._rank} waits for {awaited} to say what they were started with: "
-                f"{reason} Look for what holds them up, or raise mesh.setup_timeout"
+                f"rank {self._rank} waited in vain for the job of {awaited}: {reason}. Check why "
+                "they are late, or raise mesh.setup_timeout"
             ) from error
         raise ConfigError(_differences(facts, theirs, self._rank))
 
     def is_first(self, what: str) -> bool:
-        """Whether no other rank has asked the same before."""
+        """Whether this is the first rank that calls it with this argument."""
         return self._store is None or self._store.add(f"first/{what}", 1) == 1
 
     def close(self) -> None:
-        """Let go of the store; ranks that come later agree."""
+        """Release the store; later calls of `require` compare nothing."""
         self._store = None
 
 
 def _differences(mine: Facts, theirs: Facts, rank: int) -> str:
     keys = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
-    said = [
+    parts = [
         f"{key} is {_shown(mine.get(key))} on rank {rank} and {_shown(theirs.get(key))} on rank 0"
         for key in keys[:_SHOWN]
     ]
     more = [f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
     return (
-        f"the ranks were started differently: {'; '.join([*said, *more])}. Start all ranks with "
+        f"the ranks were started differently: {'; '.join([*parts, *more])}. Start all ranks with "
         "the same words, files and packages."
     )
 
@@ -104,7 +103,7 @@ def _shown(value: str | None) -> str:
 
 
 def in_words(value: Any) -> str:
-    """A value of a job in words that are the same in every process: no address is in them."""
+    """Return a value of a job as text that is the same in every process, without addresses."""
     if value is None or isinstance(value, bool | int | float | str):
         return "null" if value is None else str(value)
     if isinstance(value, Mapping):
@@ -123,11 +122,16 @@ def in_words(value: Any) -> str:
 
 
 def flattened(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """The keys of a job, each with the dots that lead to it, and their values in words."""
-    found: dict[str, str] = {}
+    """Return the dotted keys of a job and their values in words.
+
+    Args:
+        tree: the job, or a section of it.
+        above: the dotted prefix of the section's keys.
+    """
+    table: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{above}{key}.")
+            table |= flattened(value, f"{above}{key}.")
         else:
-            found[f"{above}{key}"] = in_words(value)
-    return found
+            table[f"{above}{key}"] = in_words(value)
+    return table

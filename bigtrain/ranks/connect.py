@@ -1,13 +1,14 @@
-"""What this process is among the others: `connect` makes a `RunContext`, everything else gets it.
+"""Connect this process to the other ranks: `connect` makes the `RunContext` of a run.
 
-The context is passed, never global. One process without a launcher has no process group at all,
-and every method still works, so nothing above needs a second path for it.
+The context is passed, never global. One process without a launcher has no process group, and every
+method of its context still works, so that callers need no second path for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import sys
 import warnings
@@ -34,7 +35,6 @@ from bigtrain.devices import (
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.agreement import Agreement, Facts
 from bigtrain.ranks.context import AXES, RunContext, resolve_mesh
-from bigtrain.ranks.cpu_threads import share_cores
 from bigtrain.ranks.exit_status import is_peer_failure
 from bigtrain.ranks.failure_guard import guard_alone, guard_ranks
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
@@ -44,10 +44,10 @@ from bigtrain.recorder.exchanges import read_exchanges, start_recording, watch_m
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.versions.torch_versions import set_timeouts
 
-# Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+"""Variables under which every rank sees only one GPU, as number 0."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""What a launcher hides GPUs by."""
+"""Variables with which a launcher hides GPUs."""
 
 
 @contextlib.contextmanager
@@ -68,78 +68,79 @@ def connect(
 ) -> Iterator[RunContext]:
     """Join the other ranks for the length of a `with` block.
 
-    A rank that fails inside the block ends all ranks: its exception goes on its way, every other
-    rank ends without a traceback, with the same exit status. Leaving by `SystemExit` with 0 or 75
-    is a way to finish, not a failure.
+    A rank that fails inside the block ends all ranks: its exception is raised, every other rank
+    ends without a traceback and with the same exit status. Leaving by `SystemExit` with 0 or 75 is
+    no failure.
 
     Args:
-        placement: where this process stands; see `bigtrain.ranks.launcher_env.detect_rank_info`.
-        device: "auto" is CUDA where there is any.
-        backend: "auto" is torch's own for the device: nccl on CUDA, gloo on the CPU.
+        placement: the rank of this process; see `bigtrain.ranks.launcher_env.detect_rank_info`.
+        device: "auto" is an accelerator if there is one, else the CPU.
+        backend: "auto" is torch's default for the device: nccl on CUDA, gloo on the CPU.
         pp: ranks on the pipeline axis.
-        dp: ranks on the data axis; -1 for what remains.
+        dp: ranks on the data axis; -1 for the remaining ones.
         tp: ranks on the tensor axis.
-        setup_timeout: seconds the ranks wait for each other at the start.
-        timeout: seconds a collective may take afterwards.
+        setup_timeout: seconds that the ranks wait for each other at the start.
+        timeout: seconds that a collective may take afterwards.
         seed: the seed of the run, passed on in the context.
         force_group: make a process group for one process, too.
-        store_path: a file for the ranks of one node to meet in, instead of the launcher's address.
-        facts: what else has to be the same on all ranks, such as the keys of a job.
+        store_path: a file through which the ranks of one node meet, instead of the launcher's
+            address.
+        facts: further values that must be the same on all ranks, such as the keys of a job.
 
     Raises:
-        ConfigError: sizes, device or backend do not fit, or a rank was started with others, or
-            with other facts, than rank 0; before any process group exists.
+        ConfigError: sizes, device or backend do not fit, or differ from rank 0's, or the facts
+            do; raised before any process group exists.
         LaunchError: the ranks did not find each other.
     """
     sizes = resolve_mesh(pp, dp, tp, placement.world_size)
     if min(setup_timeout, timeout) <= 0:
         raise ConfigError(
-            f"mesh.setup_timeout={setup_timeout} and mesh.timeout={timeout} are seconds and must "
-            "be above 0. Use mesh.setup_timeout=300 mesh.timeout=100"
+            f"mesh.setup_timeout={setup_timeout} and mesh.timeout={timeout}: both are seconds and "
+            "must be above 0. Use mesh.setup_timeout=300 mesh.timeout=100"
         )
     if dist.is_initialized():
         raise LaunchError("a process group exists already. Leave the first `connect` block first.")
     rank_device = pick_device(device, placement, os.environ)
     backend_name = pick_backend(backend, rank_device)
     recorder = FlightRecorder(placement.rank, placement.world_size)
-    known: dict[str, Any] = {name: getattr(placement, name) for name in _SHARED_FIELDS}
-    known |= {"device": rank_device, "seed": seed, "recorder": recorder}
+    fields: dict[str, Any] = {name: getattr(placement, name) for name in _SHARED_FIELDS}
+    fields |= {"device": rank_device, "seed": seed, "recorder": recorder}
     if placement.world_size == 1 and not force_group:
         with guard_alone(recorder):
-            yield RunContext(**known, mesh=None)
+            yield RunContext(**fields, mesh=None)
         return
     meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
     agreement = Agreement(meeting.store, placement.rank, placement.world_size)
     guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
-    with _only_group(), guard, _for_a_connection(placement, meeting, agreement):
-        own_facts = _own_facts(sizes, rank_device, backend_name, seed)
-        agreement.require({**own_facts, **facts})
+    with _destroyed_group(), guard, _connection_settings(placement, meeting, agreement):
+        connection_facts = _connection_facts(sizes, rank_device, backend_name, seed)
+        agreement.require({**connection_facts, **facts})
         mesh = _open_mesh(
             placement, meeting, rank_device, backend_name, sizes, setup_timeout, timeout
         )
         recorder.exchanges = read_exchanges
         if mesh.size(AXES.index("pp")) > 1:
             watch_messages(mesh.get_group("pp"), recorder)
-        yield RunContext(**known, mesh=mesh, agreement=agreement)
+        yield RunContext(**fields, mesh=mesh, agreement=agreement)
 
 
 _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launcher")
 
 
 @contextlib.contextmanager
-def _for_a_connection(
+def _connection_settings(
     placement: RankInfo, meeting: Rendezvous, agreement: Agreement
 ) -> Iterator[None]:
-    """What lasts as long as the ranks are connected, beside the guard and the groups."""
-    cores, gloo = share_cores(placement, meeting), _local_gloo(placement)
+    """Set the CPU threads and gloo's interface, and close the agreement, for a connection."""
+    cores, gloo = _share_cores(placement, meeting), _local_gloo(placement)
     with cores, gloo, contextlib.closing(agreement):
         yield
 
 
-def _own_facts(
+def _connection_facts(
     sizes: tuple[int, int, int], device: torch.device, backend: str, seed: int
 ) -> dict[str, str]:
-    """What has to be the same on all ranks before they can join."""
+    """The values that must be the same on all ranks before they can connect."""
     return {
         **{"mesh.pp": str(sizes[0]), "mesh.dp": str(sizes[1]), "mesh.tp": str(sizes[2])},
         "device": device.type,
@@ -156,7 +157,8 @@ def pick_device(
     """Return the device of this rank.
 
     Raises:
-        ConfigError: there is no GPU, or fewer than ranks on this node.
+        ConfigError: the device is unknown, there is no GPU, or there are fewer than ranks on this
+            node.
     """
     if wanted not in ("auto", "cpu", *KINDS):
         kinds = ", ".join(("auto", "cpu", *KINDS))
@@ -182,23 +184,23 @@ def pick_device(
 
 
 def _is_own(name: str, value: str | None) -> bool:
-    """Whether a variable of Slurm says that a rank has GPUs of its own: of resources some do."""
+    """Whether a variable of Slurm means one GPU for each rank; SLURM_TRES_PER_TASK may not."""
     if value is None:
         return False
     return name != "SLURM_TRES_PER_TASK" or "gres/gpu" in value or "gres:gpu" in value
 
 
 def _hidden_by(environ: Mapping[str, str]) -> str:
-    """What keeps others from sight, in words."""
-    found = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
-    return f" to be seen with {' '.join(found)}" if found else ""
+    """The variables that may hide other GPUs, in words; empty if none is set."""
+    variables = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
+    return f" visible with {' '.join(variables)}" if variables else ""
 
 
 def pick_backend(wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
-    """Return the backend of the process group; "auto" is torch's own for the device.
+    """Return the backend of the process group; "auto" is torch's default for the device.
 
     Raises:
-        ConfigError: this torch has not got it, or it does not serve the device.
+        ConfigError: the backend is unknown, not in this torch, or does not support the device.
     """
     if wanted not in ("auto", "gloo", "nccl", "mpi"):
         raise ConfigError(f"mesh.backend={wanted!r} is not known. Use mesh.backend=auto")
@@ -218,18 +220,18 @@ def pick_backend(wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.d
         fallback = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         raise ConfigError(
             f"mesh.backend={wanted} is not in this build of torch {torch.__version__}. "
-            f"mpiexec can start the ranks all the same: use mesh.backend={fallback}"
+            f"mpiexec can start the ranks without it: use mesh.backend={fallback}"
         )
     return wanted
 
 
 def _is_of_device(backend: str) -> bool:
-    """Whether it sends an accelerator's tensors and no others."""
+    """Whether the backend sends an accelerator's tensors and no others."""
     return backend not in ("gloo", "mpi")
 
 
 def _with_host(backend: str, device: torch.device) -> str:
-    """With gloo for what goes from host to host, where the device's own cannot send that."""
+    """The backend, with gloo for tensors on the CPU if the device's backend cannot send them."""
     return f"cpu:gloo,{device.type}:{backend}" if _is_of_device(backend) else backend
 
 
@@ -244,7 +246,7 @@ def _open_mesh(
 ) -> DeviceMesh:
     """Make the process group and the mesh, wait for everyone, then shorten the timeouts."""
     set_current(device)
-    # MPI knows its ranks and brings its own means of meeting.
+    # MPI knows its ranks and needs no store.
     joining: dict[str, Any] = {"timeout": timedelta(seconds=setup_timeout)}
     if backend != "mpi":
         joining |= {
@@ -253,8 +255,8 @@ def _open_mesh(
             "world_size": placement.world_size,
         }
     if _is_of_device(backend) and sizes[0] == 1:
-        # A communicator from the start on. Stages go without: what they send and receive would
-        # share its one stream, in both directions.
+        # Makes the communicator now. Not for stages: their sends and receives would share its one
+        # stream, in both directions.
         joining["device_id"] = device
     start_recording()
     if _is_of_device(backend):
@@ -270,16 +272,16 @@ def _open_mesh(
             raise
         raise _why_not_connected(error, placement, meeting, device, setup_timeout) from error
     if backend != "mpi":
-        # The watch of this rank ends a run that hangs; the backend does where that fails.
+        # The watch of this rank ends a run that hangs; the backend's timeout is for its failure.
         set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout + BACKEND_GRACE_S)
     return mesh
 
 
 def _open_stages_group(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let all stages exchange something first, where messages may be what comes then. Collective.
+    """Do a first exchange between all stages, which makes NCCL's communicator. Collective.
 
-    NCCL makes a group's communicator with the first exchange, for which all of its ranks have to
-    come; messages that begin together, and those of tied parameters, are of a few of them.
+    NCCL makes a group's communicator in the first exchange, in which all of its ranks must take
+    part; messages that begin together, and those of tied parameters, are between few of them.
     """
     if mesh.size(AXES.index("pp")) > 1 and is_accelerator(device):
         dist.all_reduce(torch.zeros((), device=device), group=mesh.get_group("pp"))
@@ -292,28 +294,28 @@ def _why_not_connected(
     device: torch.device,
     waited_s: float,
 ) -> ConfigError | LaunchError:
-    """What to say where a backend could not connect the ranks.
+    """The error to raise if a backend could not connect the ranks.
 
     Args:
-        error: the backend's own.
+        error: the backend's error.
         placement: of this rank.
-        meeting: with what `_tell_device` of each rank has put down.
+        meeting: its store has each rank's `_tell_device`.
         device: of this rank.
-        waited_s: as long as the ranks had.
+        waited_s: the seconds that the ranks had.
     """
     shared = _sharing_ranks(placement, meeting, device)
     first_line = str(error).splitlines()[0]
     if shared is not None:
         return ConfigError(
             f"ranks {shared[0]} and {shared[1]} have the same GPU: {device} of both is one device"
-            f"{_hidden_by(os.environ)}. Give each rank one of its own, start fewer ranks, or set "
-            f"mesh.backend=gloo, by which ranks may share one. The backend said: {first_line}"
+            f"{_hidden_by(os.environ)}. Give each rank another GPU, start fewer ranks, or set "
+            f"mesh.backend=gloo, with which ranks can share one. The backend's error: {first_line}"
         )
     who = f"rank {placement.rank} of {placement.world_size}"
-    if "invalid usage" in first_line:  # NCCL's word for what it refuses at once
+    if "invalid usage" in first_line:  # NCCL refuses a setting at once with these words
         return LaunchError(
             f"{who} could not connect to the others: {first_line} Run again with NCCL_DEBUG=WARN, "
-            "which says what is wrong, or set mesh.backend=gloo"
+            "which prints the cause, or set mesh.backend=gloo"
         )
     return LaunchError(
         f"{who} could not connect to the others within {waited_s:.0f} s: {first_line} "
@@ -322,27 +324,27 @@ def _why_not_connected(
 
 
 def _tell_device(placement: RankInfo, meeting: Rendezvous, device: torch.device) -> None:
-    """Put down which accelerator a rank has, by what tells it from all others."""
+    """Store the identity of this rank's accelerator."""
     meeting.store.set(f"device/{placement.rank}", device_identity(device) or "")
 
 
 def _sharing_ranks(
     placement: RankInfo, meeting: Rendezvous, device: torch.device
 ) -> tuple[int, int] | None:
-    """Two ranks that have one accelerator, of which this is one; None where none are known."""
-    own = device_identity(device)
+    """The numbers of this rank and of another one with the same accelerator; None if unknown."""
+    identity = device_identity(device)
     others = [rank for rank in range(placement.world_size) if rank != placement.rank]
-    with contextlib.suppress(RuntimeError, OSError):  # rank 0 may be gone, and the store with it
-        for rank in others if own else []:
+    with contextlib.suppress(RuntimeError, OSError):  # rank 0, with the store, may have ended
+        for rank in others if identity else []:
             key = f"device/{rank}"
-            if meeting.store.check([key]) and meeting.store.get(key).decode() == own:
+            if meeting.store.check([key]) and meeting.store.get(key).decode() == identity:
                 return min(rank, placement.rank), max(rank, placement.rank)
     return None
 
 
 @contextlib.contextmanager
-def _only_group() -> Iterator[None]:
-    """Destroy the process group at the end, also one that was only half made."""
+def _destroyed_group() -> Iterator[None]:
+    """Destroy the process group at the end of the block, also one that is incomplete."""
     try:
         yield
     except BaseException:
@@ -364,9 +366,9 @@ def _destroy() -> None:
 
 @contextlib.contextmanager
 def _local_gloo(placement: RankInfo) -> Iterator[None]:
-    """Let gloo use the loopback on one node, where by itself it takes what the host's name says.
+    """Let gloo use the loopback on one node; its default is the address of the host's name.
 
-    That may lead nowhere (containers, laptops), or where others can connect.
+    That address may be unreachable (containers, laptops), or open to other machines.
     """
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or not placement.one_node:
@@ -377,3 +379,40 @@ def _local_gloo(placement: RankInfo) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+@contextlib.contextmanager
+def _share_cores(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
+    """Give each rank its share of the node's cores, unless OMP_NUM_THREADS is set.
+
+    mpiexec and srun may have bound each rank to separate cores or all to the same ones: a core that
+    n ranks may use counts as 1/n for each.
+    """
+    ranks = placement.local_world_size
+    if "OMP_NUM_THREADS" in os.environ or ranks == 1 or not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    prefix = f"cores/{os.uname().nodename}"
+    mine = os.sched_getaffinity(0)
+    meeting.store.set(f"{prefix}/{placement.local_rank}", ",".join(map(str, sorted(mine))))
+    users = dict.fromkeys(mine, 0)
+    for other in range(ranks):
+        for core in meeting.store.get(f"{prefix}/{other}").decode().split(","):
+            if int(core) in users:
+                users[int(core)] += 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(thread_share(list(users.values())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def thread_share(users: list[int]) -> int:
+    """Return the threads for one rank.
+
+    Args:
+        users: for each core that this rank may use, the ranks of the node that may use it.
+    """
+    # The small addend is for rounding: three thirds are 0.999... in binary.
+    return max(1, math.floor(sum(1 / number for number in users) + 1e-9))

@@ -1,8 +1,9 @@
-"""How a failure is shown and what the process returns: once, by one rank, with the right status."""
+"""How failures and warnings are printed, by which rank, and the exit status of the process."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -19,16 +21,16 @@ from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start
 from bigtrain.ranks.restart import RestartRequest, restart_process
 
 REQUEUE_STATUS = 75
-"""Exit status of a run that saved and stopped because it was told to; it may be started again."""
+"""Exit status of a run that saved and stopped at a signal; a scheduler may start it again."""
 
-HELD_OPEN: list[Callable[[BaseException], bool]] = []
-"""One for each block of `connect` that is open: tells the other ranks of an error, and returns
-whether this rank is the one to say it. No hook of the interpreter: `init_process_group` has one."""
+OPEN_BLOCKS: list[Callable[[BaseException], bool]] = []
+"""One function for each open block of `connect`: it tells the other ranks of an error, and returns
+whether this rank prints it. An interpreter's hook would not do: `init_process_group` sets one."""
 
 _MOST_SHOWN = 5000
-"""Letters of a message."""
+"""The most characters of a message."""
 _MULTI_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# How gloo, NCCL and the store speak of a peer that is gone or late; they share no exception type.
+# Words of gloo, NCCL and the store about a lost or late peer; they share no exception type.
 _ECHOES = (
     "closed by peer",
     "reset by peer",
@@ -40,11 +42,22 @@ _ECHOES = (
     "socket",
 )
 
+_LIBRARIES = ("transformers", "huggingface_hub", "datasets", "diffusers", "accelerate", "timm")
+"""Libraries whose loggers would print the same warnings on every rank."""
+_VARIABLES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Variables that these libraries read on import; values that the user has set are not replaced."""
+
 
 def exit_status_of(error: BaseException) -> int:
     """Return the exit status of a process that ends with this error.
 
-    2 for the user's input, 130 and 143 for Ctrl-C and SIGTERM, what SystemExit says, else 1.
+    It is 2 for the user's input, 130 and 143 for Ctrl-C and SIGTERM, the code of a SystemExit,
+    and otherwise 1.
     """
     if isinstance(error, BigtrainError):
         return error.exit_status
@@ -58,20 +71,20 @@ def exit_status_of(error: BaseException) -> int:
 
 
 def is_clean_exit(error: BaseException) -> bool:
-    """Whether this is a way to finish, which must not end the other ranks."""
+    """Whether this error is a normal end, which must not end the other ranks."""
     return isinstance(error, SystemExit) and exit_status_of(error) in (0, REQUEUE_STATUS)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether somebody outside stopped the process; then nothing is to be explained."""
+    """Whether a signal stopped the process; then no explanation is printed."""
     stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)
     return isinstance(error, KeyboardInterrupt | SystemExit) and exit_status_of(error) in stopped
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error may be the echo of another rank's end: a collective that broke or timed out.
+    """Whether another rank's end may be the cause: a collective that broke or timed out.
 
-    Only a hint: it decides how long to wait for news of the other ranks, not who is at fault.
+    It is only a hint: it decides how long to wait for the hub, not which rank is at fault.
     """
     if not isinstance(error, RuntimeError | ConnectionError | TimeoutError):
         return False
@@ -80,28 +93,28 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def error_summary(error: BaseException) -> str:
-    """Return type and first line of an error, at most 300 characters."""
+    """Return the type and the first line of an error, at most 300 characters."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def mark_reporting_rank(error: BaseException) -> None:
-    """Note on the error that all ranks have agreed to hear this one; `run_guarded` then says it."""
+    """Mark the error as the one that is printed for all ranks, by `run_guarded`."""
     error.bigtrain_first = True  # type: ignore[attr-defined]
 
 
 def mark_as_echo(error: BaseException) -> None:
-    """Note on a stop that a launcher ends this rank because another one has failed."""
+    """Mark a stop as the launcher's reaction to the failure of another rank."""
     error.bigtrain_echo = True  # type: ignore[attr-defined]
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether somebody outside stopped the run, and not only this rank of one that has failed."""
+    """Whether a signal stopped the run, and not only this rank after the failure of another."""
     return is_interrupt(error) and not hasattr(error, "bigtrain_echo")
 
 
 def write_error_file(error: BaseException) -> None:
-    """Leave the traceback where torchrun's agent looks for it; nothing under other launchers."""
+    """Write the traceback to torchrun's error file; no effect under other launchers."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -110,14 +123,14 @@ def write_error_file(error: BaseException) -> None:
 
 
 def run_guarded(main: Callable[[], int | None]) -> int:
-    """Call `main` and return the exit status, with every failure shown the way it deserves.
+    """Call `main`, print a failure, and return the exit status.
 
-    A `BigtrainError` becomes "bigtrain: ..." without a traceback, said once for all ranks of a
-    node; Ctrl-C and SIGTERM are quiet; anything else keeps its traceback.
+    A `BigtrainError` is printed as "bigtrain: ..." without a traceback, once for all ranks of a
+    node; Ctrl-C and SIGTERM print nothing; other errors are printed with their traceback.
 
-    In the rank that failed first among several, this does not return: the process ends as soon as
-    the failure is shown. Native threads of the broken run can abort the interpreter's own farewell
-    (seen about once in a hundred ends), and the exit status would then be 134.
+    If several ranks run, this does not return in the one that failed first: the process ends as
+    soon as the failure is printed. Native threads of the broken run can abort the interpreter's
+    shutdown (seen in about one of a hundred), and the exit status would then be 134.
 
     Example:
         sys.exit(run_guarded(main))
@@ -150,19 +163,19 @@ def _end_quietly(number: int, _frame: FrameType | None) -> None:
 
 
 def _show(error: BaseException) -> int:
-    """Say what failed, where this rank is the one to say it; return the exit status."""
-    # A block of `connect` that the main function has left open: its other ranks must hear of it.
-    if HELD_OPEN and not hasattr(error, "bigtrain_first"):
-        if not HELD_OPEN[-1](error):
+    """Print the error if this rank is the one to print it; return the exit status."""
+    # If the main function has left a block of `connect` open, the other ranks must be told.
+    if OPEN_BLOCKS and not hasattr(error, "bigtrain_first"):
+        if not OPEN_BLOCKS[-1](error):
             return exit_status_of(error)
         mark_reporting_rank(error)
     if isinstance(error, BigtrainError):
         if getattr(error, "bigtrain_first", False) or is_first_to_report(os.environ):
-            told = error.told if isinstance(error, OutOfMemoryError) else ""
-            rest = _as_shown(error).removeprefix(told).lstrip("\n")
-            sys.stderr.write(f"{rest}\n" if told else f"bigtrain: {rest}\n")
+            printed = error.printed if isinstance(error, OutOfMemoryError) else ""
+            rest = _as_shown(error).removeprefix(printed).lstrip("\n")
+            sys.stderr.write(f"{rest}\n" if printed else f"bigtrain: {rest}\n")
     else:
-        # The frame of run_guarded says nothing to the user.
+        # The frame of run_guarded is of no use to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, shown)
     if getattr(error, "bigtrain_first", False):
@@ -171,7 +184,7 @@ def _show(error: BaseException) -> int:
 
 
 def _as_shown(error: BigtrainError) -> str:
-    """A message as a terminal may be given it, whatever names of the user's are in it."""
+    """The message as printable text, as it may contain any name of the user's."""
     lines = [plain_text(line.replace("\t", " "), len(line) * 10) for line in str(error).split("\n")]
     text = "\n".join(lines)
     if len(text) <= _MOST_SHOWN:
@@ -180,10 +193,10 @@ def _as_shown(error: BigtrainError) -> str:
 
 
 def is_first_to_report(environ: Mapping[str, str]) -> bool:
-    """Whether this rank is the first of its launch on this node to ask.
+    """Whether this rank is the first of its launch on this node to call this function.
 
-    Before the ranks are connected all of them find the same fault in the user's input; a file
-    made by the first one keeps the others quiet, under every launcher.
+    Before the ranks are connected, all of them find the same fault in the user's input. The first
+    one makes a file, and the others then print nothing, under every launcher.
     """
     if environ.get("WORLD_SIZE") == "1" or not (
         any(name in environ for name in _MULTI_RANK_VARIABLES) or in_slurm_step(environ)
@@ -194,16 +207,16 @@ def is_first_to_report(environ: Mapping[str, str]) -> bool:
         for old in folder.glob("bigtrain-*.said"):
             if old.stat().st_uid == os.getuid() and old.stat().st_mtime < time.time() - 3600:
                 old.unlink(missing_ok=True)
-    said = folder / f"bigtrain-{launch_key(environ)}.said"
+    mark = folder / f"bigtrain-{launch_key(environ)}.said"
     try:
-        # Ranks started by hand have one shell as their parent, launch after launch. What was said
-        # before this process began was said of an earlier one.
-        if said.stat().st_mtime < process_start_time() - 1:
-            said.unlink()
+        # Ranks started by hand have the same shell as their parent in every launch. A file that is
+        # older than this process is of an earlier launch.
+        if mark.stat().st_mtime < process_start_time() - 1:
+            mark.unlink()
     except OSError:
         pass
     try:
-        said.touch(exist_ok=False)
+        mark.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -212,8 +225,8 @@ def is_first_to_report(environ: Mapping[str, str]) -> bool:
 
 
 def exit_process(status: int) -> None:
-    """End this process from any thread, with what it has printed, whatever the main thread does."""
-    # The blocked main thread may hold the lock of a stream: flushing gets a second, no more.
+    """Flush the streams and end this process, from any thread, whatever the main thread does."""
+    # A blocked main thread may hold the lock of a stream, so flushing may take one second at most.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(1.0)
@@ -224,3 +237,21 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def warn_on_rank_0(rank: int) -> None:
+    """Suppress warnings on all ranks except rank 0; errors are never suppressed.
+
+    Nothing is changed if the user has configured warnings (`python -W`, PYTHONWARNINGS).
+
+    Args:
+        rank: the rank of this process.
+    """
+    if rank == 0 or sys.warnoptions:
+        return
+    for kind in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", kind)
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)

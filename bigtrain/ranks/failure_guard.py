@@ -1,4 +1,4 @@
-"""One rank's failure ends all ranks, and only that rank's traceback is seen."""
+"""The failure of one rank ends all ranks, and only that rank shows a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from bigtrain.errors import NonFiniteError, OutOfMemoryError
 from bigtrain.ranks.exit_status import (
-    HELD_OPEN,
+    OPEN_BLOCKS,
     error_summary,
     exit_process,
     exit_status_of,
@@ -37,13 +37,15 @@ from bigtrain.ranks.restart import RestartRequest, left_behind
 from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
-# A peer's death is known within milliseconds of the collective that broke by it.
 _ECHO_PATIENCE_S = 3.0
-# Python runs a signal's handler in the main thread; one that has not run by then is blocked.
+"""Seconds to wait for the hub's message after a collective broke: it comes within milliseconds if
+a peer died."""
 _SIGNAL_PATIENCE_S = 3.0
+"""Seconds in which a signal's handler, which Python runs in the main thread, must have run;
+otherwise the main thread is blocked."""
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-# The failing rank prints, cleans up and goes; what then still holds it up is cut off.
 _FINISH_S = 20.0
+"""Seconds in which the failing rank prints, cleans up and exits, before it is ended."""
 
 
 @contextlib.contextmanager
@@ -54,23 +56,23 @@ def guard_ranks(
     *,
     timeout_s: float = math.inf,
 ) -> Iterator[None]:
-    """Watch over the ranks for the length of a `with` block.
+    """Guard the ranks for the length of a `with` block.
 
-    In the rank that fails first the exception goes on. Every other rank ends quietly with the
-    same exit status, wherever its main thread is.
+    In the rank that fails first the exception is raised. Every other rank ends without a message
+    and with the same exit status, whatever its main thread does.
 
     Args:
-        placement: where this process stands.
-        meeting: where the ranks find the hub.
-        recorder: knows where this rank is.
-        timeout_s: seconds a rank may wait for an exchange.
+        placement: the rank of this process.
+        meeting: its store has the address of the hub.
+        recorder: records the events of this rank.
+        timeout_s: seconds that a rank may wait for an exchange.
     """
     if placement.world_size == 1:
         with guard_alone(recorder):
             yield
         return
     watch = _connect_listener(placement, meeting, recorder)
-    # Signals outermost: a launcher ends the ranks that are left while they still report.
+    # Signals are outermost: a launcher ends the remaining ranks while they still report.
     hangs = watch_for_hangs(watch, recorder, timeout_s)
     with _signals(watch), _reported(watch), _last_words(watch), hangs:
         yield
@@ -78,12 +80,12 @@ def guard_ranks(
 
 @contextlib.contextmanager
 def _reported(watch: FailureListener | None) -> Iterator[None]:
-    """Tell the others how the block is left, and end quietly where one of them was first."""
+    """Report how the block is left, and end without a message if another rank failed first."""
     try:
         yield
     except GeneratorExit:
-        # Nobody left the block. At the interpreter's end `_last_words` has spoken already, and no
-        # thread can be started any more.
+        # The block was not left. At the interpreter's end `_last_words` has reported already, and
+        # no thread can be started.
         if not sys.is_finalizing():
             _close(watch)
         raise
@@ -115,7 +117,7 @@ def _reported(watch: FailureListener | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard_alone(recorder: FlightRecorder) -> Iterator[None]:
-    """Leave the flight recorder's page where a run of one process fails inside the block."""
+    """Write the flight recorder's page if a run of one process fails inside the block."""
     try:
         with _shown_on_signal(recorder):
             yield
@@ -129,7 +131,7 @@ def guard_alone(recorder: FlightRecorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shown_on_signal(recorder: FlightRecorder) -> Iterator[None]:
-    """Show the page on SIGUSR2, where nobody else handles it."""
+    """Show the page on SIGUSR2, unless the signal has another handler."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
         yield
@@ -152,16 +154,16 @@ def _shown_on_signal(recorder: FlightRecorder) -> Iterator[None]:
 def _connect_listener(
     placement: RankInfo, meeting: Rendezvous, recorder: FlightRecorder
 ) -> FailureListener | None:
-    """Connect to the hub; None where a firewall is between, then only the collectives tell."""
+    """Connect to the hub; None if a firewall blocks it: then only collectives notice a failure."""
     if placement.rank == 0:
         hub = FailureHub(
             one_node=placement.one_node, token=meeting.secret, world_size=placement.world_size
         )
-        # Everybody who reaches the store can read it: with a secret the token is not in it.
-        told = "" if meeting.secret else hub.token
-        meeting.store.set("hub", f"{hub.port} {told}")
-    port, _, told = meeting.store.get("hub").decode().partition(" ")
-    token = meeting.secret or told
+        # Every program that reaches the store can read it: a secret token is not stored there.
+        open_token = "" if meeting.secret else hub.token
+        meeting.store.set("hub", f"{hub.port} {open_token}")
+    port, _, open_token = meeting.store.get("hub").decode().partition(" ")
+    token = meeting.secret or open_token
     host = "127.0.0.1" if placement.one_node or placement.rank == 0 else meeting.host
     try:
         return FailureListener(host, int(port), token, placement.rank, recorder)
@@ -170,7 +172,7 @@ def _connect_listener(
 
 
 def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | None:
-    """Tell the others; return why the run had ended before, None where this rank is the first."""
+    """Tell the others; return why the run had ended before, None if this rank is the first."""
     if watch is None:
         return None
     is_echo = is_peer_failure(error)
@@ -186,7 +188,7 @@ def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | Non
 
 
 def _ask_for_restart(watch: FailureListener | None, error: RestartRequest) -> None:
-    """Have all ranks begin anew; not where the run has ended already, or nobody can be told."""
+    """Let all ranks restart, unless the run has ended already or the others cannot be told."""
     if watch is None:
         text = f"{error}, but the other ranks cannot be told: no connection to rank 0's host"
         failure = OutOfMemoryError(text)
@@ -206,7 +208,7 @@ def _close(watch: FailureListener | None) -> None:
 
 @contextlib.contextmanager
 def _last_words(watch: FailureListener | None) -> Iterator[None]:
-    """Speak for a block that nobody leaves: a library's user may hold it open to the very end."""
+    """Report an error while the block is open at the end of the program, as in a user's script."""
     if watch is None:
         yield
         return
@@ -223,13 +225,13 @@ def _last_words(watch: FailureListener | None) -> Iterator[None]:
         if speaks(error):
             previous_hook(kind, error, trace)
 
-    HELD_OPEN.append(speaks)  # `run_guarded` lets nothing come to a hook
+    OPEN_BLOCKS.append(speaks)  # under `run_guarded` no error reaches the hook
     sys.excepthook = show
     atexit.register(watch.close)
     try:
         yield
     finally:
-        HELD_OPEN.remove(speaks)
+        OPEN_BLOCKS.remove(speaks)
         atexit.unregister(watch.close)
         if sys.excepthook is show:
             sys.excepthook = previous_hook
@@ -245,11 +247,11 @@ def _end_later(status: int) -> None:
 
 @contextlib.contextmanager
 def _signals(watch: FailureListener | None) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a rank that is blocked, and end it as a stop, not as a loss.
+    """Let Ctrl-C and SIGTERM end a blocked rank, and report a stop instead of a loss.
 
-    A handler in Python waits until the main thread runs Python again, in a collective that is
-    never. The interpreter writes the number of a signal to a socket at once, though, and a thread
-    reads it there. Handlers that somebody else installed are left alone, before and after.
+    A Python handler runs only when the main thread runs Python again, which in a collective may be
+    never. But the interpreter writes the number of a signal to a socket at once, and a thread reads
+    it there. Handlers that other code installed are not replaced, before or after.
     """
     if watch is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -276,7 +278,7 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
             _end_blocked(watch, status)
 
     def forward_signals() -> None:
-        # This thread may outlive the process groups: it keeps no handler, which may have them.
+        # This thread may outlive the process groups, so it must not refer to a handler with them.
         while number := reader.recv(1):
             forward(number[0])
 
@@ -295,14 +297,14 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
 
 
 def _end_blocked(watch: FailureListener, status: int) -> None:
-    """End a rank whose main thread is blocked; rank 0 says what that thread cannot say."""
+    """End a rank whose main thread is blocked; rank 0 prints the message of that thread."""
     if watch.rank == 0:
         sys.stderr.write(f"bigtrain: {left_behind(watch.recorder.folder)}\n")
     exit_process(status)
 
 
 def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | None], Any]]:
-    """Install a handler for each signal that has its usual one."""
+    """Install a handler for each signal that has its default one."""
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         handled.set()
@@ -313,7 +315,7 @@ def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | N
         raise SystemExit(128 + number)
 
     def on_question(_number: int, _frame: FrameType | None) -> None:
-        """The thread that reads the signals asks for the page; nothing ends."""
+        """Do nothing: the thread that reads the signals asks for the page."""
 
     installed: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,12 +1,12 @@
-"""Every rank learns within moments that another one failed, was killed, or was stopped.
+"""Tells every rank within moments that another one failed, was killed, or was stopped.
 
-A collective tells it late or never: a rank that computes, sleeps or waits for a file notices
-nothing, and some launchers (srun by default) leave the others running. So every rank keeps one
-connection to a small hub beside rank 0. A rank that fails says so; where a rank is killed the
-kernel closes its connection for it. Nothing is polled and no heartbeat can be late, so a rank
-that is merely busy is never taken for a dead one.
+A collective notices it late or never: not while a rank computes, sleeps or waits for a file; and
+some launchers (srun by default) leave the other ranks running. So every rank has a connection to a
+small hub in the process of rank 0. A rank that fails reports it there; if a rank is killed, the
+kernel closes its connection. There is no polling and no heartbeat that could be late, so a rank
+that is only busy is never taken for dead.
 
-The hub also decides who speaks: the first to report keeps its own traceback, all others end
+The hub also decides which rank prints: the first to report shows its traceback, all others end
 without one.
 """
 
@@ -33,39 +33,41 @@ from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.status_query import StatusGather, StatusQueries, read_message, send_message
 
-# A rank that must end leaves the failing one this long to print and to exit first: launchers
-# name the first rank that exits as the culprit, and look about once a second.
 PRINT_GRACE_S = 3.0
-# What a main thread that is already on its way out gets before the process is ended for it.
+"""Seconds that other ranks wait so that the failing one prints and exits first: launchers name the
+first rank that exits as the culprit, and look about once a second."""
 EXIT_GRACE_S = 10.0
+"""Further seconds for a main thread that is already exiting, before the process is ended."""
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
-# Without the hub, within this time the ranks that are left notice, by their own watches or by their
-# connections to it, and leave their records: long enough for a machine that is busy.
 _MOMENT_S = 1.5
-# Only of a failure the ranks are asked where they were, not of a stop, a restart or wrong input.
+"""Seconds in which, without the hub, the remaining ranks notice its end and write their records;
+long enough for a busy machine."""
 _FAILED = 1
-# Bytes that a stranger may send without the end of a line.
+"""The exit status of a failure: only then are ranks asked for their records, and not after a stop,
+a restart or wrong input."""
 _LONGEST_HELLO = 4096
-# Connections, beyond those of the ranks, that have not said yet who they are.
+"""The most bytes that an unknown peer may send without the end of a line."""
 _MOST_STRANGERS = 64
+"""The most connections, in addition to those of the ranks, that have not identified themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Why the run ends: what the first rank reported, or that one was lost."""
+    """Why the run ends: the report of the first rank that failed, or the loss of a rank."""
 
     rank: int
+    """The rank that failed or was lost."""
     text: str
-    """One line; empty where nothing is to be said."""
+    """One line; empty if there is nothing to print."""
     status: int
-    """Exit status for all other ranks."""
+    """The exit status of all other ranks."""
     speaker: int = -1
-    """The rank that prints the line; -1 where the failing rank speaks for itself."""
+    """The rank that prints the line; -1 if the failing rank prints its own message."""
 
 
 def lost_rank_message(rank: int, lost: int, names: Sequence[str] = ()) -> str:
-    """Return what a survivor says when a rank ended without a word."""
+    """Return the line that a remaining rank prints if another one ended without a message."""
     return (
         f"bigtrain: rank {rank} lost {rank_name(lost, names)}: it ended without a message "
         "(killed by the system? exit status -9 or 137 means that host memory ran out; "
@@ -74,7 +76,7 @@ def lost_rank_message(rank: int, lost: int, names: Sequence[str] = ()) -> str:
 
 
 def _watchdog() -> str:
-    # A rank has loaded torch; who starts ranks has not.
+    # A rank has loaded torch; the process that starts ranks has not.
     from bigtrain.devices import accelerator
 
     if accelerator() is None:
@@ -86,15 +88,15 @@ def _watchdog() -> str:
 
 
 class FailureHub:
-    """The hub beside rank 0: one daemon thread, one connection for each rank."""
+    """The hub in the process of rank 0: one daemon thread, one connection for each rank."""
 
     def __init__(self, *, one_node: bool, token: str = "", world_size: int = 1) -> None:
         """Listen on a free port.
 
         Args:
             one_node: listen on the loopback only.
-            token: what a rank has to say; left out, one is made.
-            world_size: ranks that will come.
+            token: the secret that a rank must send; empty for a new one.
+            world_size: the number of ranks that will connect.
         """
         if one_node:
             self._server = socket.create_server(("127.0.0.1", 0))
@@ -105,7 +107,7 @@ class FailureHub:
         else:
             self._server = socket.create_server(("", 0))
         self.port: int = self._server.getsockname()[1]
-        # A stranger on the network who finds the port can say nothing without it.
+        # Another program on the network that finds the port cannot give orders without it.
         self.token = token or secrets.token_hex(16)
         self._most_strangers = world_size + _MOST_STRANGERS
         self._ending: RunEnd | None = None
@@ -114,8 +116,8 @@ class FailureHub:
         self._left: set[int] = set()
         self._spare: set[int] = set()
         self._names: list[str] = []
-        self._inquiries = StatusQueries()
-        self._roll = StatusGather()
+        self._queries = StatusQueries()
+        self._silence = StatusGather()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
@@ -123,30 +125,28 @@ class FailureHub:
     def _serve(self) -> None:
         # Once rank 0 has left, the thread ends with the last connection.
         while 0 not in self._left or self._buffers:
-            for key, _ in self._selector.select(self._inquiries.patience_s()):
+            for key, _ in self._selector.select(self._queries.patience_s()):
                 if key.fileobj is self._server:
-                    with contextlib.suppress(OSError):  # whoever knocked has gone already
+                    with contextlib.suppress(OSError):  # the peer has closed it already
                         self._accept(self._server.accept()[0])
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
-            self._inquiries.finish_due()
+            self._queries.finish_due()
         self._selector.close()
         self._server.close()
 
     def _accept(self, connection: socket.socket) -> None:
-        """Hear whoever knocks, but only so many at a time who do not say who they are."""
+        """Accept a connection; of too many unidentified ones the oldest is dropped."""
         strangers = [other for other in self._buffers if other not in self._ranks]
         if len(strangers) >= self._most_strangers:
             self._drop(strangers[0])
         self._buffers[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _inquire(
-        self, finish: Callable[[dict[int, Record]], None], known: dict[int, Record]
-    ) -> None:
-        """Ask all ranks but those whose record is known where they are, then call `finish`."""
+    def _query(self, finish: Callable[[dict[int, Record]], None], known: dict[int, Record]) -> None:
+        """Ask all ranks without a known record for theirs, then call `finish` with all records."""
         asked = [c for c, r in self._ranks.items() if r not in known and r not in self._left]
-        self._inquiries.begin(asked, known, finish)
+        self._queries.begin(asked, known, finish)
         for connection in asked:
             send_message(connection, kind="records?")
 
@@ -174,25 +174,25 @@ class FailureHub:
             self._introduce(connection, message)
         elif kind == "bye":
             self._left.add(self._ranks[connection])
-            self._inquiries.give_up(connection)
-            self._roll.hear(self._ranks[connection])
+            self._queries.give_up(connection)
+            self._silence.hear(self._ranks[connection])
             if self._ranks[connection] == 0:
-                # The hub ends with rank 0's process; that must not look like a loss.
+                # The hub ends with rank 0's process, which must not look like the loss of rank 0.
                 for other in self._ranks:
                     send_message(other, kind="unwatched")
             send_message(connection, kind="ok")
         elif kind == "record":
-            self._inquiries.answer(connection, self._ranks[connection], message["record"])
+            self._queries.answer(connection, self._ranks[connection], message["record"])
         elif kind == "here":
-            self._roll.hear(self._ranks[connection])
+            self._silence.hear(self._ranks[connection])
         elif kind == "spare":
             self._spare, self._names = set(message["ranks"]), message["names"]
         elif kind == "roll":
-            here = {c: rank for c, rank in self._ranks.items() if rank not in self._left}
-            rounds = self._roll.call(here, float(message["period_s"]))
+            present = {c: rank for c, rank in self._ranks.items() if rank not in self._left}
+            rounds = self._silence.call(present, float(message["period_s"]))
             send_message(connection, kind="silence", rounds=rounds)
         elif kind == "show":
-            self._inquire(
+            self._query(
                 lambda records: send_message(connection, kind="records", records=records), {}
             )
         elif kind == "end":
@@ -201,7 +201,7 @@ class FailureHub:
                 ending = RunEnd(rank, message["text"], int(message["status"]))
                 self._end(ending, connection, message.get("record"))
                 return
-            # A rank may say it twice, from its signal thread and from its main thread.
+            # A rank may report twice, from its signal thread and from its main thread.
             send_message(connection, kind="verdict", first=self._ending.rank == rank)
 
     def _introduce(self, connection: socket.socket, message: dict[str, Any]) -> None:
@@ -219,27 +219,26 @@ class FailureHub:
     def _closed(self, connection: socket.socket) -> None:
         rank = self._ranks.get(connection)
         self._drop(connection)
-        self._inquiries.give_up(connection)
+        self._queries.give_up(connection)
         if rank is None or rank in self._left or self._ending:
             return
         if rank in self._spare:
             self._left.add(rank)
-            self._roll.hear(rank)
+            self._silence.hear(rank)
             for other in self._ranks:
                 send_message(other, kind="lost", rank=rank)
             return
         self._ending = RunEnd(rank, "", _FAILED)
 
         def tell(records: dict[int, Record]) -> None:
-            here = [r for r in self._ranks.values() if r not in self._left]
-            # Who has answered can speak; who has not may be stopped.
-            speaker = min((r for r in here if r in records), default=min(here, default=-1))
+            present = [r for r in self._ranks.values() if r not in self._left]
+            # A rank that has answered can print; one that has not may be stopped.
+            speaker = min((r for r in present if r in records), default=min(present, default=-1))
             text = lost_rank_message(speaker, rank, self._names)
-            said = RunEnd(rank, text, _FAILED, speaker)
-            self._ending = said
-            self._tell(said, None, records)
+            self._ending = RunEnd(rank, text, _FAILED, speaker)
+            self._tell(self._ending, None, records)
 
-        self._inquire(tell, {})
+        self._query(tell, {})
 
     def _end(self, ending: RunEnd, reporter: socket.socket, record: Record | None) -> None:
         self._ending = ending
@@ -247,16 +246,16 @@ class FailureHub:
             self._tell(ending, reporter, {})
             return
         known = {} if record is None else {ending.rank: record}
-        self._inquire(lambda records: self._tell(ending, reporter, records), known)
+        self._query(lambda records: self._tell(ending, reporter, records), known)
 
     def _tell(
         self, ending: RunEnd, reporter: socket.socket | None, records: dict[int, Record]
     ) -> None:
-        """Tell all ranks why the run ends, and the one that speaks where all were."""
+        """Tell all ranks why the run ends; the one that prints also gets the records."""
         for connection, rank in self._ranks.items():
             if connection is not reporter:
-                heard = records if rank == ending.speaker else {}
-                send_message(connection, kind="end", records=heard, **asdict(ending))
+                their_records = records if rank == ending.speaker else {}
+                send_message(connection, kind="end", records=their_records, **asdict(ending))
         if reporter is not None:
             send_message(reporter, kind="verdict", first=True, records=records)
 
@@ -268,7 +267,7 @@ class FailureHub:
 
 
 class FailureListener:
-    """One rank's connection to the hub, and the thread that ends this process when it must."""
+    """One rank's connection to the hub, and the thread that ends this process if it must end."""
 
     def __init__(
         self,
@@ -281,11 +280,11 @@ class FailureListener:
         """Connect and start the thread.
 
         Args:
-            host: where the hub listens.
+            host: the hub's host.
             port: the hub's port.
             token: the hub's secret.
             rank: the rank of this process.
-            recorder: knows where this rank is, when the hub asks.
+            recorder: has this rank's record, for which the hub may ask.
 
         Raises:
             OSError: the hub cannot be reached.
@@ -293,7 +292,7 @@ class FailureListener:
         self.rank = rank
         self.ending: RunEnd | None = None
         self.records: dict[int, Record] = {}
-        """Where the ranks were that have answered, once the run has ended by this one."""
+        """The records of the ranks that have answered, once this rank has ended the run."""
         self.recorder = recorder or FlightRecorder(rank)
         self.recorder.lost_ranks.tell = self._say
         self._sending = threading.Lock()
@@ -312,25 +311,25 @@ class FailureListener:
         self._reply()
 
     def report(self, text: str, status: int, *, patience_s: float = 0.0) -> RunEnd | None:
-        """Say that this rank ends the run.
+        """Report that this rank ends the run.
 
         Args:
             text: one line, for the others.
-            status: the exit status the others end with.
-            patience_s: seconds to wait first for news of another rank. A broken collective is
-                most often the echo of a rank that died, and its news are a moment behind.
+            status: the exit status of the others.
+            patience_s: seconds to wait first for a report of another rank. A collective mostly
+                breaks because a rank died, and the hub's message about it comes a moment later.
 
         Returns:
-            None where this rank was the first and speaks; otherwise why the run had already ended.
+            None if this rank was the first and prints its error; otherwise why the run had ended.
         """
         if self._ended.wait(patience_s):
-            return self.ending  # heard already; the hub may be gone by now
+            return self.ending  # known already; the hub may have ended by now
         record = self.recorder.record() if status == _FAILED else None
         self._say(kind="end", text=text, status=status, record=record)
         reply = self._reply()
         if reply.get("first", True):
             self.records = _by_rank(reply.get("records", {}))
-            if status == _FAILED and not reply:  # the hub is silent, or it has just ended
+            if status == _FAILED and not reply:  # the hub does not answer, or has just ended
                 if self.ending is not None:
                     return self.ending
                 self.records = records_by_files(self.recorder, _MOMENT_S)
@@ -341,34 +340,34 @@ class FailureListener:
         return self.ending
 
     def grace(self) -> None:
-        """Give the failing rank its time, then return so that this process ends by itself."""
+        """Wait so that the failing rank can print and exit first; then this process exits."""
         self._leaving.set()
         threading.Event().wait(PRINT_GRACE_S)
 
     def ask(self) -> None:
-        """Have the hub ask all ranks where they are; this one then shows the page."""
+        """Let the hub ask all ranks for their records; this rank then shows the page."""
         self._say(kind="show")
 
     def silent_rank(self, period_s: float) -> tuple[int, float] | None:
-        """Have the hub ask all ranks whether they are there; for a thread that does so regularly.
+        """Let the hub ask all ranks for a sign of life; a thread calls it regularly.
 
         Args:
             period_s: seconds between two calls.
 
         Returns:
-            The rank that has not answered for longest, and for how many seconds at least. A rank
-            that is busy or waits answers all the same: a thread of it does.
+            The rank that has been silent for longest, and for how many seconds at least; None if
+            all answer. A rank that is busy or waits still answers, by another thread.
         """
         if self._unwatched or self._closing.is_set() or self.ending:
             return None
         rounds = {**self._rounds, 0: max(self._rounds.get(0, 0), self._unheard)}
-        self._unheard += 1  # until the hub, which is in rank 0, says something
+        self._unheard += 1  # reset by the next message of the hub, which is in rank 0
         self._say(kind="roll", period_s=period_s)
         rank = max(rounds, key=rounds.__getitem__)
         return (rank, (rounds[rank] - 1) * period_s) if rounds[rank] > 1 else None
 
     def close(self) -> None:
-        """Take leave in good order: from here on the end of this process is no news."""
+        """Leave the hub: after this the end of this process is no loss of a rank."""
         self._closing.set()
         self._say(kind="bye")
         self._reply()
@@ -379,7 +378,7 @@ class FailureListener:
         self._socket.close()
 
     def _say(self, **message: Any) -> None:
-        # The main thread and the one that listens both speak.
+        # Both the main thread and the listening thread send.
         with self._sending:
             send_message(self._socket, **message)
 
@@ -405,8 +404,8 @@ class FailureListener:
         if not (self._unwatched or self._closing.is_set() or self.ending):
             text = lost_rank_message(self.rank, 0, self.recorder.lost_ranks.names)
             self._end(RunEnd(0, text, _FAILED, self.rank), {})
-            # Launchers end this process at once, and it is to wait for its page: no daemon, as a
-            # thread that a daemon starts is by itself.
+            # Launchers end this process at once, and it must wait for its page. A thread that a
+            # daemon thread starts is a daemon by default.
             threading.Thread(target=self._show_without_hub, daemon=False).start()
 
     def _hear(self, message: dict[str, Any]) -> None:
@@ -435,10 +434,10 @@ class FailureListener:
             show_page(self.recorder, records, Cause("lost", 0))
 
     def _end(self, ending: RunEnd, records: dict[int, Record]) -> None:
-        """Take note, speak where it is this rank's turn, and see that the process ends."""
+        """Record why the run ends, print it if this rank is the speaker, and end the process."""
         self.ending = ending
         if ending.status == RESTART_STATUS:
-            restart_process(ending.text, relays=self.rank == 0)
+            restart_process(ending.text, has_hub=self.rank == 0)
         if ending.speaker == self.rank and not self._closing.is_set():
             sys.stderr.write(ending.text + "\n")
             if records:
@@ -449,8 +448,8 @@ class FailureListener:
         ).start()
 
     def _enforce(self, ending: RunEnd) -> None:
-        # The main thread may sit in a collective, a system call or a long kernel, where no
-        # exception reaches it: after its time the process ends from here.
+        # The main thread may be in a collective, a system call or a long kernel, where no
+        # exception reaches it: after the grace period this thread ends the process.
         threading.Event().wait(PRINT_GRACE_S)
         if self._leaving.is_set():
             threading.Event().wait(EXIT_GRACE_S)
@@ -459,5 +458,5 @@ class FailureListener:
 
 
 def _by_rank(values: dict[str, Any]) -> dict[int, Any]:
-    """JSON has made text of the ranks."""
+    """The values by rank as a number: keys of JSON are text."""
     return {int(rank): value for rank, value in values.items()}

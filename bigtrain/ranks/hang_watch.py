@@ -1,11 +1,11 @@
-"""A rank that waits too long for another says so itself, whatever the backend would do.
+"""Ends a run in which a rank waits too long for another, and names the rank that did not come.
 
-gloo raises in the waiting rank, NCCL's watchdog aborts the process: neither says who did not come.
-So this watch comes before them, while the main threads still stand where they wait. It looks only
-where nothing has happened for as long as an exchange may take, so a run that works pays nothing.
+On a timeout gloo raises in the waiting rank, and NCCL's watchdog aborts the process: neither names
+the missing rank. So this watch acts earlier, while the main threads are still where they wait. It
+reads the record only after `mesh.timeout` without an event, so that a healthy run pays nothing.
 
-Some exchanges may take hours: a checkpoint on a slow disk, a download. A rank that works at that
-answers when it is called, by a thread of its own; one that does not for `mesh.timeout` is stopped.
+Some exchanges may take hours: a checkpoint on a slow disk, a download. A busy rank still answers
+calls by another thread; a rank that does not answer for `mesh.timeout` is taken for stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.waiting import Wait, wait_of
 
 BACKEND_GRACE_S = 10.0
-"""How much later than this watch the backend itself breaks off."""
+"""Seconds after this watch at which the backend's timeout comes."""
 _LOOK_S = 1.0
 
 
@@ -30,12 +30,12 @@ _LOOK_S = 1.0
 def watch_for_hangs(
     listener: FailureListener | None, recorder: FlightRecorder, timeout_s: float
 ) -> Iterator[None]:
-    """End the run where this rank waits for an exchange for longer than that, inside the block.
+    """End the run if this rank waits too long for an exchange inside the block.
 
     Args:
-        listener: tells the others; without one nobody watches.
-        recorder: knows what this rank waits for.
-        timeout_s: seconds an exchange may take, without those that have a patience of their own.
+        listener: tells the other ranks; without one there is no watch.
+        recorder: has the exchange that this rank waits for.
+        timeout_s: seconds that an exchange may take, if it has no longer timeout.
     """
     if listener is None:
         yield
@@ -48,7 +48,7 @@ def watch_for_hangs(
             if recorder.idle_s < timeout_s:
                 pause = shortest
                 continue
-            # Nothing happens, and yet nobody may be waited for, as while a checkpoint is written.
+            # Without events the rank may still not wait, as while it writes a checkpoint.
             silent, pause = listener.silent_rank(pause), max(shortest, timeout_s / 10)
             text = _overdue_words(recorder, timeout_s, silent)
             if text and not over.is_set():
@@ -62,16 +62,16 @@ def watch_for_hangs(
 
 
 def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
-    """What this rank waits for, where it has waited and done nothing else for so many seconds."""
+    """Return the exchange that this rank has waited for during the last `timeout_s`, if any."""
     if recorder.idle_s < timeout_s:
         return None
     try:
         wait = wait_of(recorder.record())
-    except Exception:  # torch's own record changes from version to version
+    except Exception:  # the format of torch's record differs between versions
         return None
     if wait is None:
         return None
-    # Of a message that torch did not record there is no other time than the run's.
+    # A message that torch did not record has only the run's timeout.
     allowed = max(timeout_s, wait.timeout_s - BACKEND_GRACE_S)
     return wait if wait.seconds >= allowed else None
 
@@ -79,7 +79,7 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
 def _overdue_words(
     recorder: FlightRecorder, timeout_s: float, silent: tuple[int, float] | None
 ) -> str:
-    """Why the run is to end; empty where it is not."""
+    """Why the run must end; empty if it need not."""
     wait = overdue(recorder, timeout_s)
     if wait is not None:
         return f"rank {wait.rank} waited {wait.seconds:.0f} s for {wait.kind} (mesh.timeout)"
@@ -93,14 +93,14 @@ def _overdue_words(
 
 def _end(listener: FailureListener, recorder: FlightRecorder, text: str, timeout_s: float) -> None:
     if listener.report(text, 1) is not None:
-        if listener.ending is None:  # the hub is silent, and another rank speaks
+        if listener.ending is None:  # the hub does not answer, and another rank prints the page
             listener.grace()
             exit_process(1)
-        return  # another rank was first, and the hub ends this process
+        return  # another rank reported first, and the listener ends this process
     page = show_page(recorder, listener.records, Cause("waited", recorder.rank, text))
     write_error_file(
         LaunchError(
-            f"{page.headline}. Where that may take longer than {timeout_s:.0f} s, set mesh.timeout"
+            f"{page.headline}. If that may take longer than {timeout_s:.0f} s, set mesh.timeout"
         )
     )
     exit_process(1)

@@ -1,8 +1,8 @@
 """Start the ranks of one node without any launcher's command line: `bigtrain train -n N`.
 
-The ranks are plain processes of this one, which waits for them, passes signals on, and where ranks
-die starts all of them again (`--restarts`), on fewer where one is gone for good (`--min-ranks`).
-Nothing here imports torch.
+The ranks are child processes of this one, which waits for them and forwards signals. If a rank
+dies, it starts all of them again (`--restarts`), and if one is gone for good, fewer of them
+(`--min-ranks`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote, left_behi
 from bigtrain.units import MIB, format_bytes
 
 RANK_BYTES = 350 * MIB
-"""Of a rank alone, measured with torch 2.14 on a CPU; what processes share is not counted."""
+"""Bytes of a rank without a model, measured with torch 2.14 on a CPU, without shared pages."""
 MAX_RANKS_A_CORE = 16
 SAVE_S = 600.0
-"""Seconds that ranks get to finish a step and save after SIGTERM or Ctrl-C, before SIGKILL."""
-# Seconds for the other ranks to end after one has failed, before SIGKILL.
+"""Seconds in which ranks must finish a step and save after SIGTERM or Ctrl-C, before SIGKILL."""
 _SHUTDOWN_S = 15.0
+"""Seconds in which the other ranks must end after one has failed, before SIGKILL."""
 _POLL_S = 0.05
-# Before they are told to end at all: in this time they say who waited for whom.
-_SAY_S = 0.5
-# A signal within so many seconds of the first is that one again, as `timeout` sends it.
+_PAGE_S = 0.5
+"""Seconds after a failure before the other ranks get SIGTERM: they print the page in this time."""
 _SAME_S = 2.0
+"""A signal within this many seconds of the first is the same one, as `timeout` sends it twice."""
 _USUAL_TIMEOUT_S = 100.0
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _REMINDER_S = 1.0
 _SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -62,67 +62,67 @@ def start_ranks(
     """Run `python -u script arguments` as the ranks of one run on this node, and wait for them.
 
     Args:
-        num_ranks: ranks to start.
-        arguments: what the script gets on its command line.
-        script: path of the script.
-        restarts: how often the ranks are started again after one was lost.
-        min_ranks: with how few ranks the run may go on; all of them where left out.
+        num_ranks: the number of ranks.
+        arguments: the script's command line.
+        script: the path of the script.
+        restarts: how often all ranks are started again after one was lost.
+        min_ranks: the smallest number of ranks to continue with; None for all of them.
 
     Returns:
-        The exit status: 0; 2 or 75 where the failing rank ended so; 75 after SIGTERM or SIGUSR1
-        where the ranks have saved, 1 where they could not; 128 and the number of the signal where
-        there was nothing to save, 130 after Ctrl-C in any case but a failed save; otherwise 1.
+        The exit status: 0; 2 or 75 if the failing rank ended with it; 75 after SIGTERM or SIGUSR1
+        if the ranks have saved, 1 if they could not; 128 and the number of the signal if there was
+        nothing to save; 130 after Ctrl-C, unless a save failed; otherwise 1.
 
     Raises:
-        ConfigError: less than one rank, no such script, or numbers that contradict each other.
+        ConfigError: there is less than one rank, no such script, or numbers contradict each other.
     """
     if num_ranks < 1:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
     if restarts < 0:
-        raise ConfigError(f"--restarts {restarts}: less than none. Use --restarts 3")
+        raise ConfigError(f"--restarts {restarts}: at least 0 is needed. Use --restarts 3")
     if min_ranks is not None and not 1 <= min_ranks <= num_ranks:
         raise ConfigError(
-            f"--min-ranks {min_ranks}: the ranks are {num_ranks}, so 1 to {num_ranks} is possible. "
+            f"--min-ranks {min_ranks}: with {num_ranks} ranks it can be 1 to {num_ranks}. "
             f"Use --min-ranks {max(1, num_ranks - 1)}"
         )
     if min_ranks is not None and not restarts:
         raise ConfigError(
-            f"--min-ranks {min_ranks} is of use after a restart only. Add --restarts 3"
+            f"--min-ranks {min_ranks} has an effect only after a restart. Add --restarts 3"
         )
-    check_room(num_ranks)
+    check_resources(num_ranks)
     if not script.is_file():
-        raise ConfigError(f"{script} is not a file, and {num_ranks} ranks were to run it.")
+        raise ConfigError(f"{script} is not a file: {num_ranks} ranks cannot run it.")
     command = [sys.executable, "-u", str(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder, _Signals() as signals:
-        run = _Lives(command, Path(folder), signals, restarts, min_ranks or num_ranks)
+        run = _RestartingRun(command, Path(folder), signals, restarts, min_ranks or num_ranks)
         return run.to_the_end(num_ranks)
 
 
-def check_room(num_ranks: int) -> None:
-    """Refuse more ranks than this machine can hold, before they take it down.
+def check_resources(num_ranks: int) -> None:
+    """Refuse more ranks than this machine has memory or cores for.
 
     Raises:
-        ConfigError: the host's free memory would not hold them, or they are far more than cores.
+        ConfigError: the host's free memory is too small, or there are far more ranks than cores.
     """
     free = free_host_bytes()
     if free is not None and num_ranks > 1 and num_ranks * RANK_BYTES > free:
         raise ConfigError(
-            f"-n {num_ranks}: a rank takes about {format_bytes(RANK_BYTES)} of host memory before "
-            f"it has a model, all of them {format_bytes(num_ranks * RANK_BYTES)}, and "
+            f"-n {num_ranks}: a rank takes about {format_bytes(RANK_BYTES)} of host memory without "
+            f"a model, all ranks {format_bytes(num_ranks * RANK_BYTES)}, and "
             f"{format_bytes(free)} are free. Use -n {max(1, free // (2 * RANK_BYTES))} or fewer"
         )
     cores = _usable_cores()
     if num_ranks > MAX_RANKS_A_CORE * cores:
         raise ConfigError(
-            f"-n {num_ranks}: this machine lets the run use {cores} core{'s' if cores > 1 else ''}"
-            f", and more than {MAX_RANKS_A_CORE} ranks on each are not started. Use "
+            f"-n {num_ranks}: the run may use {cores} core{'s' if cores > 1 else ''} of this "
+            f"machine, and at most {MAX_RANKS_A_CORE} ranks on each are started. Use "
             f"-n {MAX_RANKS_A_CORE * cores} or fewer"
         )
 
 
 @contextlib.contextmanager
 def as_first_of(num_ranks: int) -> Iterator[None]:
-    """Let this process take itself for the first of so many ranks: a dry run needs no others.
+    """Let this process act as rank 0 of several: a dry run does not need the others.
 
     Raises:
         ConfigError: less than one rank.
@@ -130,10 +130,10 @@ def as_first_of(num_ranks: int) -> Iterator[None]:
     if num_ranks < 1:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
     size = str(num_ranks)
-    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    own[LAUNCH_VARIABLE] = "none"
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    variables[LAUNCH_VARIABLE] = "none"
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -144,12 +144,12 @@ def as_first_of(num_ranks: int) -> Iterator[None]:
 
 
 def check_shares(job: Job, num_ranks: int) -> None:
-    """Refuse more replicas than the global batch has samples, before any of them is started.
+    """Refuse more replicas than the global batch has samples, before any rank is started.
 
-    Where the model is cut or sliced, or ranks are servers, the ranks themselves find out.
+    If the model is cut or sliced, or ranks are servers, the ranks themselves check it.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: there are more ranks than samples; names both numbers.
     """
     roles, batch = job.strategy.roles(), job.train.global_batch_size
     replicate = roles.get("replicate")
@@ -158,7 +158,7 @@ def check_shares(job: Job, num_ranks: int) -> None:
         return
     if num_ranks > batch:
         raise ConfigError(
-            f"-n {num_ranks}: each of these ranks needs a sample of every step, and "
+            f"-n {num_ranks}: each rank needs at least one sample of every step, and "
             f"train.global_batch_size is {batch}. Use -n {batch} or fewer, or "
             f"train.global_batch_size={num_ranks}"
         )
@@ -172,14 +172,15 @@ def _usable_cores() -> int:
 
 @dataclass(frozen=True)
 class _Failure:
-    """The rank that failed first in a life of the run, and how far the run had come."""
+    """The rank that failed first after a start of the ranks, and the run's progress."""
 
     rank: int
     exitcode: int
-    """Of the process; the negative number of a signal."""
+    """The exit code of the process; negative for the number of a signal."""
     first_step: int
-    """Of the checkpoint from which the life began."""
+    """The step of the checkpoint with which the ranks began."""
     last_step: int
+    """The last step that was done."""
 
     @property
     def killed(self) -> bool:
@@ -187,11 +188,11 @@ class _Failure:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody outside wanted an end."""
+        """Whether Ctrl-C or SIGTERM ended it."""
         return self.exitcode in _STOPPED
 
     def repeats(self, before: _Failure | None) -> bool:
-        """Whether the program failed twice at the same place: another time would not help."""
+        """Whether the program failed twice after the same step: a restart would not help."""
         return (
             before is not None
             and not (self.killed or before.killed)
@@ -199,7 +200,7 @@ class _Failure:
         )
 
     def is_gone(self, before: _Failure | None) -> bool:
-        """Whether this place among the ranks was lost twice, with no step between."""
+        """Whether the same rank was lost twice, without a step in between."""
         return (
             before is not None
             and self.killed == before.killed
@@ -208,15 +209,15 @@ class _Failure:
         )
 
 
-class _Lives:
-    """A run's ranks, started as often as it takes.
+class _RestartingRun:
+    """A run whose ranks are started again after a failure.
 
     Args:
-        command: of every rank.
-        folder: of this launch.
-        signals: what this process was told from outside.
-        restarts: how often at most.
-        min_ranks: on how few ranks.
+        command: the command line of every rank.
+        folder: the folder of this launch.
+        signals: the signals that this process has received.
+        restarts: the largest number of restarts.
+        min_ranks: the smallest number of ranks.
     """
 
     def __init__(
@@ -231,66 +232,67 @@ class _Lives:
         self._note: RunNote | None = None
 
     def to_the_end(self, num_ranks: int) -> int:
-        """Run; return the exit status."""
+        """Run the ranks, with restarts; return the exit status."""
         before: _Failure | None = None
-        for life in range(self._restarts + 1):
+        for start in range(self._restarts + 1):
             kills = oom_kill_count()
             first_step = self._note.saved_step() if self._note else 0
-            ranks = _Ranks(self._command, num_ranks, self._environ(num_ranks, life))
+            ranks = _Ranks(self._command, num_ranks, self._environ(num_ranks, start))
             failed = ranks.wait(self._signals, lambda: RunNote.find(self._folder))
             self._note = RunNote.find(self._folder) or self._note
             if self._signals.first is not None:
-                if ranks.exitcodes[0] == -signal.SIGKILL:  # it could not say it itself
+                if ranks.exitcodes[0] == -signal.SIGKILL:  # it could not print it itself
                     _say(left_behind(Path(self._note.folder) if self._note else None))
                 return _stopped_status(ranks.exitcodes_that_count, self._signals.first)
             if failed is None:
                 return REQUEUE_STATUS if REQUEUE_STATUS in ranks.exitcodes else 0
             failure = _Failure(*failed, first_step, self._note.last_step() if self._note else 0)
             status = _status(failed, kills)
-            refused = status == 2 and life > 0 and self._min_ranks < num_ranks
-            if life == self._restarts or (status == 2 and not refused) or failure.stopped:
+            refused = status == 2 and start > 0 and self._min_ranks < num_ranks
+            if start == self._restarts or (status == 2 and not refused) or failure.stopped:
                 return status
             gone = refused or failure.is_gone(before)
             fewer = self._fewer(num_ranks) if gone else None
             if fewer is None and failure.repeats(before):
-                _say(f"it failed twice after step {failure.last_step}, and is not started again")
+                _say(f"it failed twice after step {failure.last_step} and is not started again")
                 return status
-            self._go_on(fewer)
+            self._prepare_restart(fewer)
             before, reason = failure, ""
             if fewer is not None:
                 reason = f"rank {failure.rank} was lost twice in a row and is taken as gone: "
                 reason = f"{num_ranks} ranks were refused: " if refused else reason
                 num_ranks = fewer
-            _say(f"{reason}restart {life + 1} of {self._restarts} {self._how(num_ranks)}")
+            _say(f"{reason}restart {start + 1} of {self._restarts} {self._origin(num_ranks)}")
         return 1
 
-    def _environ(self, num_ranks: int, life: int) -> dict[str, str]:
-        """What all ranks of a life share."""
+    def _environ(self, num_ranks: int, start: int) -> dict[str, str]:
+        """The environment of all ranks of one start."""
         environ = {n: v for n, v in os.environ.items() if n not in _OF_OTHER_LAUNCHES}
         environ = {n: v for n, v in environ.items() if not n.startswith("TORCHELASTIC_")}
         environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_ranks)))
         environ |= allocator_environ(environ)
-        environ |= {LAUNCH_VARIABLE: str(self._folder / str(life))}
-        if life:
+        environ |= {LAUNCH_VARIABLE: str(self._folder / str(start))}
+        if start:
             environ[RESTART_VARIABLE] = Restart(tuple(self._words), "").text()
         return environ
 
-    def _go_on(self, fewer: int | None) -> None:
-        """Work out the words with which the run goes on, on fewer ranks where a number is given."""
-        if self._note is None:  # it never came so far as to have a folder
+    def _prepare_restart(self, fewer: int | None) -> None:
+        """Set the words with which the run continues, on fewer ranks if a number is given."""
+        if self._note is None:  # the run ended before it had a folder
             return
         self._words = self._note.restart_words(self._words)
         if fewer is not None:
             self._words += self._note.words_on(fewer) or []
 
     def _fewer(self, num_ranks: int) -> int | None:
-        """The most ranks below so many on which the run can go on; None where none can."""
+        """The largest smaller number of ranks that can continue the run; None if there is none."""
         possible = range(num_ranks - 1, self._min_ranks - 1, -1)
         return next(
             (n for n in possible if not self._note or self._note.words_on(n) is not None), None
         )
 
-    def _how(self, num_ranks: int) -> str:
+    def _origin(self, num_ranks: int) -> str:
+        """The number of ranks and the step from which the run continues, in words."""
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         if self._note is None:
             return f"on {ranks}, from the beginning"
@@ -303,96 +305,96 @@ class _Lives:
 
 
 class _Ranks:
-    """The processes of one life of a run.
+    """The processes of one start of a run.
 
     Args:
-        command: of every rank.
-        num_ranks: how many there are.
-        environ: what all of them share.
+        command: the command line of every rank.
+        num_ranks: the number of ranks.
+        environ: the environment that they share.
     """
 
     def __init__(self, command: list[str], num_ranks: int, environ: Mapping[str, str]) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._still_s = [0.0] * num_ranks
+        self._stopped_s = [0.0] * num_ranks
         self._spare: tuple[int, ...] = ()
         with self._ended_on_error():
             for rank in range(num_ranks):
                 size = str(num_ranks)
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                own |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-                # No thread runs here that could hold a lock at the fork.
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                # This process has no other thread that could hold a lock at the fork.
                 process = subprocess.Popen(
-                    command, env={**environ, **own}, preexec_fn=_stop_with_parent()
+                    command, env={**environ, **variables}, preexec_fn=_stop_with_parent()
                 )
                 self._processes.append(process)
 
     @property
     def exitcodes(self) -> list[int | None]:
-        """Of each rank; None while it runs, the negative number of a signal."""
+        """The exit code of each rank; None while it runs, negative for the number of a signal."""
         return [process.poll() for process in self._processes]
 
     @property
     def exitcodes_that_count(self) -> list[int | None]:
-        """The same; 0 of a rank that failed and that the others do without."""
+        """The same, with 0 for a spare rank that failed."""
         ended = self.exitcodes
         return [0 if _failed(c) and n in self._spare else c for n, c in enumerate(ended)]
 
     def wait(
         self, signals: _Signals, find_note: Callable[[], RunNote | None]
     ) -> tuple[int, int] | None:
-        """Wait until all have ended, and see that they do once one has failed.
+        """Wait until all ranks have ended, and end them once one has failed.
 
         Args:
-            signals: what this process was told from outside, which is passed on once.
-            find_note: what the ranks have left for this process so far.
+            signals: the signals that this process has received; the first is forwarded once.
+            find_note: returns the note that the ranks have written for this process, if any.
 
         Returns:
-            The rank that failed first and its exit code; None where all ended in good order.
+            The rank that failed first and its exit code; None if none failed.
         """
         failed: tuple[int, int] | None = None
-        passed_on, deadline, next_reminder = False, math.inf, math.inf
+        forwarded, deadline, next_reminder = False, math.inf, math.inf
         with self._ended_on_error():
             while None in self.exitcodes:
                 now = time.monotonic()
                 if failed is None:
-                    failed, next_reminder = self._first_failure(find_note), now + _SAY_S
+                    failed, next_reminder = self._first_failure(find_note), now + _PAGE_S
                 if failed is not None and now >= next_reminder:
                     deadline = min(deadline, now + _SHUTDOWN_S)
                     self._send(signal.SIGTERM)
                     next_reminder = now + _REMINDER_S
-                if signals.first is not None and not passed_on:
+                if signals.first is not None and not forwarded:
                     saves = signals.first in _SAVING
                     deadline = min(deadline, now + (SAVE_S if saves else _SHUTDOWN_S))
                     self._send(signals.first)
-                    passed_on = True
+                    forwarded = True
                 if signals.second or now > deadline:
                     self._send(signal.SIGKILL)
-                self._end_still_ones(0.0 if failed else None, find_note)
+                self._kill_stopped_ranks(0.0 if failed else None, find_note)
                 time.sleep(_POLL_S)
         return failed or self._first_failure(find_note)
 
     def _first_failure(self, find_note: Callable[[], RunNote | None]) -> tuple[int, int] | None:
-        """The rank to blame; None while no other has failed than those that may be lost."""
+        """The rank to blame; None while only spare ranks have failed."""
         if any(map(_failed, self.exitcodes)):
             note = find_note()
             self._spare = note.spare if note else ()
         return _first_failure(self.exitcodes_that_count)
 
-    def _end_still_ones(
+    def _kill_stopped_ranks(
         self, patience_s: float | None, find_note: Callable[[], RunNote | None]
     ) -> None:
-        """End ranks that somebody has stopped (SIGSTOP): they answer nothing, not even SIGTERM."""
+        """Kill ranks that are stopped (SIGSTOP): they do not even react to SIGTERM."""
         for rank, process in enumerate(self._processes):
             if process.poll() is not None or not _is_stopped(process.pid):
-                self._still_s[rank] = 0.0
+                self._stopped_s[rank] = 0.0
                 continue
-            # Counted, not read from a clock: Ctrl-Z stops this process as well.
-            self._still_s[rank] += _POLL_S
+            # Counted and not read from a clock, because Ctrl-Z stops this process as well.
+            self._stopped_s[rank] += _POLL_S
             if patience_s is None:
                 note = find_note()
                 limit = (note.timeout if note else _USUAL_TIMEOUT_S) + _REMINDER_S
-                if self._still_s[rank] > limit:
-                    _say(f"rank {rank} has been stopped (SIGSTOP) for {limit:.0f} s, and is ended")
+                if self._stopped_s[rank] > limit:
+                    _say(f"rank {rank} has been stopped (SIGSTOP) for {limit:.0f} s and is killed")
                     process.kill()
             else:
                 process.kill()
@@ -412,12 +414,12 @@ class _Ranks:
 
 
 class _Signals:
-    """Inside a `with` block what this process is told from outside is noted, to be passed on."""
+    """Records the signals that this process receives inside a `with` block."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.second = False
-        """Whether another one came later: then nothing is waited for."""
+        """Whether another one came later: then the ranks are killed at once."""
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -429,7 +431,7 @@ class _Signals:
             self.second = True
 
     def __enter__(self) -> _Signals:
-        for number in _PASSED_ON:
+        for number in _FORWARDED:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -440,7 +442,7 @@ class _Signals:
 
 
 def _first_failure(exitcodes: Sequence[int | None]) -> tuple[int, int] | None:
-    """The rank to blame among those that are seen to have ended; a killed one before others."""
+    """The rank to blame among those that have ended, with its exit code; killed ones first."""
     failed = [(n, c) for n, c in enumerate(exitcodes) if _failed(c)]
     return min(((n, c) for n, c in failed if c is not None), key=lambda f: f[1] >= 0, default=None)
 
@@ -450,10 +452,10 @@ def _failed(exitcode: int | None) -> bool:
 
 
 def _stopped_status(exitcodes: Sequence[int | None], number: int) -> int:
-    """The exit status after a signal from outside: whether the ranks have saved."""
+    """The exit status after a signal, by whether the ranks have saved."""
     if set(exitcodes) <= {0, REQUEUE_STATUS}:
         return REQUEUE_STATUS if REQUEUE_STATUS in exitcodes else 0
-    # A rank that could not save says so and ends with 1.
+    # A rank that could not save prints why and ends with 1.
     return 1 if number in _SAVING and 1 in exitcodes else 128 + number
 
 
@@ -466,7 +468,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _stop_with_parent() -> Callable[[], None]:
-    """What a rank calls first: where this process is killed, it gets SIGTERM, so that it saves."""
+    """Return a function for a rank to call first: it then gets SIGTERM if this process dies."""
     if sys.platform != "linux":
         return lambda: None
     import ctypes
@@ -486,11 +488,12 @@ def _say(text: str) -> None:
 
 
 def _status(first_failure: tuple[int, int], kills_before: int) -> int:
-    """Return the exit status for the first failure; say in one line what a signal meant.
+    """Return the exit status for the first failure; print the likely cause of a signal.
 
     Args:
         first_failure: the rank that failed first, and its exit code.
-        kills_before: how many processes the kernel had ended for want of memory until the start.
+        kills_before: the number of processes that the kernel had killed, for want of memory,
+            before the start.
     """
     rank, exitcode = first_failure
     if exitcode < 0:
@@ -498,16 +501,16 @@ def _status(first_failure: tuple[int, int], kills_before: int) -> int:
         cause = "a crash in native code?"
         if number == signal.SIGABRT:
             cause = (
-                "a crash in native code? On GPUs NCCL's watchdog ends ranks so, too, where an "
+                "a crash in native code? On GPUs NCCL's watchdog aborts a rank, too, if an "
                 "exchange takes longer than mesh.timeout: see its line above."
             )
         if number == signal.SIGKILL:
             cause = f"host memory ran out? ({host_memory_line()})"
             if oom_kill_count() > kills_before:
                 cause = (
-                    f"the kernel ended it, because host memory ran out ({host_memory_line()}). Use "
-                    "fewer ranks, a smaller train.micro_batch_size, or --cap SIZE for an "
-                    "explanation."
+                    f"the kernel killed it because host memory ran out ({host_memory_line()}). Use "
+                    "fewer ranks, a smaller train.micro_batch_size, or --cap SIZE, which explains "
+                    "the use of memory."
                 )
         sys.stderr.write(
             f"bigtrain: rank {rank} was killed (signal {number}): {cause} "

@@ -1,8 +1,8 @@
-"""Which rank this process is, read from the variables that the launchers set.
+"""The rank of this process, read from the variables that launchers set.
 
-Every launcher says the same four numbers under other names. They are read here, once, from a
-mapping, so that the rest of bigtrain knows one `RankInfo` and no launcher. Nothing here imports
-torch: the command line asks before it decides whether torch is needed at all.
+Every launcher sets the same four numbers under different names. They are read here, once, so that
+the rest of bigtrain needs only a `RankInfo`. This module does not import torch, because the command
+line uses it before it knows whether torch is needed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bigtrain.files.environment import MOST_COUNT, count_in
 
 Launcher = Literal["torchrun", "deepspeed", "srun", "openmpi", "mpich", "bigtrain", "env", "python"]
 
-# Slurm numbers the batch script, the interactive shell and its own housekeeping as steps from
-# here on; only a step below was started by srun.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
+"""Slurm's numbers of steps for the batch script, the interactive shell and its own processes begin
+here; srun's steps have lower numbers."""
 
 LAUNCH_VARIABLE = "BIGTRAIN_LAUNCH"
-"""Set by `bigtrain train -n N` for its ranks: a folder, and how often they were started before."""
+"""Set by `bigtrain train -n N` for its ranks: FOLDER/START, the number of the start from 0."""
 
 _LAUNCH_VARIABLES = (
     "SLURM_JOB_ID",
@@ -42,7 +42,7 @@ _LAUNCHER_PROCESSES = ("slurmstepd", "hydra_pmi", "mpiexec", "mpirun", "orterun"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Where this process stands among the ranks of one run; plain numbers, no torch."""
+    """The place of this process among the ranks of one run, as plain numbers."""
 
     rank: int
     """Number of this process among all ranks, from 0."""
@@ -53,8 +53,8 @@ class RankInfo:
     local_world_size: int
     """Ranks on this node."""
     launcher: Launcher
-    """Who started the ranks; "bigtrain" is `bigtrain train -n N`, "env" stands for variables set
-    by hand, "python" for nobody."""
+    """The program that started the ranks: 'bigtrain' is `bigtrain train -n N`, 'env' means
+    variables set by hand, 'python' no launcher."""
 
     @property
     def one_node(self) -> bool:
@@ -68,8 +68,8 @@ SINGLE_RANK = RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, l
 def detect_rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Read the placement of this process.
 
-    RANK and WORLD_SIZE win over MPI's variables, and those over Slurm's: a launcher that was
-    started by another one is the nearer one.
+    RANK and WORLD_SIZE take precedence over MPI's variables, and those over Slurm's: if one
+    launcher started another, the inner one set them last.
 
     Args:
         environ: the environment of the process, normally `os.environ`.
@@ -108,9 +108,9 @@ def first_host(node_list: str) -> str:
 def launch_key(environ: Mapping[str, str]) -> str:
     """Return a name that the ranks of one launch on one node share, and no other launch has.
 
-    Job numbers alone would not do: a Slurm that was set up anew counts from 1 again, and Hydra
-    gives no number at all. So the process that started the ranks counts as well, with the time
-    of its start: process numbers come again, the two together do not.
+    Job numbers are not enough: a reinstalled Slurm counts from 1 again, and Hydra has none. So the
+    key also has the process that started the ranks, with its start time, because process numbers
+    are reused.
     """
     parts = [environ.get(name, "") for name in _LAUNCH_VARIABLES]
     parts += [str(os.getuid()), _read_text("/proc/sys/kernel/random/boot_id"), *_starter()]
@@ -165,32 +165,32 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     nodes = _tasks_by_node(environ.get(layout, str(world_size)))
     node = _number(environ, "SLURM_NODEID") if sum(times for _, times in nodes) > 1 else 0
     if sum(count * times for count, times in nodes) != world_size or not nodes:
-        own = None
+        local_size = None
     else:
-        own = _tasks_of(node, nodes)
-    if own is None:
+        local_size = _tasks_of(node, nodes)
+    if local_size is None:
         raise ConfigError(
-            f"{layout}={plain_text(environ.get(layout), 80)} does not fit SLURM_NODEID={node}, "
-            f"{size}={world_size}: the variables are of two steps. Start the ranks with srun "
+            f"{layout}={plain_text(environ.get(layout), 80)} contradicts SLURM_NODEID={node}, "
+            f"{size}={world_size}: the variables are of different steps. Start the ranks with srun "
             "directly."
         )
     return _read(
-        {**environ, layout: str(own)},
+        {**environ, layout: str(local_size)},
         ["SLURM_PROCID", "SLURM_LOCALID", size, layout],
         "srun",
     )
 
 
 def _tasks_by_node(text: str) -> list[tuple[int, int]]:
-    """Slurm's `2(x3),1` as how many tasks, on how many nodes; nothing where it is none."""
+    """Parse Slurm's "2(x3),1" into tasks and the number of nodes with them; empty if malformed."""
     if not re.fullmatch(r"\d{1,9}(\(x\d{1,9}\))?(,\d{1,9}(\(x\d{1,9}\))?)*", text):
         return []
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [(int(count), int(times or 1)) for count, times in found]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [(int(count), int(times or 1)) for count, times in groups]
 
 
 def _tasks_of(node: int, nodes: list[tuple[int, int]]) -> int | None:
-    """The tasks of the node with this number; None where there is none."""
+    """The tasks of the node with this number; None if there is no such node."""
     for count, times in nodes:
         if node < times:
             return count
@@ -199,7 +199,7 @@ def _tasks_of(node: int, nodes: list[tuple[int, int]]) -> int | None:
 
 
 def _read(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> RankInfo:
-    """Read rank, local rank, size and local size, in this order, and hold them to their ranges."""
+    """Read rank, local rank, size and local size, in this order, and check their ranges."""
     rank, local_rank, size, local_size = (_number(environ, name) for name in names)
     for name, value, limit_name, limit in (
         (names[0], rank, names[2], size),
@@ -224,8 +224,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
     if text is None:
         raise ConfigError(
-            f"{name} is not set, other variables of the launcher are. Run: export {name}=NUMBER, "
-            "or start the ranks with torchrun, deepspeed, srun or mpiexec."
+            f"{name} is not set, but other variables of the launcher are. Run: export "
+            f"{name}=NUMBER, or start the ranks with torchrun, deepspeed, srun or mpiexec."
         )
     number = count_in(text)
     if number is None:
@@ -237,10 +237,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _starter() -> tuple[str, str]:
-    """Return the process number and start time of what started the ranks.
+    """Return the process number and start time of the process that started the ranks.
 
-    A wrapper script between the launcher and the rank would give each rank a parent of its own,
-    so the nearest ancestor that is a launcher counts, and the parent only where there is none.
+    It is the nearest ancestor that is a launcher; the parent only if there is none, because a
+    wrapper script between launcher and rank gives each rank another parent.
     """
     parent = pid = os.getppid()
     while pid > 1:
@@ -252,7 +252,7 @@ def _starter() -> tuple[str, str]:
 
 
 def process_start_time() -> float:
-    """Return when this process was started, in seconds since 1970; 0 where that is not known."""
+    """Return the start of this process in seconds since 1970; 0 if unknown."""
     ticks = _process(os.getpid())[2]
     if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
@@ -263,7 +263,7 @@ def process_start_time() -> float:
 def _process(pid: int) -> tuple[str, int, str]:
     """Return name, parent and start time (clock ticks since boot) of a process."""
     text = _read_text(f"/proc/{pid}/stat")
-    # The name stands in parentheses and may hold any character: fields count from the last one.
+    # The name is in parentheses and may contain any character, so fields are counted from the last.
     name = text[text.find("(") + 1 : text.rfind(")")]
     fields = text[text.rfind(")") + 1 :].split()
     return (name, int(fields[1]), fields[19]) if len(fields) > 19 else (name, 0, "")
@@ -277,12 +277,12 @@ def _read_text(path: str) -> str:
 
 
 def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False) -> str | None:
-    """Return one line on how to start more ranks, where one rank leaves a CPU's cores unused.
+    """Return a hint how to start more ranks if one rank leaves a CPU's cores unused, else None.
 
     Args:
-        placement: where this process stands.
-        cpu_count: cores this process may use.
-        has_gpu: whether ranks would be counted by GPUs, so that cores do not matter.
+        placement: the rank of this process.
+        cpu_count: the number of cores that this process may use.
+        has_gpu: whether ranks are counted by GPUs, so that cores do not matter.
     """
     if placement.world_size > 1 or cpu_count < 2 or has_gpu:
         return None

@@ -1,8 +1,7 @@
-"""A signal that asks a run to save and to stop: at the end of the running step, on all ranks.
+"""Signals that ask a run to save and to stop, at the end of the current step and on all ranks.
 
-Schedulers announce an end by SIGTERM (a pre-emption, `scancel`) or by a signal of the user's
-choice (`sbatch --signal=B:USR1@60`), a person by Ctrl-C (SIGINT). One rank may get it or all of
-them.
+Schedulers announce an end by SIGTERM (pre-emption, `scancel JOB`) or by a signal that the user
+chooses (`sbatch --signal=B:USR1@60`), a person by Ctrl-C (SIGINT). One rank may get it, or all.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
 
 SAME_S = 2.0
-"""A signal within so many seconds of the first is that one again: schedulers signal the launcher
-and its ranks, and the launcher passes it on."""
+"""A signal within this many seconds of the first is the same one: schedulers signal the launcher
+and its ranks, and the launcher forwards it."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SAID_TO_A_PERSON = (
     "\nCtrl-C: the run ends after this step and saves its state. Press Ctrl-C again to end it now."
@@ -31,17 +30,17 @@ _SAID_TO_A_PERSON = (
 
 @dataclass(frozen=True)
 class Highest:
-    """The highest figure of all ranks."""
+    """The highest of the ranks' figures."""
 
     figure: float
     rank: int
-    """The first that has it."""
-    alike: bool
-    """Whether every rank has it."""
+    """The first rank that has it."""
+    is_equal: bool
+    """Whether every rank has the same figure."""
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Highest | None:
-        """The highest of one figure a rank; None where it is below 0, which is none."""
+        """Return the highest of the ranks' figures; None if all are below 0, which means none."""
         figure = max(figures)
         if figure < 0:
             return None
@@ -49,11 +48,11 @@ class Highest:
 
 
 class PreemptionNotice:
-    """Inside a `with` block SIGTERM, SIGUSR1 and SIGINT are noted; a later one ends the process.
+    """Records SIGTERM, SIGUSR1 and SIGINT inside a `with` block; a later one ends the process.
 
     Args:
         context: of all ranks.
-        every: the others are asked at every so manieth call of `agreed`.
+        every: ranks exchange their signals in one of this many calls of `agreed`.
 
     Example:
         with PreemptionNotice(context) as notice:
@@ -70,17 +69,17 @@ class PreemptionNotice:
         self._handled_at = self._arrived_at = float("inf")
         self._before: dict[int, Any] = {}
         self.signal_name = ""
-        """Which signal it was, on every rank; empty while there is none."""
+        """The name of the signal, the same on every rank; empty while there is none."""
         self.highest: Highest | None = None
-        """Of the figures that `agreed` was given on all ranks."""
+        """The highest figure that a rank passed to `agreed`."""
 
     def agreed(self, figure: float | None = None) -> bool:
-        """Whether any rank has got a signal; the same on all ranks. Collective.
+        """Whether any rank has received a signal; the same on all ranks. Collective.
 
-        The numbers go from host to host: an accelerator is not waited for.
+        The exchange is from host to host, so that it does not wait for an accelerator.
 
         Args:
-            figure: goes with the question, so that it costs no exchange of its own; see `highest`.
+            figure: sent in the same exchange, for `highest`.
         """
         self._calls += 1
         if self._calls % self._every:
@@ -94,13 +93,13 @@ class PreemptionNotice:
 
     @property
     def exit_status(self) -> int:
-        """Of a run that has saved and stopped: 75 asks a scheduler to start it again."""
+        """The exit status of a run that has saved: 75 asks a scheduler to start it again."""
         return 128 + signal.SIGINT if self.signal_name == "SIGINT" else REQUEUE_STATUS
 
     def is_second(self) -> bool:
-        """Whether a signal that has just arrived, handled or not, is another than the first.
+        """Whether a signal that has just arrived, handled or not, is a second one.
 
-        For the thread that reads signals while the main thread is blocked.
+        The thread that reads signals calls it while the main thread is blocked.
         """
         self._arrived_at = min(self._arrived_at, time.monotonic())
         return time.monotonic() - self._arrived_at > SAME_S
@@ -113,7 +112,8 @@ class PreemptionNotice:
         if now - self._handled_at > SAME_S:
             raise SystemExit(128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM))
         if is_first and number == signal.SIGINT and self._context.is_main:
-            with contextlib.suppress(OSError, RuntimeError):  # the stream may be in use below
+            # The interrupted code may be writing to the stream.
+            with contextlib.suppress(OSError, RuntimeError):
                 sys.stderr.write(f"{_SAID_TO_A_PERSON}\n")
 
     def __enter__(self) -> PreemptionNotice:

@@ -1,12 +1,12 @@
 """The store through which the ranks of one launch find each other.
 
-torchrun and deepspeed give an address. srun and mpiexec give none: on one node the ranks meet by
-a file that no other launch knows, over several nodes at the first host, or where rank 0 says
-through Hydra that it is.
+torchrun and deepspeed set an address. srun and mpiexec set none: on one node the ranks meet through
+a file that no other launch uses; on several nodes at the first host of the job, or at the address
+that rank 0 shares through Hydra.
 
-On one node everything listens on the loopback. Over several nodes the network between them has to
-be trusted: torch's store and gloo ask nobody who he is. What bigtrain adds to them, the hub through
-which a rank ends the others, takes orders only from who knows BIGTRAIN_SECRET, where that is set.
+On one node all sockets listen on the loopback. On several nodes the network between them must be
+trusted: torch's store and gloo do not authenticate. bigtrain's hub, through which a rank can end
+the others, accepts only peers that know BIGTRAIN_SECRET, if that is set.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ _DEFAULT_PORT = 29500
 
 
 SECRET_VARIABLE = "BIGTRAIN_SECRET"
-"""Words that all ranks of a run, and nobody else, have in their environment; may be left out."""
-_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
-_KNOCK_S = 2.0
+"""The variable of a secret that all ranks of a run share; optional."""
+_SIOCGIFADDR = 0x8915  # Linux: reads the address of an interface
+_PROBE_S = 2.0
 _ANSWER_S = 5.0
-"""Beyond its own timeout: a store that is connected to something else does not keep to it."""
+"""Seconds after the store's timeout: a store that is connected to another program ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """An open store, and where rank 0's host is reached."""
+    """An open store, and the address of rank 0's host."""
 
     store: Store
     host: str
     secret: str = ""
-    """Known to the ranks of this launch alone, and not in the store; empty where there is none."""
+    """A secret of this launch's ranks, which is not in the store; empty if there is none."""
 
 
 def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where rank 0 listens, or None where the ranks of one node meet by a file.
+    """Return the address of rank 0, or None if the ranks of one node meet through a file.
 
     Raises:
-        ConfigError: the launcher gives no address and none can be derived.
+        ConfigError: the launcher sets no address and none can be derived.
     """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
@@ -75,7 +75,7 @@ def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str
         if host is None or port is None:
             missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
             raise ConfigError(
-                f"{missing} is not set, RANK={placement.rank} and "
+                f"{missing} is not set, but RANK={placement.rank} and "
                 f"WORLD_SIZE={placement.world_size} are. Start the ranks with torchrun, or run: "
                 "export MASTER_ADDR=127.0.0.1 MASTER_PORT=29511"
             )
@@ -91,7 +91,7 @@ def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str
                 "SLURM_STEP_NODELIST is not set, so the first host is unknown. "
                 "Run: export MASTER_ADDR=FIRST_HOST"
             )
-        # One step, one port, below the range from which the kernel hands ports out.
+        # A port for each step, below the range of the kernel's ephemeral ports.
         step = int(environ.get("SLURM_STEP_ID", "0"))
         job = int(environ.get("SLURM_JOB_ID", "0"))
         return host or first_host(node_list), int(port or 15000 + (job * 31 + step) % 15000)
@@ -101,7 +101,7 @@ def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str
         )
         raise ConfigError(
             f"mpiexec started {placement.world_size} ranks, {placement.local_world_size} of them "
-            "on this node, and MASTER_ADDR is not set: over several nodes the ranks need the name "
+            "on this node, and MASTER_ADDR is not set: on several nodes the ranks need the name "
             f"of rank 0's host. Run: mpiexec {flag} ..."
         )
     return host, int(port or _DEFAULT_PORT)
@@ -113,40 +113,40 @@ def open_rendezvous(
     """Open the store that all ranks of this launch share.
 
     Args:
-        placement: where this process stands.
+        placement: the rank of this process.
         environ: the environment of the process.
-        timeout_s: seconds the ranks wait for each other.
-        path: a file for the ranks of one node to meet at, whatever the launcher.
+        timeout_s: seconds that the ranks wait for each other.
+        path: a file through which the ranks of one node meet, under any launcher.
 
     Raises:
-        ConfigError: the launcher gives no address and none can be derived.
-        LaunchError: rank 0's address cannot be reached or is taken.
+        ConfigError: the launcher sets no address and none can be derived.
+        LaunchError: rank 0's address cannot be reached or is in use.
     """
     timeout = timedelta(seconds=timeout_s)
     if placement.world_size == 1:
         return Rendezvous(HashStore(), "127.0.0.1")
-    given = environ.get(SECRET_VARIABLE, "")
+    user_secret = environ.get(SECRET_VARIABLE, "")
     by_hydra = path is None and _asks_hydra(placement, environ)
     address = None if by_hydra or path is not None else master_address(placement, environ)
     if by_hydra:
-        found = _rendezvous_by_hydra(placement, timeout, environ)
+        meeting = _rendezvous_by_hydra(placement, timeout, environ)
     elif address is not None:
-        found = _rendezvous_by_address(address, placement, timeout, environ)
+        meeting = _rendezvous_by_address(address, placement, timeout, environ)
     else:
         if path is None:
             path = Path(tempfile.gettempdir()) / f"bigtrain-{launch_key(environ)}"
         store, secret = _rendezvous_by_file(path, placement, timeout)
-        found = Rendezvous(store, "127.0.0.1", secret)
-    _compare_secrets(found.store, placement.rank, given)
-    return replace(found, secret=given or found.secret)
+        meeting = Rendezvous(store, "127.0.0.1", secret)
+    _compare_secrets(meeting.store, placement.rank, user_secret)
+    return replace(meeting, secret=user_secret or meeting.secret)
 
 
 def _local_store(port: int, size: int, timeout: timedelta, *, wait: bool = True) -> TCPStore:
-    """A store that listens on the loopback alone: torch's own choice is all interfaces."""
+    """Make a store that listens on the loopback only; torch's default is all interfaces."""
     options: dict[str, Any] = {"wait_for_workers": wait, "multi_tenant": True}
     try:
         server = socket.create_server(("127.0.0.1", port))
-    except OSError:  # this process listens there already, for a connection that is just ending
+    except OSError:  # this process listens there already, for a connection that is closing
         return TCPStore("127.0.0.1", port, size, True, timeout, **options)
     taken = server.getsockname()[1]
     options["master_listen_fd"] = server.detach()
@@ -154,16 +154,16 @@ def _local_store(port: int, size: int, timeout: timedelta, *, wait: bool = True)
 
 
 def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> tuple[Store, str]:
-    """Let rank 0 write in a file at which free port it listens, and a secret.
+    """Let rank 0 write its free port and a secret to a file.
 
-    The file lives only until everyone has come: nothing is left behind, however the run ends, and
-    the same launch can meet again.
+    The file is removed when all ranks have come: nothing remains, however the run ends, and the
+    same launch can meet again.
     """
     rank, size, host = placement.rank, placement.world_size, "127.0.0.1"
     if rank == 0:
         store, secret = _local_store(0, size, timeout, wait=False), secrets.token_hex(16)
         draft = path.with_name(f"{path.name}.{os.getpid()}")
-        # Nobody else may have put a file or a link there, and nobody reads half a line.
+        # O_EXCL refuses a file or link of another user; the rename shows no incomplete line.
         with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(f"{store.port} {secret}")
         draft.replace(path)
@@ -201,8 +201,8 @@ def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> 
 def _not_met(placement: RankInfo, timeout: timedelta, reason: str) -> str:
     return (
         f"the {placement.world_size} ranks did not all meet within {timeout.total_seconds():.0f} s "
-        f"(said by rank {placement.rank}): {reason}. Look for what ended or held up the missing "
-        "rank, or raise mesh.setup_timeout"
+        f"(reported by rank {placement.rank}): {reason}. Check why the missing rank ended or is "
+        "late, or raise mesh.setup_timeout"
     )
 
 
@@ -211,21 +211,21 @@ def _first_line(error: BaseException) -> str:
 
 
 def _asks_hydra(placement: RankInfo, environ: Mapping[str, str]) -> bool:
-    """Whether nobody but MPICH's process manager knows where rank 0 is."""
+    """Whether only MPICH's process manager knows the address of rank 0."""
     several = placement.launcher == "mpich" and not placement.one_node
     return several and "MASTER_ADDR" not in environ and shared_by_hydra(environ)
 
 
 _BY_HYDRA: list[Rendezvous] = []
-"""The one of this process, once it was opened."""
+"""The rendezvous of this process, once it was opened."""
 
 
 def _rendezvous_by_hydra(
     placement: RankInfo, timeout: timedelta, environ: Mapping[str, str]
 ) -> Rendezvous:
-    """Let rank 0 listen at a free port, and Hydra tell the others where that is.
+    """Let rank 0 listen on a free port, and share its address through Hydra.
 
-    Hydra answers once in the life of a process: the store stays for those that connect again.
+    Hydra answers a process only once, so the store is kept for later connections.
     """
     rank, size = placement.rank, placement.world_size
     try:
@@ -238,10 +238,10 @@ def _rendezvous_by_hydra(
             server = socket.create_server(("", 0))
             port = server.getsockname()[1]
             share_value(f"{','.join(_own_addresses())}:{port}", environ)
-            kept = TCPStore(
+            master = TCPStore(
                 "127.0.0.1", port, size, True, timeout, master_listen_fd=server.detach()
             )
-            _BY_HYDRA.append(Rendezvous(kept, "127.0.0.1"))
+            _BY_HYDRA.append(Rendezvous(master, "127.0.0.1"))
         store, host = _BY_HYDRA[0].store, _BY_HYDRA[0].host
         store.set_timeout(timeout)
         return Rendezvous(PrefixStore(f"bigtrain{store.add(f'bigtrain/{rank}', 1)}", store), host)
@@ -251,14 +251,14 @@ def _rendezvous_by_hydra(
 
 def _own_addresses() -> list[str]:
     """The IPv4 addresses of this host, the loopback last."""
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # the interface has no address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return sorted(found, key=lambda address: address.startswith("127."))
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    return sorted(addresses, key=lambda address: address.startswith("127."))
 
 
 def _reachable(addresses: Sequence[str], port: int, timeout: timedelta) -> str:
@@ -272,7 +272,7 @@ def _reachable(addresses: Sequence[str], port: int, timeout: timedelta) -> str:
         for address in addresses:
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection((address, port), timeout=_KNOCK_S),
+                socket.create_connection((address, port), timeout=_PROBE_S),
             ):
                 return address
         time.sleep(0.1)
@@ -290,27 +290,27 @@ def _rendezvous_by_address(
 
     def meet() -> Store:
         store: Store
-        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps it
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has it
             store, _, _ = next(torch_rendezvous("env://", rank, size, timeout=timeout))
         elif placement.one_node and rank == 0:
             store = _local_store(address[1], size, timeout)
         else:
             store = TCPStore(host, address[1], size, rank == 0, timeout)
         store.set_timeout(timeout)
-        # An agent's store outlives a connection: the second one must not read the first one's keys.
-        turn = store.add(f"bigtrain/{rank}", 1)
-        return PrefixStore(f"bigtrain{turn}", store)
+        # An agent's store outlives a connection: a second one must not read the keys of the first.
+        number = store.add(f"bigtrain/{rank}", 1)
+        return PrefixStore(f"bigtrain{number}", store)
 
     try:
         store = _within(timeout.total_seconds() + _ANSWER_S, meet, (host, address[1]))
     except (RuntimeError, OSError) as error:
-        where = f"at {host}:{address[1]}: {_first_line(error)}"
-        raise LaunchError(_not_met(placement, timeout, where)) from error
+        reason = f"at {host}:{address[1]}: {_first_line(error)}"
+        raise LaunchError(_not_met(placement, timeout, reason)) from error
     return Rendezvous(store, host)
 
 
 def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int]) -> Store:
-    """The store; an error where nothing listens there, or accepts and never answers."""
+    """Return the store; raise OSError if nothing listens there, or accepts and never answers."""
     done: Future[Store] = Future()
 
     def run() -> None:
@@ -319,7 +319,7 @@ def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int])
         except BaseException as error:
             done.set_exception(error)
 
-    # No pool: at its end a program waits for a pool's threads, and this one may never end.
+    # Not a pool: a program waits at its end for a pool's threads, and this one may never end.
     threading.Thread(target=run, name="bigtrain-meet", daemon=True).start()
     try:
         return done.result(seconds)
@@ -328,7 +328,7 @@ def _within(seconds: float, meet: Callable[[], Store], address: tuple[str, int])
 
 
 def _silence(address: tuple[str, int]) -> str:
-    """Why nobody has answered: torch goes on trying where nothing listens, too."""
+    """Why there was no answer; torch does not report that nothing listens, it keeps trying."""
     try:
         socket.create_connection(address, timeout=1).close()
     except OSError as error:
@@ -337,10 +337,10 @@ def _silence(address: tuple[str, int]) -> str:
 
 
 def _compare_secrets(store: Store, rank: int, secret: str) -> None:
-    """Refuse ranks that would not believe each other.
+    """Refuse ranks with different secrets.
 
     Raises:
-        LaunchError: this rank has another secret than rank 0, or only one of them has any.
+        LaunchError: this rank has another secret than rank 0, or only one of them has a secret.
     """
     mark = hmac.digest(secret.encode(), b"bigtrain", "sha256").hex()[:8] if secret else "none"
     if rank == 0:
@@ -348,10 +348,10 @@ def _compare_secrets(store: Store, rank: int, secret: str) -> None:
         return
     theirs = store.get("secret").decode()
     if theirs != mark:
-        which = "another one than on rank 0"
-        which = "not set, and rank 0 has one" if mark == "none" else which
-        which = "set, and rank 0 has none" if theirs == "none" else which
+        difference = "another one than on rank 0"
+        difference = "not set, and rank 0 has one" if mark == "none" else difference
+        difference = "set, and rank 0 has none" if theirs == "none" else difference
         raise LaunchError(
-            f"{SECRET_VARIABLE} is {which} (said by rank {rank}). Export the same value on all "
-            "nodes, or on none"
+            f"{SECRET_VARIABLE} is {difference} (reported by rank {rank}). Export the same value "
+            "on all nodes, or on none"
         )

@@ -1,10 +1,9 @@
-"""Going on after a fault: every rank begins anew, from the newest checkpoint or the beginning.
+"""Restarts after a fault: every rank begins again, from the newest checkpoint or from step 0.
 
 A rank that is out of memory has left the others in the middle of an exchange that cannot be
-mended. So all of them start their program again, under the same process numbers: no launcher
-notices, and the numbers that follow are those of a run that had been started so. Where a rank has
-died, who started the ranks starts all of them again. What is to be different goes through the
-environment.
+completed. So all ranks execute their program again in the same processes: no launcher notices, and
+the results are those of a run that was started with the new words. If a rank has died, the process
+that started the ranks starts all of them again. The new words are passed in the environment.
 """
 
 from __future__ import annotations
@@ -28,65 +27,65 @@ from bigtrain.files.regular import is_regular, open_regular, read_pointer
 from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
 
 RESTART_STATUS = 76
-"""With this status a rank asks all ranks to begin anew; no process ends with it."""
+"""With this status a rank asks all ranks to restart; no process exits with it."""
 RESTART_VARIABLE = "BIGTRAIN_RESTART"
 METRICS = "metrics.jsonl"
 """The file of a run's steps, one object each."""
-_GO_ON = "checkpoint.resume=auto"
+_RESUME = "checkpoint.resume=auto"
 _NOTE = "note.json"
 _TAIL_BYTES = 16384
-# Rank 0 relays the news: it begins anew when all have them.
-_RELAY_S = 0.5
+_HUB_GRACE_S = 0.5
+"""Seconds that rank 0 waits before it restarts: its hub must tell the other ranks first."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """What is different from now on."""
+    """The changes with which a run restarts."""
 
     words: tuple[str, ...]
-    """Keys of the job, as on the command line."""
+    """KEY=VALUE words of the job."""
     said: str
-    """One line on why, for the log; empty where it has been said."""
+    """The reason in one line, for the log; empty if it has been printed."""
 
     @classmethod
     def taken(cls, environ: MutableMapping[str, str]) -> Restart | None:
-        """What an earlier life of this process left, which is thereby taken.
+        """Remove and return the changes that this process was restarted with; None if it was not.
 
-        A rank that torchrun has started again goes on, too.
+        A rank that torchrun has started again resumes, too.
 
         Raises:
-            ConfigError: the variable holds something else.
+            ConfigError: the variable has another content.
         """
         values = json_in(environ, RESTART_VARIABLE)
         if values is None:
             count = count_in(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            return cls((_GO_ON,), "") if count else None
+            return cls((_RESUME,), "") if count else None
         words, said = values.get("words"), values.get("said")
         if not (_are_words(words) and isinstance(said, str)):
-            raise odd_value(environ, RESTART_VARIABLE, "what a run leaves for its next life")
+            raise odd_value(environ, RESTART_VARIABLE, "what a run leaves for its restart")
         del environ[RESTART_VARIABLE]
         return cls(tuple(words or ()), said)
 
     def text(self) -> str:
-        """One line of JSON."""
+        """Return the changes as one line of JSON."""
         return json.dumps(asdict(self))
 
 
-def words_to_go_on(folder: Path, begun_at: str | None) -> list[str]:
-    """The words by which a run finds its folder again, and its newest checkpoint.
+def continuation_words(folder: Path, begun_at: str | None) -> list[str]:
+    """Return the words with which a run continues in its folder, from its newest checkpoint.
 
-    Where it began at another run's checkpoint and has none of its own yet, it begins there again.
+    A run that began with another run's checkpoint, and has not saved since, begins there again.
 
     Args:
-        folder: of the run.
-        begun_at: `checkpoint.resume` of the run.
+        folder: the folder of the run.
+        begun_at: the run's `checkpoint.resume`.
     """
     words = [f"log.dir={json.dumps(str(folder.parent))}", f"log.name={json.dumps(folder.name)}"]
     if begun_at not in (None, "auto") and not is_regular(folder / "checkpoints" / "latest"):
         for name in (METRICS, "validation.jsonl"):  # these steps will be done again
             (folder / name).unlink(missing_ok=True)
         return words
-    return [*words, _GO_ON]
+    return [*words, _RESUME]
 
 
 def _are_words(words: object) -> bool:
@@ -95,27 +94,27 @@ def _are_words(words: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNote:
-    """What a run leaves for the one who started its ranks, so that he can start them again."""
+    """A run's note for the process that started its ranks, which may have to start them again."""
 
     folder: str
-    """Of the run; absolute."""
+    """The absolute path of the run's folder."""
     begun_at: str | None
-    """`checkpoint.resume`."""
+    """The run's `checkpoint.resume`."""
     words: tuple[str, ...]
-    """What was changed already."""
+    """The words of earlier restarts."""
     global_size: int
     """Samples of a step."""
     micro_size: int
-    """Samples of a micro-batch; 0 where the planner chooses it."""
+    """Samples of a micro-batch; 0 if the planner chooses it."""
     model_ranks: int
-    """Ranks that hold one model together; 0 where the planner chooses it."""
+    """The number of ranks that hold one copy of the model; 0 if the planner chooses it."""
     timeout: float
     """Seconds that an exchange may take."""
     spare: tuple[int, ...] = ()
-    """The ranks without which the others go on."""
+    """The ranks that the run may lose."""
 
     def leave(self, environ: Mapping[str, str]) -> None:
-        """Write it where the one who started the ranks looks; nothing under other launchers."""
+        """Write the note to the folder of the launch; no effect under other launchers."""
         if LAUNCH_VARIABLE in environ:
             path = Path(environ[LAUNCH_VARIABLE]).parent / _NOTE
             draft = path.with_suffix(".draft")
@@ -125,7 +124,7 @@ class RunNote:
 
     @classmethod
     def find(cls, launch: Path) -> RunNote | None:
-        """The note in a launch's folder."""
+        """Return the note in a launch's folder; None if there is none."""
         try:
             values = read_json_object(launch / _NOTE)
             lists = {key: tuple(values.get(key, ())) for key in ("words", "spare")}
@@ -133,19 +132,19 @@ class RunNote:
         except (UnreadableError, TypeError):
             return None
 
-    def restart_words(self, given: Sequence[str]) -> list[str]:
-        """The words with which the run goes on.
+    def restart_words(self, last_words: Sequence[str]) -> list[str]:
+        """Return the words with which the run continues.
 
         Args:
-            given: those of its last life, which may have ended before it could leave a note.
+            last_words: those of the last start, which may have ended before it wrote a note.
         """
-        kept = [word for word in (*self.words, *given) if word != _GO_ON]
-        return list(dict.fromkeys([*kept, *words_to_go_on(Path(self.folder), self.begun_at)]))
+        words = [word for word in (*self.words, *last_words) if word != _RESUME]
+        return list(dict.fromkeys([*words, *continuation_words(Path(self.folder), self.begun_at)]))
 
     def words_on(self, num_ranks: int) -> list[str] | None:
-        """The words with which it goes on with the same global batch on another number of ranks.
+        """Return the words that keep the global batch on another number of ranks.
 
-        None where that does not divide.
+        The result is None if the number of ranks or the batch is not divisible.
         """
         if not self.model_ranks:
             return []
@@ -162,22 +161,22 @@ class RunNote:
         ]
 
     def saved_step(self) -> int:
-        """The step of the checkpoint that it goes on from; 0 for the beginning."""
+        """Return the step of the run's newest checkpoint; 0 if it has none."""
         return saved_step(Path(self.folder))
 
     def last_step(self) -> int:
-        """The last step that was done; 0 where there is none."""
+        """Return the last step that the run has done; 0 if there is none."""
         return last_step(Path(self.folder))
 
 
 def saved_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint; 0 where it has none."""
+    """Return the step of a run's newest checkpoint; 0 if it has none."""
     name = read_pointer(folder / "checkpoints" / "latest")
     return count_in(name.rpartition("-")[2], most=1 << 62) or 0
 
 
 def last_step(folder: Path) -> int:
-    """The last step that a run has done; 0 where there is none."""
+    """Return the last step that a run has done; 0 if there is none."""
     try:
         with open_regular(folder / METRICS) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -185,40 +184,41 @@ def last_step(folder: Path) -> int:
     except (OSError, UnreadableError):
         return 0
     for line in reversed(lines):
-        with contextlib.suppress(UnreadableError, KeyError, TypeError, ValueError):  # a torn one
+        # The last line may be incomplete.
+        with contextlib.suppress(UnreadableError, KeyError, TypeError, ValueError):
             return int(parse_json(line, METRICS)["step"])
     return 0
 
 
 def resume_words(folder: Path) -> str:
-    """What is added to the same command, so that the run goes on from its newest checkpoint."""
+    """Return the words that, added to the same command, continue from the newest checkpoint."""
     words = [f"log.dir={folder.parent}", f"log.name={folder.name}"]
     return shlex.join(["--resume", "auto", *words])
 
 
 def left_behind(folder: Path | None) -> str:
-    """What a run that was stopped without saving has left, and how it goes on; one line.
+    """Return in one line which steps of a stopped run are saved, and how to continue it.
 
     Args:
-        folder: of the run; None where it did not come so far as to have one.
+        folder: the folder of the run; None if it was stopped before it had one.
     """
     done, saved = (0, 0) if folder is None else (last_step(folder), saved_step(folder))
     if folder is not None and saved:
         lost = f"; steps {saved + 1} to {done} are lost" if done > saved else ""
         return (
-            f"nothing more was saved: the newest checkpoint is of step {saved}{lost}. Go on with "
-            f"the same command and: {resume_words(folder)}"
+            f"nothing more was saved: the newest checkpoint is of step {saved}{lost}. Continue "
+            f"with the same command and: {resume_words(folder)}"
         )
     if not done:
         return "stopped before the first step was done: nothing was saved, and nothing is lost"
     return (
-        f"nothing was saved: the {done} steps that were done are lost. checkpoint.every=N saves "
-        "every N steps"
+        f"nothing was saved: the {done} steps that were done are lost. Use checkpoint.every=N to "
+        "save every N steps"
     )
 
 
 def note_spare_ranks(environ: Mapping[str, str], spare: Sequence[int]) -> None:
-    """Tell the one who started the ranks without which of them the others go on."""
+    """Add the spare ranks to the note for the process that started the ranks."""
     if LAUNCH_VARIABLE in environ:
         note = RunNote.find(Path(environ[LAUNCH_VARIABLE]).parent)
         if note is not None:
@@ -226,7 +226,7 @@ def note_spare_ranks(environ: Mapping[str, str], spare: Sequence[int]) -> None:
 
 
 class RestartRequest(BigtrainError):
-    """Raised where all ranks are to begin anew; `run_guarded` does it."""
+    """Raised to restart all ranks, which `run_guarded` does."""
 
     exit_status = RESTART_STATUS
 
@@ -235,15 +235,15 @@ class RestartRequest(BigtrainError):
         self.restart = Restart(tuple(words), said)
 
 
-def restart_process(text: str, *, relays: bool = False) -> None:
-    """Start this process's program again; does not return.
+def restart_process(text: str, *, has_hub: bool = False) -> None:
+    """Execute this process's program again; does not return.
 
     Args:
-        text: of the `Restart`.
-        relays: wait until the other ranks have heard of it.
+        text: from `Restart.text`.
+        has_hub: whether this process has the hub, which must tell the other ranks first.
     """
-    if relays:
-        time.sleep(_RELAY_S)
+    if has_hub:
+        time.sleep(_HUB_GRACE_S)
     os.environ[RESTART_VARIABLE] = text
     for child in multiprocessing.active_children():
         child.kill()
@@ -260,14 +260,14 @@ def restart_process(text: str, *, relays: bool = False) -> None:
 
 
 def _close_at_exec() -> None:
-    """Let the kernel close what libraries have open: a GPU's memory is free when its files are.
+    """Let the kernel close the files of libraries: a GPU's memory is freed when its files close.
 
-    Left open: the three streams, and what the surroundings name, as MPICH's `PMI_FD=7` or a
-    `/dev/fd/63` among the words.
+    The three streams stay open, and so do files that the environment or the command line names, as
+    MPICH's `PMI_FD=7` or a `/dev/fd/63`.
     """
     named = {value for name, value in os.environ.items() if name.endswith("_FD")}
     named.update(re.findall(r"/fd/(\d+)", " ".join(sys.orig_argv)))
     with contextlib.suppress(OSError):  # a machine without the folder
         for number in set(os.listdir("/dev/fd")) - {"0", "1", "2"} - named:
-            with contextlib.suppress(OSError):  # of the listing itself
+            with contextlib.suppress(OSError):  # that of the listing is closed already
                 os.set_inheritable(int(number), False)

@@ -97,10 +97,10 @@ class TrafficCounter:
             kind = _KINDS.get(call.name.name)
             if not self._begun or kind is None or getattr(self._own, "aside", False):
                 return
-            given, made = call.input_tensors, call.output_tensors
-            if kind == "all_reduce" and sum(tensor.numel() for tensor in given) == 1:
+            inputs, outputs = call.input_tensors, call.output_tensors
+            if kind == "all_reduce" and sum(tensor.numel() for tensor in inputs) == 1:
                 return
-            sizes = [sum(map(_nbytes, side)) for side in (given, made)]
+            sizes = [sum(map(_nbytes, side)) for side in (inputs, outputs)]
             self._bytes[kind, ranks] += max(sizes)
 
         group.register_pre_hook(_HOOK_ID, begins)

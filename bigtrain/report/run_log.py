@@ -209,7 +209,7 @@ class RunLog:
             return
         values = {k: v for k, v in asdict(result).items() if k != "top1" or v is not None}
         peak, rank = result.peak_memory_bytes, 0
-        alike = self._num_ranks == 1 or (highest is not None and highest.alike)
+        alike = self._num_ranks == 1 or (highest is not None and highest.is_equal)
         if peak is not None and highest is not None and highest.figure > peak:
             peak, rank = int(highest.figure), highest.rank
         values["peak_memory_bytes"] = peak

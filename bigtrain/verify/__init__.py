@@ -1,6 +1,6 @@
-"""Proof of the same numbers as one process: `bigtrain verify`.
+"""Proof that a strategy computes the numbers of one process: `bigtrain verify`.
 
-What is recorded of a run; whose masks dropout draws; how two recordings are compared; the
-tolerance; where, in which operation of which block, a difference begins; which plans are drawn, and
-how a failure is made small.
+Decides: what a recording of a run has; how dropout draws masks; how two recordings are compared,
+and with which tolerance; how the first operation that differs is found; which plans are drawn, and
+how a failing one is reduced.
 """

@@ -1,4 +1,4 @@
-"""One strategy beside one process: both are run, what they computed is compared."""
+"""Runs a strategy and one process, and compares their recordings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Verdict = Literal["pass", "differs", "refused", "failed"]
 
 @dataclass(frozen=True)
 class VerifiedStrategy:
-    """One strategy's row."""
+    """The result of one strategy."""
 
     strategy: str
     num_ranks: int
@@ -34,31 +34,38 @@ class VerifiedStrategy:
     reason: str | None = None
     differences: Differences | None = None
     first_difference: str | None = None
-    """Where it leaves one process, of a run that differs."""
+    """The first operation that differs from one process, if the run differs."""
     moved: Differences | None = None
-    """How far one process is from itself with moved weights; where it was asked for."""
+    """The differences of one process from itself with perturbed weights, if they were needed."""
     dropout_off: str | None = None
-    """Why dropout was off; None where it is as in the job."""
+    """Why dropout was off; None if it was as in the job."""
     plain_loop: str | None = None
-    """Why its first steps were not held against a plain torch loop; None where they were."""
+    """Why its first steps were not compared with a plain torch loop; None if they were."""
 
     def as_json(self) -> dict[str, Any]:
-        """The row for a machine."""
+        """Return the result as JSON values."""
         return asdict(self)
 
 
 PLAIN = ("train.compile=none", "train.memory_format=contiguous")
-"""The words that have the reference computed as the model is written."""
+"""Words for the reference, which computes the model as it is written."""
 _COMPILED = "train.compile=blocks: masks are tied to samples operation by operation"
 
 
 class Bench:
-    """Runs and compares; keeps the references, of which one is made for each way to cut a batch.
+    """Runs strategies and compares them with a reference, which is one process.
 
-    It is the whole global batch at once. Where what is computed depends on the micro-batch its
-    micro-batches are those of the strategy: with BatchNorm what a sample gives, and in bf16 sums
-    over rows inside of kernels. In bf16 its layers see what the strategy's see. Dropout is off on
-    both sides where the masks are not the samples' own.
+    The reference computes the whole global batch at once. If a sample's result depends on its
+    micro-batch, the reference has the strategy's micro-batches: with BatchNorm, and in bf16, where
+    kernels sum over rows. In bf16 its layers use parameters of the same type as the strategy's.
+    Dropout is off in both runs if its masks do not belong to samples. References are kept, one for
+    each size of micro-batch and other settings.
+
+    Args:
+        options: of the command line.
+        words: further words of every run.
+        folder: for the runs' files.
+        localises: whether the first operation that differs is searched for.
     """
 
     def __init__(
@@ -77,10 +84,14 @@ class Bench:
         self._micro_sizes: dict[Path, int] = {}
         self._from_itself: dict[Path, Differences] = {}
         self._dropout_off: str | None = None
-        """Why it is, for the strategy that is checked now."""
+        """Why dropout is off for the current strategy; None if it is not."""
 
     def check(self, contender: ComparedStrategy) -> VerifiedStrategy:
-        """Run one strategy and hold it against the reference."""
+        """Run one strategy and compare it with the reference.
+
+        Raises:
+            BigtrainError: the reference failed; a `ConfigError` if it was refused.
+        """
         label, ranks = contender.label, contender.num_ranks
         if contender.plan is None:
             return VerifiedStrategy(label, ranks, "refused", "fp32", contender.refusal)
@@ -93,7 +104,7 @@ class Bench:
             if self._dropout_off is not None:
                 try:
                     row = self._compare(contender, contender.plan)
-                except ConfigError as error:  # of this strategy's: one process ties all
+                except ConfigError as error:  # the model without dropout cannot run like this
                     row = replace(row, verdict="refused", reason=str(error), differences=None)
         row = replace(row, dropout_off=self._dropout_off)
         if row.verdict == "differs" and self._localises:
@@ -128,7 +139,10 @@ class Bench:
         return replace(row, verdict="differs")
 
     def _moved(self, plan: Plan, reference: Path) -> Differences | None:
-        """How far one process is from itself with moved weights; in bf16 that is no measure."""
+        """The differences of one process from itself with perturbed weights.
+
+        The result is None in bf16, where a unit in the last place of a weight is no small change.
+        """
         if plan.precision == "bf16":
             return None
         if reference not in self._from_itself:
@@ -138,7 +152,7 @@ class Bench:
         return self._from_itself[reference]
 
     def _localise(self, plan: Plan, contender: ComparedStrategy, row: VerifiedStrategy) -> str:
-        """Run both again and note what they compute: one process has the same micro-batches."""
+        """Run both again with a trace of all operations, on the same micro-batches."""
         try:
             reference = self._made(plan, plan.batch.micro_size, traced=True)
         except (BigtrainError, ConfigError) as error:
@@ -151,12 +165,12 @@ class Bench:
         if row.differences is None:
             raise ValueError(f"{row.strategy} was not compared")
         tolerance = Tolerance.of(row.precision)
-        found = first_difference(reference, folder, row.differences, tolerance, row.moved)
+        difference = first_difference(reference, folder, row.differences, tolerance, row.moved)
         _forget(folder)
-        return found
+        return difference
 
     def close(self) -> None:
-        """Remove the tensors, which are as large as the model, for each step."""
+        """Remove the recorded tensors, which are as large as the model for each step."""
         for folder in self._folder.iterdir():
             _forget(folder)
 
@@ -191,7 +205,7 @@ class Bench:
             if reason is not None:
                 raise BigtrainError(f"the reference, one process, failed: {reason}")
             if self._dropout_off is not None or untied_reason(folder, folder) is None:
-                _refuse_chance(folder)
+                _refuse_random_model(folder)
             self._references[made] = folder
             self._micro_sizes[folder] = micro
         return self._references[made]
@@ -215,25 +229,25 @@ class Bench:
 
 
 def _forget(folder: Path) -> None:
-    """Gradients are as large as the model, for each step."""
+    """Remove the recorded tensors and traces of a run."""
     for pattern in ("*.safetensors", "trace-*.json"):
         for path in folder.glob(pattern):
             path.unlink()
 
 
 def _differs_from_plain_loop(folder: Path) -> str | None:
-    """How a run was found to differ from a plain torch loop; None where it does not."""
+    """How a run differs from a plain torch loop, in words; None if it does not."""
     recording = read_json_object(folder / "record.json")
-    found: str | None = recording["differs_from_plain_loop"]
-    return found
+    difference: str | None = recording["differs_from_plain_loop"]
+    return difference
 
 
-def _refuse_chance(folder: Path) -> None:
+def _refuse_random_model(folder: Path) -> None:
     random_pair = read_json_object(folder / "record.json")["chance"]
     if random_pair is not None:
         raise ConfigError(
             f"the model draws random numbers that verify cannot turn off: two passes over one "
-            f"batch gave the losses {random_pair[0]:.6g} and {random_pair[1]:.6g}. Dropout whose "
-            "masks have a row for each sample may stay, and torch's modules are off already; set "
-            "the model's own to 0 with model.args."
+            f"batch gave the losses {random_pair[0]:.6g} and {random_pair[1]:.6g}. verify handles "
+            "dropout whose masks have a row for each sample, and turns torch's modules off; set "
+            "the model's other probabilities to 0 with model.args."
         )

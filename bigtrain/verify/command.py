@@ -34,8 +34,8 @@ _MEASURED = (*UNTRACKED, "train.check_first_steps=2")
 def main(arguments: list[str]) -> int:
     """Record the reference and every strategy, and compare; returns the exit status.
 
-    0 where every strategy that can run passed, 1 where one differs or failed (or one that was
-    named cannot run), 2 for the user's input, 130 after Ctrl-C.
+    The status is 0 if every strategy that can run passed, 1 if one differs or failed (or one that
+    the user named cannot run), 2 if the user's input is at fault, 130 after Ctrl-C.
     """
     options = verify_arguments(arguments)
     if options.script is not None:
@@ -71,39 +71,39 @@ def main(arguments: list[str]) -> int:
 
 
 def _comparable(contender: ComparedStrategy) -> ComparedStrategy:
-    """The same; refused where its numbers are others by intent, which no comparison can prove."""
+    """The strategy, refused if its numbers differ by design, so that no comparison can pass."""
     reason = contender.plan.replicate.inexact_reason if contender.plan is not None else None
     return contender if reason is None else replace(contender, plan=None, refusal=reason)
 
 
 def _fuzz(options: ComparisonOptions) -> int:
-    """Verify drawn plans; the exit status is that of `main`."""
+    """Verify plans drawn at random; returns the exit status as `main` does."""
     words = [*(_SGD if options.optimizer == "sgd" else ()), *_MEASURED]
     folder = results_folder(options.output, "verify")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     progress.print(f"{options.fuzz} plans drawn by seed {options.seed}; results in {folder}")
-    found: list[FuzzResult] = []
+    results: list[FuzzResult] = []
     stopped = False
     try:
         for result in fuzz(options, words, folder):
-            found.append(result)
-            progress.print(f"{len(found)}/{options.fuzz} {_line(result.row)}")
+            results.append(result)
+            progress.print(f"{len(results)}/{options.fuzz} {_line(result.row)}")
             progress.print(f"    {result.plan.command(options)}")
     except KeyboardInterrupt:
         stopped = True
-        progress.print(f"stopped: {len(found)} of {options.fuzz} plans are done")
-    failures = [result for result in found if result.smallest is not None]
-    document = {"seed": options.seed, "rows": [result.as_json(options) for result in found]}
+        progress.print(f"stopped: {len(results)} of {options.fuzz} plans are done")
+    failures = [result for result in results if result.smallest is not None]
+    document = {"seed": options.seed, "rows": [result.as_json(options) for result in results]}
     text = json.dumps(document, indent=1) + "\n"
     (folder / "verify.json").write_text(text, "utf-8")
     if options.as_json:
         sys.stdout.write(text)
     else:
-        sys.stdout.write(f"{len(found) - len(failures)} of {len(found)} drawn plans pass\n")
+        sys.stdout.write(f"{len(results) - len(failures)} of {len(results)} drawn plans pass\n")
         for result in failures:
             for line in _notes(options, [result.row]):
                 sys.stdout.write(f"{line}\n")
-            sys.stdout.write(f"the smallest that fails: {result.command(options)}\n")
+            sys.stdout.write(f"the smallest plan that fails: {result.command(options)}\n")
     return 130 if stopped else int(bool(failures))
 
 
@@ -164,39 +164,44 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
         if row.reason is not None:
             yield f"{row.strategy}: {row.verdict}: {row.reason}"
         if row.dropout_off is not None:
-            yield f"{row.strategy}: dropout is off: masks are not the samples'. {row.dropout_off}"
+            yield (
+                f"{row.strategy}: dropout is off, as its masks do not belong to samples: "
+                f"{row.dropout_off}"
+            )
         if row.first_difference is not None:
             yield f"{row.strategy}: first difference: {row.first_difference}"
         if row.moved is not None:
             grown = ", ".join(f"{step.gradient or 0.0:.1e}" for step in row.moved.steps)
             yield (
-                f"{row.strategy}: one process whose weights begin a unit in the last place away is "
-                f"{grown} from itself in the gradients of its steps: each is held to {GROWTH} "
-                "times that"
+                f"{row.strategy}: the gradients of one process differ from its own by {grown} in "
+                "its steps if its weights begin one unit in the last place away; the tolerance is "
+                f"{GROWTH} times that"
             )
         if row.verdict == "differs" and row.differences is not None:
             if row.differences.missing:
-                yield f"{row.strategy}: only one has: {', '.join(row.differences.missing[:3])}"
-            for what, worst in (
+                names = ", ".join(row.differences.missing[:3])
+                yield f"{row.strategy}: in only one of the two runs: {names}"
+            for kind, worst in (
                 ("gradients", row.differences.worst_gradients),
                 ("updates", row.differences.worst_updates),
             ):
-                named = ", ".join(f"{name} {far:.1e}" for name, far in worst)
-                yield f"{row.strategy}: {what} that differ most: {named}"
-    own = options.optimizer == "job"
-    optimizer = "the job's optimizer" if own else "SGD and momentum (--optimizer job: the job's)"
+                figures = ", ".join(f"{name} {difference:.1e}" for name, difference in worst)
+                yield f"{row.strategy}: {kind} that differ most: {figures}"
+    with_job = options.optimizer == "job"
+    optimizer = "SGD and momentum (--optimizer job: the job's)"
+    optimizer = "the job's optimizer" if with_job else optimizer
     yield f"{options.steps} steps with {optimizer}; dropout is the job's, with masks by sample"
     compared = [row for row in rows if row.differences is not None]
     if compared and all(row.plain_loop is None for row in compared):
-        yield "the first 2 steps of each run were held against a plain torch loop, too"
+        yield "the first 2 steps of each run were also compared with a plain torch loop"
     for reason in sorted({row.plain_loop for row in compared if row.plain_loop is not None}):
-        yield f"not held against a plain torch loop: {reason}"
+        yield f"not compared with a plain torch loop: {reason}"
     for precision in sorted({row.precision for row in rows if row.differences is not None}):
         tolerance = Tolerance.of(precision)
-        loss = tolerance.loss * (10 if own else 1)
-        held = "losses and norms" if own else "all"
+        loss = tolerance.loss * (10 if with_job else 1)
+        checked = "losses and norms" if with_job else "all"
         yield (
             f"in {precision} rounding explains {loss:.0e} of a loss, {tolerance.norm:.0e} of a "
-            f"norm and {tolerance.tensors:.0e} of a tensor's largest value; {held} must be below "
-            "that"
+            f"norm and {tolerance.tensors:.0e} of a tensor's largest value; {checked} must be "
+            "below that"
         )

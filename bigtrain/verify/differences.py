@@ -1,4 +1,4 @@
-"""How far two recordings of the same steps lie apart, and how far they may."""
+"""The differences between two recordings of the same steps, and their tolerance."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bigtrain.job.schema import Precision
 from bigtrain.tensors.shards import read_whole
 
 GRADIENT_FLOOR = 1e-4
-"""A gradient that is everywhere below this share of the model's largest is all rounding: what is
-compared is then held against that share."""
+"""A gradient that is everywhere below this share of the model's largest is only rounding: its
+difference is then taken relative to that share."""
 
 GROWTH = 10
-"""A difference that is less than this many times what one process is from itself, when its weights
-begin a unit in the last place away, is grown rounding."""
+"""A difference counts as grown rounding if it is less than this many times the difference of one
+process from itself with weights that begin one unit in the last place away."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,16 @@ class Tolerance:
     loss: float
     norm: float
     tensors: float
-    """Of gradients and of what steps change in the weights."""
+    """For gradients, and for the change of the weights over all steps."""
 
     @classmethod
     def of(cls, precision: Precision) -> Tolerance:
-        """What sums in another order may change, over a few steps.
+        """Return the effect that sums in another order may have over a few steps.
 
-        Some multiples of what was measured (docs/internals/measured.md): of the unit in the last
-        place in fp64 and fp32, and in bf16, where a gradient is rounded each time that it is added
-        to, of 2^-8. Of a loss DeepSpeed's stage 3 takes 4e-4: it rounds before it adds the bias.
+        It is a small multiple of the measured differences (docs/internals/measured.md), which are of the
+        order of the unit in the last place in fp64 and fp32, and of 2^-8 in bf16, where a gradient
+        is rounded at each addition. A loss of DeepSpeed's stage 3 differs by up to 4e-4, because it
+        rounds before it adds the bias.
         """
         return {
             "fp64": cls(1e-12, 1e-9, 1e-9),
@@ -49,7 +50,7 @@ class Tolerance:
         }[precision]
 
     def grown(self, loss: float, norm: float, tensors: float) -> Tolerance:
-        """No less than some times what one process is from itself with moved weights."""
+        """Return the tolerance, or `GROWTH` times the differences if that is more."""
         return Tolerance(
             max(self.loss, GROWTH * loss),
             max(self.norm, GROWTH * norm),
@@ -73,16 +74,18 @@ class Differences:
     loss: float
     norm: float
     gradient: float | None
-    """None where the run has no gradients to compare."""
+    """None if the run has no gradients to compare."""
     update: float
-    """Of what all steps together changed in the weights: the weights themselves hardly change."""
+    """The difference of the change that all steps made to the weights. The weights themselves
+    change too little to compare."""
     worst_gradients: tuple[tuple[str, float], ...] = ()
     """The parameters whose gradients differ most."""
     worst_updates: tuple[tuple[str, float], ...] = ()
+    """The parameters whose change differs most."""
     missing: tuple[str, ...] = field(default=())
-    """Names that one of the two has and the other has not."""
+    """Names that only one of the two recordings has."""
     steps: tuple[StepDifferences, ...] = ()
-    """Step by step."""
+    """The differences of each step."""
 
     def passed(
         self, tolerance: Tolerance, moved: Differences | None = None, *, losses_only: bool = False
@@ -90,33 +93,33 @@ class Differences:
         """Whether all of them are within the tolerance.
 
         Args:
-            tolerance: what rounding explains.
-            moved: how far one process is from itself with moved weights; see `tolerances`.
-            losses_only: the optimizer magnifies rounding (AdamW divides by it where a gradient is
-                all rounding), so only losses, at ten times the tolerance, and norms are held to it.
+            tolerance: the differences that rounding explains.
+            moved: the differences of one process from itself; see `tolerances`.
+            losses_only: compare only norms, and losses with ten times the tolerance. It is for
+                optimizers that magnify rounding: AdamW divides by a gradient that is only rounding.
         """
         if self.missing or not math.isfinite(self.loss):  # one of the two may have fewer steps
             return False
-        held_to = tolerances(tolerance, moved, len(self.steps))
-        for step, held in zip(self.steps, held_to, strict=True):
-            if step.loss > held.loss * (10 if losses_only else 1) or step.norm > held.norm:
+        by_step = tolerances(tolerance, moved, len(self.steps))
+        for step, limit in zip(self.steps, by_step, strict=True):
+            if step.loss > limit.loss * (10 if losses_only else 1) or step.norm > limit.norm:
                 return False
-            if not losses_only and (step.gradient or 0.0) > held.tensors:
+            if not losses_only and (step.gradient or 0.0) > limit.tensors:
                 return False
         return losses_only or self.update <= update_tolerance(tolerance, moved)
 
 
 def tolerances(tolerance: Tolerance, moved: Differences | None, steps: int) -> list[Tolerance]:
-    """What each step is held to.
+    """Return the tolerance of each step.
 
-    Where ReLU and max pooling choose by a comparison, or BatchNorm divides by a small variance, a
-    difference in the last place grows from step to step in one process, too.
+    A difference in the last place may grow from step to step even in one process: ReLU and max
+    pooling choose by a comparison, and BatchNorm may divide by a small variance.
 
     Args:
-        tolerance: of the first step, whatever the model.
-        moved: how far one process is from itself when its weights begin a unit in the last place
-            away; None where it was not run.
-        steps: how many are compared.
+        tolerance: the tolerance of the first step, for any model.
+        moved: the differences of one process from itself with weights that begin one unit in the
+            last place away; None if they were not measured.
+        steps: the number of steps that are compared.
     """
     if moved is None:
         return [tolerance] * steps
@@ -124,12 +127,17 @@ def tolerances(tolerance: Tolerance, moved: Differences | None, steps: int) -> l
 
 
 def update_tolerance(tolerance: Tolerance, moved: Differences | None) -> float:
-    """What the change of the weights is held to."""
+    """Return the tolerance of the change of the weights; see `tolerances`."""
     return tolerance.tensors if moved is None else max(tolerance.tensors, GROWTH * moved.update)
 
 
 def compare_recordings(reference: Path, other: Path) -> Differences:
-    """Compare two folders that `bigtrain.verify.record` has written, a tensor at a time."""
+    """Compare two recordings of `bigtrain.verify.record`, one tensor at a time.
+
+    Args:
+        reference: the folder of the reference.
+        other: the folder of the run.
+    """
     reference_record, other_record = _record(reference), _record(other)
     gradients: dict[str, float] = {}
     missing: set[str] = set()
@@ -161,14 +169,14 @@ def compare_recordings(reference: Path, other: Path) -> Differences:
 
 
 def gradient_differences(reference: Path, other: Path) -> dict[int, dict[str, float]]:
-    """By the number of a step how far the gradients of each parameter are apart in it."""
-    found: dict[int, dict[str, float]] = {}
+    """Return the differences of the gradients, by the number of the step and by parameter."""
+    by_step: dict[int, dict[str, float]] = {}
     if _record(other)["no_gradients"] is not None:
-        return found
+        return by_step
     for path in reference.glob("gradients-*.safetensors"):
         pair = _Pair(path, other / path.name)
-        found[int(path.stem.rpartition("-")[2])] = dict(pair.differences())
-    return dict(sorted(found.items()))
+        by_step[int(path.stem.rpartition("-")[2])] = dict(pair.differences())
+    return dict(sorted(by_step.items()))
 
 
 def _worst(differences: dict[str, float]) -> tuple[tuple[str, float], ...]:
@@ -185,11 +193,11 @@ def _each(one: list[float], two: list[float]) -> list[float]:
     return [relative_difference(a, b) for a, b in zip(one, two, strict=True)]
 
 
-def relative_difference(expected: float, found: float) -> float:
-    """How far a number is from the expected one; infinite where one is not finite."""
-    if not (math.isfinite(expected) and math.isfinite(found)):
+def relative_difference(expected: float, actual: float) -> float:
+    """Return the relative difference from the expected number; infinite if one is not finite."""
+    if not (math.isfinite(expected) and math.isfinite(actual)):
         return math.inf
-    return abs(expected - found) / max(abs(expected), 1e-12)
+    return abs(expected - actual) / max(abs(expected), 1e-12)
 
 
 _Before = Callable[[str], tuple[Tensor, Tensor]]
@@ -204,14 +212,14 @@ class _Pair:
         self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Both tensors of a name."""
+        """Return both tensors of a name."""
         return read_whole(self._one[name]), read_whole(self._two[name])
 
     def differences(self, before: _Pair | None = None) -> Iterator[tuple[str, float]]:
-        """Each name with its largest difference, relative to the tensor's largest value.
+        """Yield each name with its largest difference, relative to the tensor's largest value.
 
         Args:
-            before: compare what has changed since then.
+            before: subtract these tensors first, to compare the changes since then.
         """
         changes = before.tensors if before is not None else None
         largest = 0.0
@@ -219,14 +227,14 @@ class _Pair:
             expected = read_whole(self._one[name])
             largest = max(largest, _highest(_since(expected, changes, name, 0)))
         for name in self.common:
-            expected, found = self.tensors(name)
-            if expected.shape != found.shape:
+            expected, actual = self.tensors(name)
+            if expected.shape != actual.shape:
                 yield name, math.inf
                 continue
             # A change in a weight's last places is rounding, however small the whole change is.
             rounding = torch.finfo(expected.dtype).eps * _highest(expected) * 4 if changes else 0.0
-            expected, found = _since(expected, changes, name, 0), _since(found, changes, name, 1)
-            yield name, _difference(expected, found, largest, rounding)
+            expected, actual = _since(expected, changes, name, 0), _since(actual, changes, name, 1)
+            yield name, _difference(expected, actual, largest, rounding)
 
 
 def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Tensor:
@@ -234,11 +242,11 @@ def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Ten
     return double if changes is None else double - changes(name)[side].double()
 
 
-def _difference(expected: Tensor, found: Tensor, largest: float, place: float) -> float:
-    """How far two tensors are apart, less what is `place`, against the first's largest value."""
-    apart = _highest(expected - found)
+def _difference(expected: Tensor, actual: Tensor, largest: float, rounding: float) -> float:
+    """The largest difference less the rounding, relative to the largest expected value."""
+    difference = _highest(expected - actual)
     scale = max(_highest(expected), largest * GRADIENT_FLOOR, 1e-30)
-    return max(0.0, apart - place) / scale if math.isfinite(apart) else math.inf
+    return max(0.0, difference - rounding) / scale if math.isfinite(difference) else math.inf
 
 
 def _highest(tensor: Tensor) -> float:

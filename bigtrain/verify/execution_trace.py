@@ -1,9 +1,9 @@
-"""Digests of what a run computes, in order of execution: what a difference is traced back with.
+"""Digests of a run's tensors in order of execution, with which a difference is located.
 
-Every result of a function of torch inside a module, every output of a module and the gradients of
-both are noted as a few numbers each. A digest is the same whatever wraps, shards, slices or
-recomputes the module, and on whatever rank it runs: what lies in slices is gathered for it. A
-second pass of what is recomputed is not noted.
+The trace has a few numbers for every result of a torch function inside a module, every output of a
+module, and the gradients of both. A digest does not depend on wrapping, sharding, slicing or
+recomputation of the module, nor on the rank: sliced tensors are gathered for it. The second pass of
+recomputed modules is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, local_of
 
 _PROJECTIONS = 4
 _SIGNS = 2**14
-"""Of a row of a tensor's elements; rows have signs of their own."""
+"""The length of the rows into which elements are folded; each row has another sign."""
 _UNNOTED = frozenset(
     (
         *("__get__", "__set__", "__getitem__", "backward", "chunk", "detach", "expand", "flatten"),
@@ -31,35 +31,35 @@ _UNNOTED = frozenset(
         *("transpose", "unbind", "unsqueeze", "view", "view_as"),
     )
 )
-"""What makes no number: attributes, and views, which may be of what is not written yet."""
+"""Functions that compute nothing: attributes, and views, whose storage may not be filled yet."""
 _UNFILLED = ("empty", "new_empty", "resize")
-"""What begins so has no numbers yet."""
+"""Functions whose names begin so return tensors without values."""
 
 
 class Entry(NamedTuple):
-    """One value or gradient, as one rank had it."""
+    """One value or gradient on one rank."""
 
     step: int
-    """From 1."""
+    """The step, from 1."""
     is_gradient: bool
     module: str
-    """The innermost one that was at work; empty for the whole model."""
+    """The innermost module whose forward pass ran; empty for the whole model."""
     call: int
-    """The how manieth of the module in this step, from 0."""
+    """The number of the module's call in this step, from 0."""
     operation: str
-    """The function of torch that made it; `output` of a module's own."""
+    """The torch function that returned the value; 'output' for a module's output."""
     number: int
-    """The how manieth of this operation's results in the call, from 0."""
+    """The number among the results of this operation in the call, from 0."""
     digest: tuple[float, ...]
-    """Its norm, and its products with fixed vectors of signs by the root of their length."""
+    """The norm, and the products with fixed vectors of signs, divided by the root of the length."""
 
 
 class ExecutionTrace(TorchFunctionMode):
-    """Notes what a model computes while it is entered.
+    """Records the values of a model and their gradients inside its `with` block.
 
     Args:
-        roots: the model, or the stages of it that run here; with plain names.
-        gradient_scale: what this run's gradients of values are multiplied by.
+        roots: the model, or its stages on this rank; with plain names.
+        gradient_scale: the factor of this run's gradients, by which digests are divided.
     """
 
     def __init__(self, roots: Iterable[nn.Module], gradient_scale: float) -> None:
@@ -74,24 +74,24 @@ class ExecutionTrace(TorchFunctionMode):
         self._current = ""
         self._hooks: list[Any] = []
         self._states: set[int] = set()
-        """Parameters and buffers: what a rank has counted in them is its own."""
+        """The ids of parameters and buffers, which are not recorded: buffers may differ by rank."""
         for root in roots:
             self._states |= {id(t) for t in (*root.parameters(), *root.buffers())}
             cut_through: frozenset[str] = getattr(root, "cut_through", frozenset())
             for name, module in root.named_modules():
-                if name not in cut_through:  # a stage computes a part of it only
+                if name not in cut_through:  # a stage computes only a part of the module
                     self._hooks += [
                         module.register_forward_pre_hook(partial(self._begin, name), prepend=True),
                         module.register_forward_hook(partial(self._end, name)),
                     ]
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def next_step(self) -> None:
-        """Say that what comes is another step's."""
+        """Begin the next step."""
         self.step += 1
         self._calls.clear()
 
@@ -110,7 +110,7 @@ class ExecutionTrace(TorchFunctionMode):
     def _begin(self, name: str, _module: nn.Module, _args: Any) -> None:
         if _in_backward():
             return
-        if not name:  # a stage of a pipeline leaves its modules without a word
+        if not name:  # a stage of a pipeline may leave its modules without calling their hooks
             self._open.clear()
         self._open[name] = self._calls[name]
         self._calls[name] += 1
@@ -129,10 +129,10 @@ class ExecutionTrace(TorchFunctionMode):
         self._current = name
 
     def _note_all(self, operation: str, result: Any) -> None:
-        with torch._C.DisableTorchFunction():  # a stage of a pipeline watches all functions
+        with torch._C.DisableTorchFunction():  # a stage of a pipeline intercepts all functions
             for leaf in leaves_of(result):
-                value, whole = leaf, _itself
-                if is_sliced(leaf):  # all ranks of its group come here
+                value, whole = leaf, _identity
+                if is_sliced(leaf):  # all ranks of its group take part in the gather
                     value = local_of(leaf)
                     whole = partial(all_gather, slices=leaf.slices, group=leaf.group)
                 known = type(value) is Tensor and value.device.type != "meta"
@@ -162,7 +162,8 @@ class ExecutionTrace(TorchFunctionMode):
     def _digest(
         self, value: Tensor, scale: float, whole: Callable[[Tensor], Tensor]
     ) -> tuple[float, ...]:
-        # A block that keeps its products would keep these, too, and miss them the second time.
+        # A block that saves its products would save these, too, and not find them in its second
+        # pass.
         with torch.no_grad(), _disable_current_modes():
             return self._digest_of(whole(value.detach()), scale)
 
@@ -184,10 +185,10 @@ class ExecutionTrace(TorchFunctionMode):
         return self._signs[length]
 
 
-def _itself(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 
 def _in_backward() -> bool:
-    """Whether a backward pass is at work: what runs in it is computed a second time."""
+    """Whether a backward pass is running: functions inside it are recomputations."""
     return torch._C._current_graph_task_id() != -1

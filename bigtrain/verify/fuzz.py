@@ -1,7 +1,6 @@
-"""`bigtrain verify --fuzz N`: plans drawn from the planner's space, and a failure made small.
+"""`bigtrain verify --fuzz N`: verifies plans drawn from the planner's space, and reduces failures.
 
-A plan is drawn as the words that a person would type: so the one line that repeats a failure is
-the plan itself.
+A plan is drawn as words of the command line, so that it is also the line that repeats a failure.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from bigtrain.planner.space import Candidate, SearchSpace
 from bigtrain.verify.bench import Bench, Verdict, VerifiedStrategy
 
 _MOST_SAMPLES = 16
-"""Of a step of a drawn plan: more rows take longer and are computed no other way."""
+"""The most samples of a step: more take longer and test nothing else."""
 _MOST_ATTEMPTS = 60
-"""Smaller plans that are tried for one failure."""
+"""The most smaller plans that are tried for one failure."""
 _RECOMPUTE = (None, None, "full", "selective", "every_2")
 _REFUSALS = 40
-"""Plans that are drawn for each one that can run."""
+"""The most plans that are drawn for each one that can run."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +47,31 @@ class FuzzedPlan:
     pp: int
     dp: int
     rows: int
-    """Of a micro-batch."""
+    """Samples of a micro-batch."""
     micro_batches: int
-    """Of a step, for each replica."""
+    """Micro-batches of a step, for each replica."""
     replicate: str
-    """A word of `--strategy`, as the next three."""
+    """A word of `--strategy`, like the next three."""
     cut: str | None = None
     recompute: str | None = None
     offload: str | None = None
     tp: int = 1
     slices: str | None = None
-    """A word of `--strategy`, too: how layers are laid over the tp ranks."""
+    """A word of `--strategy`, too: how layers are sliced over the tp ranks."""
     at: tuple[str, ...] = ()
-    """Modules before which the stages begin; empty where they are balanced."""
+    """Modules with which the stages begin; empty for balanced stages."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Arguments of the model that are not the job's."""
+    """Arguments of the model that differ from the job's."""
     steps: int = 3
 
     @property
     def num_ranks(self) -> int:
-        """How many processes run it."""
+        """The number of processes that run it."""
         return self.pp * self.dp * self.tp
 
     @property
     def strategy(self) -> str:
-        """Words that `--strategy` takes."""
+        """The argument of `--strategy`."""
         whole = self.cut is None and self.slices is None
         replicate = self.replicate if self.dp > 1 or whole else None
         parts = (self.cut, replicate, self.slices, self.recompute, self.offload)
@@ -80,7 +79,7 @@ class FuzzedPlan:
 
     @property
     def words(self) -> list[str]:
-        """The keys of its job."""
+        """The KEY=VALUE words of its job."""
         samples = self.rows * self.micro_batches * self.dp
         words = [f"mesh.pp={self.pp}", f"mesh.dp={self.dp}", f"mesh.tp={self.tp}"]
         words.append(f"train.global_batch_size={samples}")
@@ -90,7 +89,7 @@ class FuzzedPlan:
         return words + [f"model.args.{name}={size}" for name, size in self.sizes]
 
     def command(self, options: ComparisonOptions) -> str:
-        """The line that verifies it and nothing else."""
+        """Return the command line that verifies this plan alone."""
         job = [] if options.job is None else [options.job]
         line = ["bigtrain", "verify", *job, "-n", str(self.num_ranks)]
         line += ["--strategy", self.strategy, "--steps", str(self.steps)]
@@ -100,12 +99,12 @@ class FuzzedPlan:
 def draw_plans(
     draw: random.Random, spaces: Sequence[SearchSpace], names: Sequence[str]
 ) -> Iterator[FuzzedPlan]:
-    """Plans without end, each mesh and each pair of techniques as often as any other.
+    """Yield plans endlessly; all meshes, and all pairs of techniques of a mesh, are equally likely.
 
     Args:
-        draw: chooses.
-        spaces: one for each number of ranks.
-        names: modules that stages may begin with.
+        draw: the random generator.
+        spaces: a space for each number of ranks.
+        names: the modules with which stages may begin.
     """
     by_kind: dict[Any, dict[Any, list[Candidate]]] = {}
     for space in spaces:
@@ -137,13 +136,13 @@ def shrink(
     fails: Callable[[FuzzedPlan], bool],
     most: int = _MOST_ATTEMPTS,
 ) -> FuzzedPlan:
-    """The smallest plan that still fails: none of its own smaller ones does.
+    """Return a smaller plan that still fails, none of whose reductions fails.
 
     Args:
-        plan: one that fails.
-        sizes: the model's arguments that are numbers.
-        fails: whether a plan fails as it did; one that cannot run does not.
-        most: plans that are tried.
+        plan: the plan that fails.
+        sizes: the model's arguments that are whole numbers.
+        fails: whether a plan fails in the same way; one that cannot run does not.
+        most: the most plans that are tried.
     """
     tried = {plan}
     progress = True
@@ -160,7 +159,7 @@ def shrink(
 
 
 def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
-    """Plans with one thing less, those first that make the others cheap."""
+    """Plans with one reduction each; those that make later attempts cheap come first."""
     if plan.steps > 1:
         yield replace(plan, steps=1)
     yield from _smaller_meshes(plan)
@@ -174,15 +173,15 @@ def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
     if plan.rows > 1:
         yield replace(plan, rows=1)
         yield replace(plan, rows=plan.rows // 2)
-    now = {**sizes, **dict(plan.sizes)}
-    for name, size in sorted(now.items(), key=lambda item: -item[1]):
+    current = {**sizes, **dict(plan.sizes)}
+    for name, size in sorted(current.items(), key=lambda item: -item[1]):
         if size > 1:
             changed = {**dict(plan.sizes), name: size // 2}
             yield replace(plan, sizes=tuple(sorted(changed.items())))
 
 
 def _smaller_meshes(plan: FuzzedPlan) -> Iterator[FuzzedPlan]:
-    """Plans with fewer replicas, stages or slices, or with plainer ones."""
+    """Plans with fewer or simpler replicas, stages or slices."""
     if plan.dp > 1:
         yield replace(plan, dp=plan.dp // 2)
     if plan.cut is not None:
@@ -201,19 +200,20 @@ def _smaller_meshes(plan: FuzzedPlan) -> Iterator[FuzzedPlan]:
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """What has come of a drawn plan."""
+    """The result of a drawn plan."""
 
     plan: FuzzedPlan
     row: VerifiedStrategy
+    """The result of `plan`, or of `smallest` if there is one."""
     smallest: FuzzedPlan | None = None
-    """Of a failure; the row is that of it, then."""
+    """The smallest plan that fails like this one; None if it passes."""
 
     def command(self, options: ComparisonOptions) -> str:
-        """The line that repeats it."""
+        """Return the command line that repeats the result."""
         return (self.smallest or self.plan).command(options)
 
     def as_json(self, options: ComparisonOptions) -> dict[str, Any]:
-        """The result for a machine."""
+        """Return the result as JSON values."""
         command = self.command(options)
         return {"drawn": self.plan.command(options), "command": command, **self.row.as_json()}
 
@@ -221,15 +221,16 @@ class FuzzResult:
 def fuzz(
     options: ComparisonOptions, job_words: Sequence[str], folder: Path
 ) -> Iterator[FuzzResult]:
-    """Draw plans and verify them, one after the other; each failure is made small.
+    """Draw plans and verify them, one after the other; each failure is reduced.
 
     Args:
-        options: of the command line; `fuzz` plans by `seed`, on at most `num_ranks` ranks.
-        job_words: keys of every run.
-        folder: for what the runs write.
+        options: of the command line; they have the number of plans (`fuzz`), the `seed`, and the
+            largest number of ranks.
+        job_words: KEY=VALUE words of every run.
+        folder: for the runs' files.
 
     Raises:
-        ConfigError: the job cannot run in one process, or nothing drawn can run.
+        ConfigError: the job cannot run in one process, or no drawn plan can run.
     """
     bench = _FuzzBench(options, job_words, folder)
     words = [*without_strategy(options.overrides), *job_words, *QUIET, *ONE_PROCESS]
@@ -241,11 +242,12 @@ def fuzz(
     most = ranks_to_start(options.num_ranks, device_type_of(job))
     samples = max(most, min(_MOST_SAMPLES, plan.batch.global_size) // most * most)
     mesh = load_job(options.job, None, options.overrides).mesh
-    given = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
-    given["most_ranks"] = _most_slices(setup.workload)
+    most_slices = _most_slices(setup.workload)
     fixed = (mesh.pp or 1) * (mesh.tp or 1)
     spaces = [
-        SearchSpace(n, n, samples, len(blocks), **given)  # type: ignore[arg-type]
+        SearchSpace(
+            n, n, samples, len(blocks), pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, most_ranks=most_slices
+        )
         for n in range(min(2, most), most + 1)
         if samples % n == 0 and n % fixed == 0
     ]
@@ -262,20 +264,20 @@ def fuzz(
         if row.verdict == "pass":
             yield FuzzResult(drawn, row)
         else:
-            smallest = shrink(drawn, sizes, partial(bench.ends_so, verdict=row.verdict))
+            smallest = shrink(drawn, sizes, partial(bench.has_verdict, verdict=row.verdict))
             yield FuzzResult(drawn, bench.verify(smallest, localises=True), smallest)
         if done == options.fuzz:
             return
 
 
 def _most_slices(workload: Workload) -> int:
-    """Over how many ranks the model's layers can be sliced; 1: over none."""
+    """The largest tp size; 1 if nothing can be sliced."""
     techniques = (t for t in techniques_of("slice") if isinstance(t, SliceStrategy))
     return max((technique.most_ranks(workload) for technique in techniques), default=1)
 
 
 class _FuzzBench:
-    """Verifies plans, each with a reference of its own."""
+    """Verifies plans, each with a separate reference."""
 
     def __init__(self, options: ComparisonOptions, words: Sequence[str], folder: Path) -> None:
         self._options = options
@@ -283,7 +285,7 @@ class _FuzzBench:
         self._folder = folder
         self._count = 0
 
-    def ends_so(self, plan: FuzzedPlan, *, verdict: Verdict) -> bool:
+    def has_verdict(self, plan: FuzzedPlan, *, verdict: Verdict) -> bool:
         return self.verify(plan).verdict == verdict
 
     def verify(self, plan: FuzzedPlan, *, localises: bool = False) -> VerifiedStrategy:
@@ -302,14 +304,14 @@ class _FuzzBench:
         bench = Bench(options, words, folder, localises=localises)
         try:
             return bench.check(contender)
-        except BigtrainError as error:  # the model does not run in one process as it is now
+        except BigtrainError as error:  # the reduced model does not run in one process
             return VerifiedStrategy(contender.label, plan.num_ranks, "refused", "fp32", str(error))
         finally:
             bench.close()
 
 
 def model_sizes(job: Job, model: object) -> dict[str, int]:
-    """The arguments of a job's model that are whole numbers, with their values."""
+    """Return the arguments of a job's model that are whole numbers, with their values."""
     sizes: dict[str, Any] = dict(vars(getattr(model, "config", None) or object))
     if ":" in job.model.name:
         parameters = inspect.signature(load_object(job.model.name, "model.name")).parameters

@@ -1,14 +1,14 @@
-"""Record what a run computes: losses, gradient norms, every gradient, the weights at the end.
+"""Record the losses, gradient norms, gradients and weights of a run.
 
-Started by `bigtrain verify`, once for the reference and once for each strategy:
+`bigtrain verify` starts it once for the reference and once for each strategy:
 
     bigtrain record -n N --record FOLDER [--trace] [--no-dropout] [--strategy NAME] [KEY=VALUE ...]
 
-    FOLDER/record.json                losses and norms; how a plain torch loop differs
+    FOLDER/record.json                losses and norms; the difference from a plain torch loop
            gradients-K.safetensors    of step K, whole, under plain names, before clipping
            weights-before.safetensors, weights-after.safetensors
            trace-RANK.json            with --trace: see bigtrain/verify/execution_trace.py
-           dropout-RANK.json          masks that are not the samples' own
+           dropout-RANK.json          modules whose masks do not belong to samples, and why
 """
 
 import os
@@ -50,13 +50,13 @@ from bigtrain.verify.tied_dropout import NoDropout, TiedDropout, sample_places
 
 
 def main(arguments: list[str]) -> int:
-    """Train the job's first steps and write down what was computed; returns the exit status."""
+    """Train the job's first steps and record them; returns the exit status."""
     options = train_arguments(arguments, records=True)
     job = load_job(options.config, options.strategy, options.overrides)
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
-    grow_segments(os.environ)  # as `train` does, before a forecast touches a GPU: each rank its own
+    grow_segments(os.environ)  # as `train` does, before a forecast uses the rank's GPU
     set_current(pick_device(job.device, placement, os.environ))
     parts = open_setup(job, plan)
     if options.no_dropout:
@@ -77,8 +77,17 @@ def record_run(
     *,
     traced: bool = False,
 ) -> None:
-    """Do the steps; rank 0 writes, and each rank its trace."""
-    # Buffers are left out: BatchNorm's running figures are those of what each rank saw.
+    """Do the steps and write the recording; rank 0 writes all files except traces.
+
+    Args:
+        job: the job.
+        parts: its model and data.
+        context: of all ranks.
+        folder: for the recording.
+        steps: the number of steps.
+        traced: whether each rank writes a trace.
+    """
+    # Without buffers: BatchNorm's running statistics are of the samples of each rank.
     names = {name for name, _ in parts.workload.model.named_parameters(remove_duplicate=False)}
     norms = has_batchnorm(parts.workload.model)
     with parts.engine(context) as engine:
@@ -95,7 +104,7 @@ def record_run(
         def record_and_update(loss: StepLoss | None = None) -> float:
             try:
                 gradients = engine.runner.gradients()
-            except BigtrainError as error:  # they are used and freed as they come
+            except BigtrainError as error:  # gradients were used and freed in the backward pass
                 recording["no_gradients"] = str(error)
             else:
                 step = engine.steps_done + 1
@@ -139,7 +148,7 @@ def record_run(
 
 
 def tie_dropout(engine: Engine) -> TiedDropout:
-    """What draws the masks of a run, told of each micro-batch as it is taken."""
+    """Return the `TiedDropout` of an engine, which learns of each micro-batch as it is placed."""
     runner: Any = engine.runner
     spine = {""} if engine.context.pp_size > 1 else set()
     for root in runner.roots:
@@ -160,9 +169,9 @@ def tie_dropout(engine: Engine) -> TiedDropout:
 def write_trace(
     folder: Path, trace: ExecutionTrace, engine: Engine, num_micro_batches: int
 ) -> None:
-    """Write what this rank has noted."""
+    """Write the trace of this rank."""
     context = engine.context
-    found = {
+    document = {
         "rank": context.rank,
         "dp_rank": context.dp_rank,
         "tp_rank": context.tp_rank,
@@ -170,11 +179,11 @@ def write_trace(
         "blocks": [name for name, _ in find_blocks(engine.runner.module)],
         "entries": trace.entries,
     }
-    (folder / f"trace-{context.rank}.json").write_text(json.dumps(found) + "\n", "utf-8")
+    (folder / f"trace-{context.rank}.json").write_text(json.dumps(document) + "\n", "utf-8")
 
 
 def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
-    """Write the parameters as they are now; collective."""
+    """Write the current parameters; collective."""
     prefix = "model."
     state = engine.runner.state().items()
     named = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
@@ -185,7 +194,7 @@ def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
 def random_losses(
     engine: Engine, batch: Step, dropout: TiedDropout, places: Mapping[int, tuple[int, ...]]
 ) -> tuple[float, float] | None:
-    """The losses of two passes over one batch, where they differ: not all that is drawn is tied."""
+    """Return the losses of two passes over one batch if they differ: not all masks are tied."""
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -198,7 +207,7 @@ def random_losses(
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether what a sample gives depends on the others of its micro-batch."""
+    """Whether the output of a sample depends on the others of its micro-batch."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 

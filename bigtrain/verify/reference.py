@@ -1,12 +1,12 @@
-"""One process in other ways than `single`: what `bigtrain verify` holds strategies against.
+"""References of `bigtrain verify` that differ from strategy `single`.
 
-With bf16 parameters: a strategy that keeps the fp32 values of its parameters apart lets the layers
-see them in bf16. Residual sums, norms and embeddings are then bf16, too, which autocast over fp32
-parameters leaves in fp32. The same numbers in one process are those of fp32 parameters that are
-rounded to bf16 for each micro-batch, and whose gradients, in bf16, are added up in fp32.
+With bf16 parameters: layers of a strategy with fp32 master weights use bf16 parameters. Residual
+sums, norms and embeddings are then bf16, too, while autocast over fp32 parameters leaves them in
+fp32. In one process the same numbers come from fp32 parameters that are rounded to bf16 for each
+micro-batch, and whose bf16 gradients are accumulated in fp32.
 
-With moved weights: how far one process gets from itself, in as many steps, when its weights begin
-a unit in the last place away. No other order of sums can be held to less.
+With moved weights: each weight begins one unit in the last place away. The difference of this run
+from the reference is the least that rounding explains: a strategy sums in another order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WITH_MOVED_WEIGHTS = "strategy.replicate=bigtrain.verify.reference:SingleMoved"
 
 
 class _OneProcess(Strategy):
-    """As strategy `single`: nothing is shared or wrapped."""
+    """Like strategy `single`: nothing is shared or wrapped."""
 
     role: ClassVar[Role] = "replicate"
 
@@ -37,18 +37,18 @@ class _OneProcess(Strategy):
 
 
 class SingleInBf16(_OneProcess):
-    """The model as it is, on one device, its layers seeing bf16 parameters."""
+    """The whole model on one device; its layers use bf16 parameters."""
 
     name: ClassVar[str] = "single_in_bf16"
-    summary: ClassVar[str] = "one process with bf16 parameters: the reference of those that have"
+    summary: ClassVar[str] = "one process with bf16 parameters, for strategies that have them"
 
     def apply(self, assembly: Assembly) -> None:
-        """Have the forward pass see rounded parameters."""
+        """Round the parameters in the forward pass."""
         assembly.module = _Rounded(assembly.model)
 
 
 class _Rounded(nn.Module):
-    """A model whose forward pass sees its parameters in bf16."""
+    """A model whose forward pass uses its parameters in bf16."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class SingleMoved(_OneProcess):
     summary: ClassVar[str] = "one process with weights a unit in the last place away"
 
     def apply(self, assembly: Assembly) -> None:
-        """Move the weights, by signs that are the same in every run."""
+        """Move the weights, with signs that are the same in every run."""
         signs = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in assembly.model.parameters():

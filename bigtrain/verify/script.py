@@ -1,8 +1,8 @@
-"""`bigtrain verify --script FILE`: a training script of the user's own under each strategy.
+"""`bigtrain verify --script FILE`: a user's training script under each strategy.
 
-The script runs as it is, on as many ranks as asked for. Its `bigtrain.prepare` takes the strategy
-and the number of steps from the environment (`engine.prepare.VERIFY_VARIABLE`); its engine holds
-each of these steps against a plain torch loop on rank 0, and ends the script after them.
+The script runs unchanged. Its `bigtrain.prepare` takes the strategy and the number of steps from
+the environment (`engine.prepare.VERIFY_VARIABLE`); its engine compares each of these steps with a
+plain torch loop on rank 0, and ends the script after them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from bigtrain.report.folders import results_folder
 
 Row = dict[str, Any]
 _REFUSAL = "bigtrain.errors.ConfigError: "
-"""Begins the line of a refusal that a script lets pass as an exception."""
+"""The beginning of the last line of an uncaught refusal."""
 
 
 def check_script(options: ComparisonOptions) -> int:
     """Run the script under each strategy and compare; returns the exit status as `verify` does.
 
     Raises:
-        ConfigError: there is no such script; keys of a job beside it.
+        ConfigError: there is no such script, or keys of a job were given in addition.
     """
     file, *arguments = shlex.split(options.script or "")
     if not is_regular(file):
         raise ConfigError(f"--script {file}: there is no such file.")
     if options.overrides or options.job is not None:
         raise ConfigError(
-            "--script: the job is what the script gives to bigtrain.prepare. Leave JOB and "
-            "KEY=VALUE out."
+            "--script: the script passes its job to bigtrain.prepare. Leave JOB and KEY=VALUE out."
         )
     names = named_strategies(options.strategies)
     for name in names:
-        job_from_keys(name, {})  # one that does not exist is the user's mistake, not a failed run
+        job_from_keys(name, {})  # an unknown name is an error of the user, not a failed run
     ranks = options.num_ranks or max(2, device_count())
     folder = results_folder(options.output, "verify")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -58,8 +57,8 @@ def check_script(options: ComparisonOptions) -> int:
     for number, name in enumerate(names, start=1):
         words = ["-n", str(1 if name == "single" else ranks), file, *arguments]
         rows.append(_run(name, words, folder, options))
-        said = rows[-1]["reason"] or f"loss {rows[-1]['loss']:.1e}, norm {rows[-1]['norm']:.1e}"
-        progress.print(f"{number}/{len(names)} {name}: {rows[-1]['verdict']}, {said}")
+        text = rows[-1]["reason"] or f"loss {rows[-1]['loss']:.1e}, norm {rows[-1]['norm']:.1e}"
+        progress.print(f"{number}/{len(names)} {name}: {rows[-1]['verdict']}, {text}")
     text = json.dumps({"script": options.script, "steps": options.steps, "rows": rows}, indent=1)
     (folder / "verify.json").write_text(f"{text}\n", "utf-8")
     if options.as_json:
@@ -74,29 +73,29 @@ def check_script(options: ComparisonOptions) -> int:
 
 def _run(name: str, words: Sequence[str], folder: Path, options: ComparisonOptions) -> Row:
     report = folder / f"{name.replace('/', '-')}.json"
-    asked = {"strategy": name, "steps": options.steps, "report": str(report.resolve())}
+    request = {"strategy": name, "steps": options.steps, "report": str(report.resolve())}
     ended = run_bigtrain(
         words,
         report.with_suffix(".log"),
         options.time_limit,
-        {VERIFY_VARIABLE: json.dumps(asked)},
+        {VERIFY_VARIABLE: json.dumps(request)},
         module="bigtrain.verify.script",
     )
     row: Row = {"strategy": name, "verdict": "pass", "reason": None, "loss": None, "norm": None}
-    found = read_json_object(report) if is_regular(report) else None
-    if found is None:
+    result = read_json_object(report) if is_regular(report) else None
+    if result is None:
         reason = ended.reason
         if reason is None:
             reason = f"it ended before {options.steps} steps of an engine of bigtrain.prepare"
         verdict = "refused" if ended.status == 2 or _REFUSAL in reason else "failed"
         reason = reason.removeprefix(_REFUSAL)
         return row | {"verdict": verdict, "reason": reason}
-    steps = found["steps"]
+    steps = result["steps"]
     row |= {"loss": _largest(steps, "loss"), "norm": _largest(steps, "norm")}
-    if found["difference"] is not None:
-        row |= {"verdict": "differs", "reason": found["difference"]}
-    elif found["note"] is not None:
-        row |= {"verdict": "refused", "reason": f"not compared: {found['note']}"}
+    if result["difference"] is not None:
+        row |= {"verdict": "differs", "reason": result["difference"]}
+    elif result["note"] is not None:
+        row |= {"verdict": "refused", "reason": f"not compared: {result['note']}"}
     return row
 
 
@@ -127,7 +126,7 @@ def _show(rows: Sequence[Row], options: ComparisonOptions, folder: Path) -> None
 
 
 def main(arguments: list[str]) -> int:
-    """Start the ranks of a script: `-n N FILE ARGUMENTS`."""
+    """Start the ranks of a script, `-n N FILE ARGUMENTS`; returns the exit status."""
     _, number, file, *rest = arguments
     try:
         return start_ranks(int(number), rest, Path(file))

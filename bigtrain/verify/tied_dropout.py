@@ -1,13 +1,13 @@
-"""Dropout masks that belong to samples instead of ranks, so that all meshes draw the same ones.
+"""Dropout masks that belong to samples instead of ranks, so that they are the same on all meshes.
 
-A mask follows from the seed, the step, the sample's place in the global batch, the calls of
-modules that led to the draw (names, and the how manieth of its name in the call around it) and the
-how manieth draw of the innermost call it is. Where a forward pass is among all that is carried as
-the seed of torch's default generator: whatever computes a part again (activation checkpointing,
-a stage of a pipeline) has put the generator back to where that part began.
+A mask is a function of the seed, the step, the sample's index in the global batch, the open calls
+of modules (each with its name and its number among the calls of that name in the outer call), and
+the number of the draw in the innermost call. The position of the forward pass in this order is
+stored as the seed of torch's default generator: code that computes a part again (activation
+checkpointing, a stage of a pipeline) restores the generator to the state at the part's beginning.
 
-Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC '11), for numbers that
-follow from a key instead of from what was drawn before.
+Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC '11), for random numbers
+that are a function of a key instead of a sequence.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from bigtrain.files.parse import read_json_object
 from bigtrain.ranks.context import RunContext
 
 _FIRST_SEED = 2**60
-"""Seeds from here on number the positions of forward passes; no other code uses such seeds."""
+"""Larger seeds are numbers of positions in forward passes; no other code uses such seeds."""
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 
 
 @dataclass(frozen=True)
 class _Position:
-    """Where the forward pass of a micro-batch is."""
+    """A position in the forward pass of a micro-batch."""
 
     step: int
     samples: tuple[int, ...]
-    """Places in the global batch, one for each row; empty for padding."""
+    """The indices of its rows in the global batch; empty for padding."""
     calls: tuple[tuple[str, int], ...] = ()
-    """The open calls of modules, outermost first: the name, the how manieth in the one around."""
+    """The open calls of modules, outermost first: the name, and its number in the outer call."""
     draws: int = 0
-    """What the innermost open call itself has drawn so far."""
+    """The number of draws so far in the innermost open call."""
     ended_calls: Mapping[str, int] = field(default_factory=dict)
-    """How many calls of each module within the innermost open one have ended."""
+    """The number of ended calls of each module within the innermost open one."""
 
 
 class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws the masks of a model while it is entered.
+    """Draws the masks of a model inside its `with` block.
 
     Args:
-        model: with plain names; calls of its modules are counted until `close`, those included
+        model: with plain names; calls of its modules are counted until `close`, including those
             that a stage of a pipeline skips.
-        seed: of the job.
-        spine: names of the modules whose own code every stage of a pipeline runs; empty without
-            stages.
+        seed: the seed of the job.
+        spine: names of the modules whose forward code every stage of a pipeline runs; empty
+            without stages.
     """
 
     def __init__(self, model: nn.Module, seed: int, spine: Iterable[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.untied: dict[str, str] = {}
-        """By the module's name why what it draws could not be tied to samples."""
+        """Why masks could not be tied to samples, by the module's name."""
         self._seed, self._spine = seed, frozenset(spine)
         self._first_seed = _FIRST_SEED
         self._positions: list[_Position] = []
@@ -78,28 +78,33 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
         self._calls_before: list[tuple[nn.Module, Any]] = []
         for name, module in model.named_modules():
-            # Where `nn.Module.compile` and the stages of a pipeline take calls over.
+            # The attribute with which `nn.Module.compile` and pipeline stages replace calls.
             before = module._compiled_call_impl
             self._calls_before.append((module, before))
             module._compiled_call_impl = partial(self._call, name, before or module._call_impl)
 
     def close(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for module, before in self._calls_before:
             module._compiled_call_impl = before
 
     def begin_step(self, step: int, samples: Mapping[int, tuple[int, ...]]) -> None:
-        """Say which samples the micro-batches of a step are; see `sample_places`."""
-        self._first_seed += len(self._positions) + 1  # an earlier step's seeds mean nothing now
+        """Begin a step.
+
+        Args:
+            step: its number.
+            samples: from `sample_places`.
+        """
+        self._first_seed += len(self._positions) + 1  # makes the seeds of earlier steps invalid
         self._positions.clear()
         self._micro_batches = {key: _Position(step, places) for key, places in samples.items()}
         self._placed, self._entered = None, True
         torch.default_generator.manual_seed(0)
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Say that what comes is the forward pass of this one."""
+        """Begin the forward pass of a micro-batch."""
         if self._placed not in (None, id(micro_batch)) and not self._entered:
-            self.untied[""] = "micro-batches are taken before they are computed"
+            self.untied[""] = "micro-batches are placed before earlier ones are computed"
         self._placed, self._entered = id(micro_batch), False
         position = self._micro_batches.get(id(micro_batch))
         if position is None:
@@ -118,9 +123,9 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position = self._position()
         name = position.calls[-1][0] if position is not None and position.calls else ""
         if position is None:
-            self.untied.setdefault(name, "what it draws is of no known sample")
+            self.untied.setdefault(name, "it draws random numbers for no known sample")
             return func(*args, **kwargs)
-        if not position.samples:  # padding, whose loss counts nothing
+        if not position.samples:  # padding, whose loss does not count
             return func(*args, **kwargs)
         reason = self._reason(func, args, position)
         if reason is not None:
@@ -130,12 +135,12 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._drawn(position, func, args, kwargs)
 
     def _reason(self, func: Any, args: tuple[Any, ...], position: _Position) -> str | None:
-        """Why a draw cannot be tied."""
+        """Why a draw cannot be tied to samples; None if it can."""
         name = func._overloadpacket.__name__
         if name not in _UNIFORM | {"bernoulli", "bernoulli_", "native_dropout"}:
-            return f"{name} draws by a kernel of its own"
+            return f"{name} draws inside its kernel"
         if position.calls and position.calls[-1][0] in self._spine:
-            return "its own code is run by several stages"
+            return "several stages run its forward code"
         shape = tuple(args[0].shape if isinstance(args[0], Tensor) else args[0])
         if not shape or shape[0] != len(position.samples):
             return (
@@ -164,7 +169,7 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return like * mask * (1 / (1 - args[1])), mask
 
     def _uniform(self, position: _Position, like: Tensor) -> Tensor:
-        """Numbers of [0, 1) in fp32, whatever the type: masks are the same in all precisions."""
+        """Numbers in [0, 1) in fp32 for any type, so that masks are the same in all precisions."""
         rows = []
         for sample in position.samples:
             key = repr((self._seed, position.step, sample, position.calls, position.draws))
@@ -179,7 +184,7 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return call(*args, **kwargs)
         self._entered = True
         if threading.get_ident() != self._thread and not _in_backward():
-            self.untied[""] = "modules run in threads of their own"
+            self.untied[""] = "modules run in other threads"
         count = position.ended_calls.get(name, 0)
         after = replace(position, ended_calls={**position.ended_calls, name: count + 1})
         self._move(_Position(position.step, position.samples, (*position.calls, (name, count))))
@@ -197,12 +202,12 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._positions[number] if 0 <= number < len(self._positions) else None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write what `untied_reason` reads."""
+        """Write the file that `untied_reason` reads."""
         (folder / f"dropout-{rank}.json").write_text(json.dumps(self.untied) + "\n", "utf-8")
 
 
 def sample_places(batch: Step, context: RunContext, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """By the id of each micro-batch of this rank the places of its rows in the global batch."""
+    """Return the indices of rows in the global batch, by the id of this rank's micro-batches."""
     shares = (plan.data_rank(context.dp_rank), plan.batch.dp_size, plan.batch.micro_size)
     plans = split_global_batch(range(batch.samples), *shares)
     return {
@@ -212,24 +217,24 @@ def sample_places(batch: Step, context: RunContext, plan: Plan) -> dict[int, tup
 
 
 class NoDropout(nullcontext[None]):
-    """In place of `TiedDropout` where blocks are compiled, which torch does under no such mode."""
+    """Replaces `TiedDropout` if blocks are compiled, as torch cannot compile under such a mode."""
 
     def begin_step(self, step: int, samples: Mapping[int, tuple[int, ...]]) -> None:
-        """Nothing: dropout is off."""
+        """Do nothing, as dropout is off."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def write(self, folder: Path, rank: int) -> None:
-        """Nothing: no mask is drawn."""
+        """Do nothing, as no mask is drawn."""
 
 
 def untied_reason(reference: Path, other: Path) -> str | None:
-    """Why the masks of two runs are not the same; None where they are.
+    """Return why the masks of two runs differ; None if they do not.
 
     Args:
         reference: the folder of one process.
-        other: that of the run beside it, or the same.
+        other: the folder of the other run; it may be the same.
     """
     for folder in (reference, other):
         for path in sorted(folder.glob("dropout-*.json")):
@@ -239,15 +244,15 @@ def untied_reason(reference: Path, other: Path) -> str | None:
 
 
 def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw does not, or draws what is no mask of this model."""
+    """Whether an operation that may draw does not, or draws no mask of this model."""
     if kwargs.get("generator") is not None:
         return True
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(isinstance(leaf, FakeTensor) or leaf.device.type == "meta" for leaf in leaves):
         return True
-    for place, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "p", "train", "training"):
-            value = args[place] if place < len(args) else kwargs.get(argument.name, True)
+            value = args[index] if index < len(args) else kwargs.get(argument.name, True)
             if not isinstance(value, Tensor) and value is not None and not value:
                 return argument.name != "p" or "dropout" in func._overloadpacket.__name__
     return str(kwargs.get("device")) == "meta"

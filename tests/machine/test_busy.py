@@ -23,10 +23,10 @@ def test_a_process_counts_itself_and_the_machine(monkeypatch):
     moments = iter([(5.0, 1.0, 100.0), (9.0, 3.5, 107.0)])
     monkeypatch.setattr(busy, "_now", lambda: next(moments))
     use = CpuClock().read()
-    assert (use.elapsed, use.own, use.machine) == (4.0, 2.5, 7.0)
+    assert (use.elapsed, use.process, use.machine) == (4.0, 2.5, 7.0)
     monkeypatch.undo()
     clock = CpuClock()
     sum(range(300_000))
     use = clock.read()
-    assert 0 < use.own <= 1.5 * use.elapsed
+    assert 0 < use.process <= 1.5 * use.elapsed
     assert use.machine is None or use.machine >= 0

@@ -201,8 +201,8 @@ def test_rates_of_gpus_make_a_node_of_them():
     ("missing", "part"),
     [
         ({"link_latency": None}, "link: no answer"),
-        ({"copy_bytes": None}, "memory: nothing"),
-        ({"flops": {"fp32": 1e11}}, "compute: nothing"),
+        ({"copy_bytes": None}, "memory: no reason"),
+        ({"flops": {"fp32": 1e11}}, "compute: no reason"),
     ],
 )
 def test_rates_that_could_not_be_measured_are_named(missing, part):

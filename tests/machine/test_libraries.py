@@ -76,7 +76,9 @@ def test_a_version_that_was_not_seen_is_told_in_a_line(borrowed, version, is_tol
     line = borrowed.warning()
     assert (line is not None) == is_told
     if line is not None:
-        assert line.startswith(f"borrowed {version} is installed, and was never tried here:")
+        assert line.startswith(
+            f"borrowed {version} is installed and was never tested with bigtrain:"
+        )
         assert line.endswith('If it fails: `pip install "borrowed>=1.2.0,<1.4"`.')
         assert "\n" not in line
 
@@ -88,7 +90,7 @@ def test_a_missing_name_is_refused_with_the_version_and_the_way_out(borrowed, mo
     replace(borrowed, names=tuple(there)).refuse_missing("key=value", "do without")
     words = (
         r"^key=value: borrowed 1\.5\.1 has no borrowed\.inside\.slow \(nor 1 more\), which is "
-        r"needed \(replace: do it faster\)\. borrowed>=1\.2\.0,<1\.4 was seen to work\. "
+        r"needed \(replace: do it faster\)\. borrowed>=1\.2\.0,<1\.4 was tested\. "
         r"Run `pip install \"borrowed>=1\.2\.0,<1\.4\"`, or do without\.$"
     )
     with pytest.raises(ConfigError, match=words):

@@ -25,7 +25,7 @@ def installed(monkeypatch):
 
 def test_started_ranks_get_it_and_the_starting_process_is_as_before(installed, tmp_path):
     before = dict(os.environ)
-    environ = launch._Lives([], tmp_path, launch._Signals(), 0, 2)._environ(2, 0)
+    environ = launch._RestartingRun([], tmp_path, launch._Signals(), 0, 2)._environ(2, 0)
     assert environ["LD_PRELOAD"] == installed["tcmalloc_minimal"]
     assert int(environ["TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"]) > 2**60
     assert dict(os.environ) == before

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks import connect as ranks_connect
-from bigtrain.ranks.connect import connect, pick_backend, pick_device
+from bigtrain.ranks.connect import connect, pick_backend, pick_device, thread_share
 from bigtrain.ranks.context import RunContext, resolve_mesh
-from bigtrain.ranks.cpu_threads import thread_share
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
 from bigtrain.ranks.rendezvous import (
     SECRET_VARIABLE,
@@ -65,7 +64,7 @@ def test_resolve_mesh(
         ),
         ((2, -1, 1), 1, r"does not divide the 1 ranks?. Start 2 ranks"),
         ((0, -1, 1), 8, r"mesh.pp=0 must be at least 1\. Use mesh.pp=1"),
-        ((1, 0, 1), 8, r"mesh.dp=0 must be at least 1 \(or -1: what remains\)"),
+        ((1, 0, 1), 8, r"mesh.dp=0 must be at least 1 \(or -1 for the remaining ranks\)"),
         ((1, -1, -1), 8, r"mesh.tp=-1 must be at least 1\."),
     ],
 )
@@ -96,7 +95,7 @@ def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="2 ranks on this node, 1 GPU. Start 1 rank a node"):
         pick_device("cuda", placed(0, 2, 2), {"SLURM_TRES_PER_TASK": "cpu=4"})
-    seen = r"1 GPU to be seen with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
+    seen = r"1 GPU visible with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
     with pytest.raises(ConfigError, match=seen):
         pick_device("cuda", placed(0, 2, 2), {"CUDA_VISIBLE_DEVICES": "0"})
     with pytest.raises(ConfigError, match="device='gpu' is not known"):
@@ -126,7 +125,7 @@ def test_everything_is_refused_before_a_group_exists(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="no GPU"), connect(placed(0, 2, 2), device="cuda"):
         pass
     with (
-        pytest.raises(ConfigError, match="mesh.timeout=0 are seconds"),
+        pytest.raises(ConfigError, match="mesh.timeout=0: both are seconds"),
         connect(SINGLE_RANK, timeout=0),
     ):
         pass
@@ -158,7 +157,7 @@ def test_master_address(
     [
         (placed(0, 4, 2, "openmpi"), {}, r"4 ranks, 2 of them .*mpiexec -x MASTER_ADDR=HOST"),
         (placed(0, 4, 2, "mpich"), {}, r"mpiexec -genv MASTER_ADDR HOST"),
-        (placed(0, 2, 2), {}, r"MASTER_ADDR is not set, RANK=0 and WORLD_SIZE=2 are"),
+        (placed(0, 2, 2), {}, r"MASTER_ADDR is not set, but RANK=0 and WORLD_SIZE=2 are"),
         (placed(0, 2, 2), {"MASTER_ADDR": "a"}, r"MASTER_PORT is not set"),
         (placed(0, 2, 2), {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_PORT='x' is not a"),
         (placed(0, 4, 2, "srun"), {}, r"SLURM_STEP_NODELIST is not set.*MASTER_ADDR=FIRST_HOST"),
@@ -323,7 +322,7 @@ def test_ranks_that_share_a_gpu_are_named_where_nccl_says_invalid_usage_alone(mo
         error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, rank, INVALID)
         assert isinstance(error, ConfigError)
         assert f"ranks {pair} have the same GPU: cuda:0 of both is one device" in str(error)
-        assert "to be seen with CUDA_VISIBLE_DEVICES=0" in str(error)
+        assert "visible with CUDA_VISIBLE_DEVICES=0" in str(error)
         assert "mesh.backend=gloo" in str(error)
     # The one that shares with nobody does not blame itself.
     error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, 1, INVALID)

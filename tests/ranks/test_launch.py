@@ -13,7 +13,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.memory.host_memory import oom_kill_count
 from bigtrain.ranks import launch
-from bigtrain.ranks.launch import _status, check_room, check_shares, start_ranks
+from bigtrain.ranks.launch import _status, check_resources, check_shares, start_ranks
 from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo, launcher_hint
 from bigtrain.units import MIB
 
@@ -50,29 +50,29 @@ def test_no_hint(placement: RankInfo, cores: int, has_gpu: bool) -> None:
 def test_what_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="-n 0: at least 1 rank is needed. Use -n 1"):
         start_ranks(0, [], tmp_path)
-    with pytest.raises(ConfigError, match=r"--restarts -1: less than none. Use --restarts 3"):
+    with pytest.raises(ConfigError, match=r"--restarts -1: at least 0 is needed. Use --restarts 3"):
         start_ranks(2, [], tmp_path, restarts=-1)
-    words = r"--min-ranks 3: the ranks are 2, so 1 to 2 is possible. Use --min-ranks 1"
+    words = r"--min-ranks 3: with 2 ranks it can be 1 to 2. Use --min-ranks 1"
     with pytest.raises(ConfigError, match=words):
         start_ranks(2, [], tmp_path, restarts=1, min_ranks=3)
-    words = r"--min-ranks 1 is of use after a restart only. Add --restarts 3"
+    words = r"--min-ranks 1 has an effect only after a restart. Add --restarts 3"
     with pytest.raises(ConfigError, match=words):
         start_ranks(2, [], tmp_path, min_ranks=1)
-    with pytest.raises(ConfigError, match="is not a file, and 2 ranks were to run it"):
+    with pytest.raises(ConfigError, match="is not a file: 2 ranks cannot run it"):
         start_ranks(2, [], tmp_path / "no.py")
 
 
 def test_more_ranks_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "free_host_bytes", lambda: 20 * 1024 * MIB)
     monkeypatch.setattr(launch, "_usable_cores", lambda: 2)
-    words = "-n 64: a rank takes about 350.0 MiB .* all of them 21.88 GiB, and 20.00 GiB are free"
+    words = "-n 64: a rank takes about 350.0 MiB .* all ranks 21.88 GiB, and 20.00 GiB are free"
     with pytest.raises(ConfigError, match=f"{words}. Use -n 29 or fewer"):
-        check_room(64)
+        check_resources(64)
     with pytest.raises(ConfigError, match="-n 33: .* 2 cores, and more than 16 .* Use -n 32 or"):
-        check_room(33)
-    check_room(32)
+        check_resources(33)
+    check_resources(32)
     monkeypatch.setattr(launch, "free_host_bytes", lambda: 100 * MIB)
-    check_room(1)  # what one takes it finds out
+    check_resources(1)  # what one takes it finds out
 
 
 def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
@@ -80,7 +80,7 @@ def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
     assert main(words) == 2
     said = capfd.readouterr().err
     assert said == (
-        "bigtrain: -n 9: each of these ranks needs a sample of every step, and "
+        "bigtrain: -n 9: each rank needs at least one sample of every step, and "
         "train.global_batch_size is 8. Use -n 8 or fewer, or train.global_batch_size=9\n"
     )
     for strategy in ("gpipe", "tensor", "parameter_server"):
@@ -126,7 +126,7 @@ def test_kernel_that_ended_a_rank_for_its_memory_is_named(
 ) -> None:
     assert _status((3, -signal.SIGKILL), oom_kill_count() - 1) == 1
     said = capsys.readouterr().err
-    assert "the kernel ended it, because host memory ran out (host memory " in said
+    assert "the kernel killed it because host memory ran out (host memory " in said
     assert "GiB free now" in said
     assert "--cap SIZE for an explanation" in said
 
@@ -289,7 +289,7 @@ def test_a_place_that_fails_twice_is_done_without_and_a_program_is_not_saved_so(
     program = "note(); time.sleep(0.2)\nif rank == 0: sys.exit(1)"
     assert launched(program, restarts=5, min_ranks=1) == 1
     assert sorted(number for _, number, _ in launched.lives()) == [1, 1, 2, 2, 2, 2]
-    assert "it failed twice after step 0, and is not started again" in capfd.readouterr().err
+    assert "it failed twice after step 0 and is not started again" in capfd.readouterr().err
 
 
 def test_ranks_that_are_refused_after_a_restart_are_too_many(
@@ -309,5 +309,5 @@ def test_a_rank_that_stands_still_is_ended_and_started_again(
     program += "if life == 0: time.sleep(60)"
     assert launched(program, restarts=1) == 0
     said = capfd.readouterr().err
-    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s, and is ended" in said
+    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s and is killed" in said
     assert "restart 1 of 1" in said

@@ -102,8 +102,8 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (without(MPICH, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), r"MPI_LOCALRANKID is not set"),
         (without(MPICH, "PMI_RANK"), r"PMI_RANK is not set"),
         (without(SRUN, "SLURM_LOCALID"), r"SLURM_LOCALID is not set"),
-        ({**SRUN, "SLURM_NODEID": "3"}, r"2\(x2\),1 does not fit SLURM_NODEID=3"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "6"}, r"does not fit .*SLURM_STEP_NUM_TASKS=6"),
+        ({**SRUN, "SLURM_NODEID": "3"}, r"2\(x2\),1 contradicts SLURM_NODEID=3"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "6"}, r"contradicts .*SLURM_STEP_NUM_TASKS=6"),
         (
             {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
             r"WORLD_SIZE=1 contradicts SLURM_STEP_NUM_TASKS=5: .*unset RANK LOCAL_RANK WORLD_SIZE",
@@ -119,7 +119,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         ({**BY_HAND, "RANK": "\x1b[31m"}, r"^RANK='\\x1b\[31m' is not a whole number"),
         ({**BY_HAND, "WORLD_SIZE": "99999999"}, r"^WORLD_SIZE='99999999' is not a whole number"),
         *(
-            ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text}, r"does not fit SLURM_NODEID=")
+            ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": text}, r"contradicts SLURM_NODEID=")
             for text in (
                 "99999999(x9999999999)",
                 "9" * 5000,

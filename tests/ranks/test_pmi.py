@@ -56,7 +56,9 @@ def test_rank_0_puts_and_the_others_get() -> None:
     [{}, {**ANSWERS, "get": "cmd=get_result rc=-1 msg=key_not_found"}, {**ANSWERS, "get": "junk"}],
 )
 def test_a_manager_that_does_not_answer_is_told_of(answers: dict[str, str]) -> None:
-    with pytest.raises(LaunchError, match="does not say where rank 0 is: .*-genv MASTER_ADDR HOST"):
+    with pytest.raises(
+        LaunchError, match="does not share the address of rank 0: .*-genv MASTER_ADDR HOST"
+    ):
         asked(None, answers)
 
 

@@ -106,8 +106,8 @@ def test_the_fullest_rank_is_named() -> None:
 
 
 def test_the_highest_figure_says_whose_it_is() -> None:
-    assert Highest.of([3.0, 7.0, 7.0]) == Highest(7.0, 1, alike=False)
-    assert Highest.of([7.0, 7.0]) == Highest(7.0, 0, alike=True)
+    assert Highest.of([3.0, 7.0, 7.0]) == Highest(7.0, 1, is_equal=False)
+    assert Highest.of([7.0, 7.0]) == Highest(7.0, 0, is_equal=True)
     assert Highest.of([-1.0, -1.0]) is None
 
 

@@ -50,7 +50,9 @@ def test_replicas_wait_for_a_ring_between_hosts():
 def test_a_cluster_of_one_node_has_no_more_ranks():
     forecaster = StepForecaster(load_job(None, "ddp", WORDS), load_cluster("cpu"), 2)
     assert forecaster.step(2).exposed > 0
-    with pytest.raises(ConfigError, match="cluster cpu is one node of 2 devices. Give it a link"):
+    with pytest.raises(
+        ConfigError, match="cluster cpu is one node of 2 devices, and 4 ranks need more. Add a link"
+    ):
         forecaster.step(4)
 
 
@@ -65,7 +67,7 @@ def test_ranks_that_are_run_and_tried():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "1"], "speedup: -n 1, and one rank has nobody .* Use -n 2"),
+        (["-n", "1"], "speedup: -n 1, and one rank does not synchronise: .* Use -n 2"),
         (["-n", "2", "--strategies", "dpd"], "dpd"),
         (["-n", "2", "--strategies", "1f1b"], "1f1b cuts the model .* Use --strategy ddp"),
         (["-n", "2", "--picture", "a.pdf"], "name a file that ends in .svg or .png"),

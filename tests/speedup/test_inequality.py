@@ -81,17 +81,20 @@ def test_the_ranks_that_pay_are_those_of_the_closed_form():
         (batch_that_pays(step(), None), "twice the samples took no longer"),
         (batch_that_pays(step(workers=1, compute=0.5), COST), "one of the ranks computes"),
         (bandwidth_that_pays(step(workers=1, compute=0.5), 1.0), "one of the ranks computes"),
-        (bandwidth_that_pays(step(compute=2.1), 1.0), "there is nothing left to gain"),
-        (bandwidth_that_pays(step(whole=None), 1.0), "what the exchange takes by itself is not"),
-        (bandwidth_that_pays(step(latency=1.0), 1.0), "the latency of the messages alone, 1 s"),
+        (bandwidth_that_pays(step(compute=2.1), 1.0), "so that nothing is gained"),
+        (bandwidth_that_pays(step(whole=None), 1.0), "the seconds of the exchange alone are not"),
+        (
+            bandwidth_that_pays(step(latency=1.0), 1.0),
+            "the latency of the messages alone takes 1 s",
+        ),
         (bandwidth_that_pays(step(exposed=2.5), 1.0), "waiting for slower ranks, and for cores"),
         (
             ranks_that_pay(lambda n: ring(n, 0.6, 1.0, 1.0, 1.0), range(2, 40)),
-            "up to 39 ranks the exchange grows with what they save: at best, with",
+            "up to 39 ranks the exchange takes more than they save: the best number",
         ),
         (
             ranks_that_pay(lambda n: step(n, compute=float(n)), range(2, 40)),
-            "they share what computes",
+            "they share the same processor",
         ),
     ],
 )
@@ -119,4 +122,4 @@ def test_what_pays_now_is_not_called_hopeless():
         assert len(lines) == 3
         for line in lines:
             assert ("never" in line) is (words == "never"), line
-            assert ("what there is now pays" in line) is (words == "pays now"), line
+            assert ("the present value pays" in line) is (words == "pays now"), line

@@ -78,7 +78,7 @@ def test_a_version_without_a_name_is_refused_before_the_ranks_connect(
     )
     user = RUN_BY[library, strategy, ranks]
     words = (
-        rf"^{user}: {library} [\d.]+ has no {library}\.gone, .*{seen.requirement} was seen to work"
+        rf"^{user}: {library} [\d.]+ has no {library}\.gone, .*{seen.requirement} was tested"
         rf".*Run `{seen.fix}`, or (use --strategy|set strategy\.cut\.engine=torch)"
     )
     with pytest.raises(ConfigError, match=words) as said:
@@ -92,7 +92,7 @@ def test_another_version_than_those_seen_is_told_once(library, strategy, ranks, 
     monkeypatch.setattr(libraries, "installed_version", lambda _name: "9.9")
     lines = planned(strategy, ranks).warnings
     assert len(lines) == 1
-    assert lines[0].startswith(f"{library} 9.9 is installed, and was never tried here")
+    assert lines[0].startswith(f"{library} 9.9 is installed and was never tested with bigtrain")
     assert f"`{LIBRARIES[library].fix}`" in lines[0]
     assert make_plan(job_from_keys("ddp", {}), ranks, "cpu").warnings == []
 

@@ -152,7 +152,10 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
 def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
     done = bigtrain(tmp_path, "--strategies", "ddp", "-n", "2", *NET, "model.args.dropout=0.5")
     assert done.returncode == 0, done.stderr
-    said = "ddp: dropout is off: masks are not the samples'. the model: bernoulli_ draws (32, 8)"
+    said = (
+        "ddp: dropout is off, as its masks do not belong to samples: "
+        "the model: bernoulli_ draws (32, 8)"
+    )
     assert said in done.stdout
 
 

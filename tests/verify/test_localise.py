@@ -117,7 +117,7 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
         ({"loss": 1.01}, "the loss, which is 1.0e-02 off, while all values in the model agree"),
         ({"spoil": "blocks.2.linear.bias"}, "parameter blocks.2.linear.bias (block blocks.2)"),
         ({"norm": 1.0001}, "the norm of the gradients, which is 1.0e-04 off, while every"),
-        ({}, "does not come again"),
+        ({}, "did not occur again"),
     ],
 )
 def test_what_is_wrong_beside_the_values(tmp_path, wrong, message):

@@ -58,7 +58,7 @@ def test_a_script_that_counts_otherwise_differs_and_a_wrong_strategy_is_refused(
     assert "ddp: differs: step 1: the loss under ddp is" in done.stdout
     for words, message in (
         (("--strategies", "nosuch"), "strategy: unknown 'nosuch'"),
-        (("optim.lr=1",), "the job is what the script gives to bigtrain.prepare"),
+        (("optim.lr=1",), "the script passes its job to bigtrain.prepare"),
     ):
         refused = verify(tmp_path, "", *words)
         assert refused.returncode == 2
