@@ -29,7 +29,7 @@ from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
 from bigtrain.prediction.memory_report import FullestRank
-from bigtrain.ranks.restart import Restart, RestartRequest, words_to_go_on
+from bigtrain.ranks.restart import Restart, RestartRequest, continuation_words
 from bigtrain.units import format_bytes
 
 REMEDY_TIMEOUT_S = 15.0
@@ -253,7 +253,7 @@ def adapt_on_oom(
             *(before.words if before else ()),
             *smaller_batch(job, plan, error.micro_batch_size),
         ]
-        words += words_to_go_on(folder, job.checkpoint.resume)
+        words += continuation_words(folder, job.checkpoint.resume)
         raise RestartRequest(words, _said(error, plan, model, folder)) from None
 
 
