@@ -139,13 +139,13 @@ def test_so_is_what_zero_does_otherwise(key, tmp_path):
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "a typing error": (
         {"gradient_clip": 1.0},
-        "gradient_clip is no key of DeepSpeed's, did you mean 'gradient_clipping'",
+        "gradient_clip is not a key of DeepSpeed, did you mean 'gradient_clipping'",
     ),
     "in a section": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
         "zero_optimization.offload_optimizer.devise is no key .* did you mean 'device'",
     ),
-    "no section": ({"optimizer": "AdamW"}, "optimizer=AdamW is no section. Write an object"),
+    "no section": ({"optimizer": "AdamW"}, "optimizer=AdamW is not an object. Write one"),
     "no parameters": (
         {"scheduler": {"type": "WarmupLR", "params": [1]}},
         r"scheduler.params=\[1\] is no section",

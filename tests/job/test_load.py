@@ -179,15 +179,15 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         ("strategy: {name: 5}\n", [], r"job\.yaml:1: strategy\.name: 5 names none"),
         ("{}", ["train.seed=!!int x"], r"^train\.seed=!!int x: not a value \('x' is no int\)"),
         ("{}", ["a" + ".a" * 400 + "=1"], r"is not an option"),
-        ("{}", ["mesh=1", "mesh.pp=2"], r"mesh is said as a whole, and mesh\.pp beside it"),
-        ("{}", ["mesh=null", "mesh.pp=2"], r"mesh is said as a whole, and mesh\.pp beside it"),
-        ("{}", ["data.args=1", "data.args.b=2"], r"data\.args is said as a whole"),
+        ("{}", ["mesh=1", "mesh.pp=2"], r"mesh is set as a whole, and mesh\.pp in addition"),
+        ("{}", ["mesh=null", "mesh.pp=2"], r"mesh is set as a whole, and mesh\.pp in addition"),
+        ("{}", ["data.args=1", "data.args.b=2"], r"data\.args is set as a whole"),
         ("train: 5\n", ["train.steps=2"], r"job\.yaml:1: train: needs a mapping of keys"),
         ("optim: [1]\n", [], r"job\.yaml:1: optim: needs a mapping of keys"),
         (
             "{}",
             ["data.args.b=2", "data.args=1"],
-            r"data\.args is said as a whole, and data\.args\.b",
+            r"data\.args is set as a whole, and data\.args\.b",
         ),
         ("{}", ["mesh.timeout=.inf"], r"mesh\.timeout: needs a finite number .got inf"),
         ("{}", ["memory.cap=[]"], r"^memory\.cap: \[\] is not a size in bytes.*2GiB"),
@@ -233,7 +233,7 @@ def test_a_missing_or_unknown_file_is_refused(tmp_path):
         load_job("defalt")
     with pytest.raises(
         ConfigError,
-        match=r"unknown 'zeroo'.*Near it: zero3, .*`bigtrain strategies`",
+        match=r"unknown 'zeroo'.*Similar names: zero3, .*`bigtrain strategies`",
     ):
         load_job(strategy="zeroo")
     with pytest.raises(ConfigError, match=r"a strategy file has no key 'modle'"):

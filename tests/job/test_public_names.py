@@ -108,7 +108,7 @@ def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
     assert (optim.momentum, optim.dampening, optim.nesterov) == (0.9, 0.0, True)
     assert (optim.weight_decay, optim.decay_norms_and_biases) == (5e-05, True)
     assert (optim.schedule, optim.final_lr_share, optim.milestones) == ("cosine", 0.0, ())
-    assert "not taken: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in said
+    assert "ignored: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in said
     rates = [learning_rate(optim, step, 1000, 256, 10) for step in range(50)]
     line = torch.linspace(0.02, 0.2, 51, dtype=torch.float64)[:-1]
     torch.testing.assert_close(torch.tensor(rates, dtype=torch.float64), line)

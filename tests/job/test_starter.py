@@ -82,7 +82,7 @@ def test_nothing_is_written_over(
     assert main(["init", "a\0b" if what == "no name" else "there"]) == 2
     said = capsys.readouterr().err
     needed = {
-        "a file in it": "init: there is not empty (mine-0), and nothing is written over. Name a",
+        "a file in it": "init: there is not empty (mine-0), and init overwrites nothing. Name a",
         "many files in it": "is not empty (mine-0, mine-1, mine-2 and 2 more)",
         "a file": "init: there cannot be made: File exists. Name a new folder: bigtrain init first",
         "no name": "cannot be made: embedded null byte",

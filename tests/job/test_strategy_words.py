@@ -209,7 +209,7 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
         ("ddp,full", "'ddp,full': join words by +, as in ddp+full."),
         ("ddp full", "'ddp full': join words by +"),
         ("auto+full", "names auto, which chooses the whole strategy"),
-        ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Near it: "),
+        ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Similar "),
         ("DDP+full", "unknown 'DDP', did you mean 'ddp'?"),
         ("mylib:Net+full", "Use strategy.replicate=mylib:Net (or its role)"),
         ("every_x", "unknown 'every_x', did you mean 'every'?"),

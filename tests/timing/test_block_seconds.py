@@ -284,7 +284,7 @@ def test_blocks_of_a_busy_machine_are_marked_and_timed_again_by_another_launch(
     seconds, source = asked("a", 1.5)
     assert seconds == 0.1
     assert source.endswith(
-        ", while other programs used 1.5 of the 2 cores: they are timed again the next time"
+        ", while other programs used 1.5 of the 2 cores: the next run times them again"
     )
     assert asked("a", 0.0) == (seconds, source)  # the other ranks of the launch plan by the same
     assert asked("b", 0.0) == (0.2, "blocks timed on this machine, 1 rows, 2 at once")
@@ -312,7 +312,7 @@ GOOD = {"rows": 1, "sections": [[0.1, 0.2]], "update": 0.3, "trained": 7, "share
         ({"timed": [{**GOOD, "shares": {"split": [1]}}], **SIZES}, "no pairs"),
         (
             {"timed": [{**GOOD, "shares": {"other": [1, 1]}}], "sizes": [1], **OTHERS},
-            "of other ways",
+            "of unknown variants",
         ),
         (
             {"timed": [{**GOOD, "sections": [[0.1, "x"]]}], "sizes": [1], **OTHERS},

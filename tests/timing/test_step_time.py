@@ -16,8 +16,7 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import OpLog
-from bigtrain.timing.step_time import product_efficiency
-from bigtrain.timing.step_time import MicroBatchSeconds, StepTimer
+from bigtrain.timing.step_time import MicroBatchSeconds, StepTimer, product_efficiency
 
 A100, CPU = load_cluster("a100-node"), load_cluster("cpu")
 WORDS = [
