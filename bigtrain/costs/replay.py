@@ -87,7 +87,7 @@ _Course = Literal["usual", "resumed", "strayed"]
 """Which variant of the recording: see `forecast.Passes`."""
 
 
-_TURN = -1
+_BEFORE_ACTION = -1
 """Instead of an action: a moment between two actions in which nothing is computed."""
 
 
@@ -141,7 +141,7 @@ class _Highest(NamedTuple):
 def replay_actions(
     actions: Sequence[Action],
     pieces: Mapping[int, StageRecord],
-    beside: Sequence[int] = (),
+    in_transit: Sequence[int] = (),
     before: Sequence[int] = (),
 ) -> Timeline:
     """Return the timeline of the action with the highest peak, which is that of the whole step.
@@ -154,7 +154,7 @@ def replay_actions(
     Args:
         actions: of the rank, as in `orders.schedule_orders`.
         pieces: by stage its recordings.
-        beside: by action the bytes in transit during it.
+        in_transit: by action the bytes in transit during it.
         before: by action the bytes in transit just before it, if those are more.
 
     Returns:
@@ -169,13 +169,13 @@ def replay_actions(
         case = case_of[stage, micro_batch]
         action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if before and before[moment]:
-            act = _Act(case, _TURN, "usual")
+            act = _Act(case, _BEFORE_ACTION, "usual")
             highest = recordings.higher(highest, act, held, before[moment])
         held.change((case, action_index - 1), -1)
         if kind != "F" and held.counts.get(stage):  # its own ticks contain what it frees
             held.change(stage, -1)
         act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
-        highest = recordings.higher(highest, act, held, beside[moment] if beside else 0)
+        highest = recordings.higher(highest, act, held, in_transit[moment] if in_transit else 0)
         forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
         if kind == "F" and held.counts.get(stage) == 0:
             held.change(stage, 1)
@@ -223,7 +223,7 @@ class _Recordings:
 
     def _of(self, act: _Act) -> tuple[tuple[Span, ...], int, int]:
         """The storages of an action, from tick 0 on; its number of ticks; its most bytes."""
-        if act.point == _TURN:
+        if act.point == _BEFORE_ACTION:
             return (), 1, 0
         if act not in self._found:
             recording = self._usual[act.case]

@@ -41,14 +41,14 @@ class ConfigTree:
             path = path[:-1]
         return None
 
-    def put(self, path: KeyPath, value: Any, origin: str, *, beside: bool = False) -> None:
+    def put(self, path: KeyPath, value: Any, origin: str, *, adds: bool = False) -> None:
         """Set one key, and make its enclosing mappings.
 
         Args:
             path: of the key.
             value: of the key.
             origin: where it was written.
-            beside: whether it is one of several keys of one layer, which add to each other.
+            adds: whether it is one of several keys of one layer, which add to each other.
                 Otherwise it overrides a lower layer, and drops keys that depend on the old value.
 
         Raises:
@@ -59,7 +59,7 @@ class ConfigTree:
             child = node.get(key)
             if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for its name
                 child = {"name": child}
-            if beside and key in node and not isinstance(child, dict):
+            if adds and key in node and not isinstance(child, dict):
                 whole, part = ".".join(path[:depth]), ".".join(path)
                 raise ConfigError(
                     f"{whole} is set as a whole, and {part} in addition. Leave one of the two out."
@@ -68,14 +68,14 @@ class ConfigTree:
                 child = {}
             node[key] = child
             node = child
-        if not beside:
+        if not adds:
             _forget_arguments(node, path[:-1], {path[-1]: value})
-        if beside:
-            value = self._with_keys_beside(path, value, node.get(path[-1]))
+        if adds:
+            value = self._with_nested_keys(path, value, node.get(path[-1]))
         node[path[-1]] = value
         self.origins[path] = origin
 
-    def _with_keys_beside(self, path: KeyPath, value: Any, there: Any) -> Any:
+    def _with_nested_keys(self, path: KeyPath, value: Any, there: Any) -> Any:
         """Return a value with the keys below it that other overrides have set.
 
         Raises:

@@ -289,8 +289,8 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
         cap: the limit that a run would enforce, as typed; None for all of the memory.
     """
     if cap is not None:
-        beside = kept_beside_tensors(cluster.device.kind, cluster.device.name)
-        limit = Limit(parse_bytes(cap), beside=beside)
+        other = kept_beside_tensors(cluster.device.kind, cluster.device.name)
+        limit = Limit(parse_bytes(cap), non_tensor_bytes=other)
         reserve = format_bytes(limit.nbytes - limit.for_tensors)
         return limit, f"of the cap {reserve} are reserved for memory other than tensors"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory

@@ -86,7 +86,7 @@ def _flat(
         gradients=held,
         step_gradients=shard,
         building=Breakdown() if offloads else _flat_building(profile, plan, share),
-        beside_whole=size * profile.trained_elements,
+        added_to_whole=size * profile.trained_elements,
     )
 
 
