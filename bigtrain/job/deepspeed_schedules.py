@@ -275,8 +275,8 @@ def read_schedule(
     if isinstance(made, OneCycle) and made.cycle_momentum and has_betas:
         raise ConfigError(
             f"{path}: scheduler.params.cycle_momentum is true (the default): DeepSpeed would "
-            "change the first of the optimizer's betas between cycle_min_mom and cycle_max_mom, and "
-            'a job does not change optim.betas. Write "cycle_momentum": false.'
+            "change the first of the optimizer's betas between cycle_min_mom and cycle_max_mom, "
+            'and a job does not change optim.betas. Write "cycle_momentum": false.'
         )
     return made
 

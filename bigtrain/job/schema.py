@@ -428,7 +428,7 @@ class StrategyConfig(ConfigSection):
     recompute: RoleConfig | None = None
     """Which activations are saved for the backward pass, and which are recomputed."""
     offload: RoleConfig | None = None
-    """What is moved to the host or to disk: optimizer state, parameters, activations."""
+    """Moves optimizer state, parameters or activations to the host or to disk."""
     accumulate: RoleConfig | None = None
     """How many micro-batches make a step."""
 
@@ -560,7 +560,7 @@ class CheckpointConfig(ConfigSection):
 
 
 class LogConfig(ConfigSection):
-    """What a run writes."""
+    """The folder and the output of a run."""
 
     dir: str = "runs"
     """The folder of all runs."""

@@ -88,7 +88,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and note the storages of what it returns."""
+        """Run the operation and record the storages that it returns."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind not in _PLAIN):
             # A DTensor and similar subclasses have no storage: let them decompose the operation,
             # and record its plain tensors.

@@ -159,7 +159,7 @@ class PlanBounds:
             slack: a share of a step.
         """
         for other in others:
-            # Each engine has buffers of its own in addition to the states, which no bound sees.
+            # Engines have different buffers in addition to the states, which no bound counts.
             if other.engine != candidate.engine:
                 continue
             with suppress(ConfigError):  # the other one cannot be run

@@ -291,7 +291,7 @@ class PlanSearch:
 
 
 def _slicing(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
-    """What the comparison of slices depends on: rows, tp ranks and the slices."""
+    """The key of the comparison of slices: rows, tp ranks and the slices."""
     candidate = opened.candidate
     return candidate.rows, candidate.tp, candidate.slices
 

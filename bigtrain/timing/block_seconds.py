@@ -195,7 +195,7 @@ class BlockTimer:
     rows: Sequence[int]
     script: Path | None = None
     source: str = field(default="", init=False)
-    """What was timed, or why nothing was; set by `seconds`."""
+    """Which blocks were timed, or why none were; set by `seconds`."""
     basis: StepBasis = field(default="rates", init=False)
     """Whether seconds come from timed blocks or from rates; set by `seconds`."""
 
@@ -427,7 +427,7 @@ def _read(path: Path, key: str) -> _Kept:
             raise ValueError("an entry has no lists of times and sizes")
         others, launch = entry.get("others_cores"), entry.get("launch")
         if not isinstance(launch, str) or type(others) is not float or not 0 <= others < math.inf:
-            raise ValueError("an entry does not say what others did meanwhile")
+            raise ValueError("an entry lacks the load of other programs")
         return _Kept([_from_json(one) for one in timed], set(sizes), others, launch)
     except ValueError as error:
         say_damaged(path, str(error))

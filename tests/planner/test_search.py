@@ -305,9 +305,9 @@ def test_a_cap_on_a_gpu_leaves_room_for_workspaces_and_segments() -> None:
     assert on_gpu.for_tensors == int(10 * GIB * 0.95) - 256 * MIB
     assert on_cpu.for_tensors == int(10 * GIB * 0.95) - 8 * MIB
     assert said == "of the cap 768.0 MiB are reserved for memory other than tensors"
-    assert Limit(on_gpu.memory_for(on_gpu.for_tensors), non_tensor_bytes=on_gpu.non_tensor_bytes).for_tensors >= (
-        on_gpu.for_tensors
-    )
+    assert Limit(
+        on_gpu.memory_for(on_gpu.for_tensors), non_tensor_bytes=on_gpu.non_tensor_bytes
+    ).for_tensors >= (on_gpu.for_tensors)
 
 
 def test_what_is_in_the_way_has_its_number(roomy: PlannedAnswer) -> None:
