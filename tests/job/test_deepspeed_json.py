@@ -158,7 +158,7 @@ CONTRADICTIONS = {
     ),
     "no such warm-up": (
         {"scheduler": {"type": "WarmupLR"}},
-        r"WarmupLR \(warmup_num_steps is 1000 where it is left out\), but optim.warmup_steps=3.",
+        r"WarmupLR \(warmup_num_steps is 1000 by default\), but optim.warmup_steps=3.",
     ),
     "no number": ({"gradient_clipping": [1]}, r"clipping=\[1\], but optim.clip_norm=null"),
     "unknown": (

@@ -143,14 +143,14 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "in a section": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
-        "zero_optimization.offload_optimizer.devise is no key .* did you mean 'device'",
+        "zero_optimization.offload_optimizer.devise is not a key .* did you mean 'device'",
     ),
     "no section": ({"optimizer": "AdamW"}, "optimizer=AdamW is not an object. Write one"),
     "no parameters": (
         {"scheduler": {"type": "WarmupLR", "params": [1]}},
-        r"scheduler.params=\[1\] is no section",
+        r"scheduler.params=\[1\] is not an object",
     ),
-    "fp16 as a word": ({"fp16": {"enabled": "True"}}, "fp16.enabled=true: there is no fp16"),
+    "fp16 as a word": ({"fp16": {"enabled": "True"}}, "fp16.enabled=true: fp16 is not supported"),
     "bf16 without masters": (
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         "bf16.bf16_master_weights_and_grads=true is not supported. Use optim.master_weights",

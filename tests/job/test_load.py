@@ -339,7 +339,7 @@ def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path
         assert "default.yaml" not in str(raised.value)
     with pytest.raises(ConfigError) as raised:
         load_job(overrides=["optim.name=sgd", "optim.nesterov=true"])
-    assert str(raised.value).startswith("optim: nesterov=true looks ahead")
+    assert str(raised.value).startswith("optim: nesterov=true needs momentum")
     with pytest.raises(ConfigError) as raised:  # clip_norm is of the default job, the word is not
         load_job(overrides=["optim.release_gradients=true"])
     assert str(raised.value).startswith("optim: release_gradients=true updates each parameter")

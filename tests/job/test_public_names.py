@@ -89,7 +89,7 @@ def pasted(tmp_path, text):
     """The job that the words in the refusal of a YACS file make."""
     path = tmp_path / "resnet50.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="resnet50.yaml has the keys of YACS") as said:
+    with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as said:
         load_job(str(path))
     assert "\n" not in str(said.value)
     command = str(said.value).partition("--config imagenet ")[2].partition(" (not taken")[0]

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 LIMIT = 4096 * MIB
 """More than may lie free in the heap of a process that ran other tests; hardly any is touched."""
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kept by Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture
