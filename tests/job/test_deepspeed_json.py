@@ -175,7 +175,7 @@ CONTRADICTED = (
     *("optim.clip_norm=null", "optim.lr=0.25", "optim.betas=[0.9,0.95]", "optim.name=adamw"),
     *("train.precision=fp32", "optim.warmup_steps=3"),
 )
-"""What the command line says, and the files say otherwise."""
+"""Overrides on the command line that contradict the files."""
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)

@@ -19,7 +19,7 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 KNOWN = {*tables.COMPARED, *tables.PASSED, *tables.NOT_USED, *tables.REFUSED}
 ZERO_KNOWN = {*tables.ZERO_PASSED, *tables.ZERO_NOT_USED, *tables.ZERO_REFUSED}
 OLD = {"bfloat16", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
-"""What is put into today's words before any table is asked."""
+"""Old names are replaced by current ones before the tables are used."""
 
 
 class Asked(dict[str, Any]):

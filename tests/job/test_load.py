@@ -1,4 +1,4 @@
-"""YAML files, strategies, plans and overrides, and what is said when they are wrong."""
+"""YAML files, strategies, plans and overrides, and the messages if they are wrong."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ WRONG = (
 
 
 def test_wrong_values_drawn_by_a_seed_are_a_line_each():
-    """Some of them are right for some keys; nothing but ConfigError says that one is not."""
+    """Some of them are right for some keys; the others are refused by ConfigError only."""
     drawn, messages = random.Random(0), list[str]()
     for _ in range(200):
         word = f"{drawn.choice(KEYS).rstrip('.')}={drawn.choice(WRONG)}"
@@ -327,7 +327,7 @@ def test_a_warm_up_in_other_units_displaces_that_of_the_job(words, steps, epochs
 
 
 def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path):
-    words = ["optim.state=bf16"]  # `name` is the default job's, which is right by itself
+    words = ["optim.state=bf16"]  # `name` comes from the default job, and is right
     with pytest.raises(ConfigError, match=r"^optim: state=bf16 is for name=adamw"):
         load_job(overrides=[*words, "optim.name=adam"])
     config = write(tmp_path, "optim:\n  name: sgd\n  state: bf16\n")

@@ -1,4 +1,4 @@
-"""What `bigtrain init` writes runs as it is."""
+"""The files of `bigtrain init` run unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.job.starter import FILES
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder that is not there yet, below one that is not there either; and what is said."""
+    """A new folder below another new one, and the output."""
     place = tmp_path_factory.mktemp("starter")
     done = forked_cli(("init", "new/first one"), cwd=place, timeout=60)
     assert done.returncode == 0, done.stderr

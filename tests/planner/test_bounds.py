@@ -1,4 +1,4 @@
-"""Bounds, and what outdoes what, in bf16: where parameters are converted at each use, and not."""
+"""Bounds and dominance in bf16, with weights that autocast converts at each use and without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LANGUAGE = {"num_layers": 4, "width": 64, "num_heads": 4, "vocab_size": 97, "seq
 
 
 def asked(precision: str) -> PlannedAnswer:
-    """Of a model so large that exchanges take longer than it takes to issue them."""
+    """The plans of a model so large that exchanges take longer than their launches."""
     words = ["model.args={num_layers: 8, width: 1024, num_heads: 16, sequence_length: 512}"]
     job = load_job(None, "single", [*GPT, *words, f"train.precision={precision}"])
     return ask(Question(job, A100, 4, Limit(2**40, 0), 16, margins={"torch": 0.0}))
@@ -51,8 +51,8 @@ def planned() -> PlannedAnswer:
     return asked("bf16")
 
 
-def test_what_converts_is_left_out_only_where_it_is_not_faster(planned: PlannedAnswer) -> None:
-    """Every candidate evaluated, one by one: the fastest is missed by the slack at most."""
+def test_autocast_weights_are_dropped_only_if_they_are_not_faster(planned: PlannedAnswer) -> None:
+    """Evaluate every candidate: the search misses the fastest by the slack at most."""
     every = every_plan(planned.search, planned.question.limit)
     seconds = [one.seconds.total for one in every]
     best = planned.result.best[0].seconds.total
@@ -61,7 +61,7 @@ def test_what_converts_is_left_out_only_where_it_is_not_faster(planned: PlannedA
     assert "ddp: fsdp_zero2 uses less memory and is at most 3% slower" in reasons
 
 
-def test_only_what_shards_and_does_not_convert_outdoes(planned: PlannedAnswer) -> None:
+def test_only_shards_of_bf16_weights_dominate(planned: PlannedAnswer) -> None:
     bounds, judge = planned.search.bounds, planned.search.evaluator
     ddp, sharded = (candidate_of(1, 4, preset, 2, 1) for preset in ("ddp", "zero1_torch"))
     alone = candidate_of(1, 1, "ddp", 2, 1)
@@ -85,7 +85,9 @@ def test_only_what_shards_and_does_not_convert_outdoes(planned: PlannedAnswer) -
 
 @pytest.mark.parametrize("name", ["gpt", "vit", "resnet"])
 @pytest.mark.parametrize("choice", ["keep", "full"])
-def test_a_run_that_converts_keeps_and_takes_no_less_than_is_said_without_it(name, choice) -> None:
+def test_a_run_with_autocast_weights_is_no_smaller_and_no_faster_than_its_bound(
+    name, choice
+) -> None:
     job = job_from_keys("ddp", {"train.precision": "bf16", "train.global_batch_size": 8})
     converting = make_plan(job, 2, "cpu")
     other = job_from_keys("zero1_torch", {"train.precision": "bf16", "train.global_batch_size": 8})
@@ -118,7 +120,7 @@ def test_a_run_that_converts_keeps_and_takes_no_less_than_is_said_without_it(nam
 def test_stage_2_of_shards_has_its_parameters_whole_after_a_forward_pass(
     planned: PlannedAnswer,
 ) -> None:
-    """Two bytes for each number, beside shards of twelve: what stage 3 has, and all of them."""
+    """Stage 2 holds two bytes for each number in addition to the shards of stage 3."""
     bounds, judge = PlanBounds(planned.search.evaluator), planned.search.evaluator
     numbers = judge.whole_model(2).numbers
     least = {}

@@ -194,7 +194,7 @@ WIDE = "model.args={num_layers: 2, width: 8192, num_heads: 64, sequence_length: 
 def test_slices_that_hold_more_and_are_hardly_faster_are_left_out(
     words: list[str], is_left_out: bool
 ) -> None:
-    """Of a small model stretches take longer, as they have more kernels: both are said."""
+    """In a small model sequence shards take longer, as they have more kernels: both are listed."""
     answer = asked(2**40, 8, *words, tp=8).result
     left_out = [
         one
