@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
@@ -97,7 +97,7 @@ class MemoryFloor:
         )
 
     def rank(
-        self, sections_of: dict[int, Sequence[Section]], factors: tuple[float, float]
+        self, sections_of: Mapping[int, Sequence[Section]], factors: tuple[float, float]
     ) -> Breakdown:
         """The least that a rank with these stages holds: its states and the saved tensors.
 

@@ -92,7 +92,7 @@ def pasted(tmp_path, text):
     with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as said:
         load_job(str(path))
     assert "\n" not in str(said.value)
-    command = str(said.value).partition("--config imagenet ")[2].partition(" (not taken")[0]
+    command = str(said.value).partition("--config imagenet ")[2].partition(" (ignored")[0]
     return load_job("imagenet", "ddp", shlex.split(command)), str(said.value)
 
 
