@@ -17,8 +17,8 @@ Passes = Mapping[str, Timeline]
 """The timelines of one micro-batch of a model or a stage, forward and backward, by kind:
 
 `first`: its backward pass makes the gradients, which are in the timeline. `later`: any other one,
-whose backward pass adds to them. A stage may have variants of both, `first_VARIANT` and
-`later_VARIANT`:
+whose backward pass adds to them. A stage may have variants of both, first_VARIANT and
+later_VARIANT:
 
 `split`: the backward pass is split in two, for the inputs and for the weights.
 `last`: the last micro-batch of a step, if it alone is not recomputed.
