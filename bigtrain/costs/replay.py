@@ -204,8 +204,8 @@ class _Recordings:
 
     def higher(self, known: _Highest, act: _Act, held: _Held, extra: int) -> _Highest:
         """Return the higher of the highest moment so far and an action."""
-        _, length, own = self._of(act)
-        nbytes = held.nbytes + extra + own
+        _, length, own_bytes = self._of(act)
+        nbytes = held.nbytes + extra + own_bytes
         if not length or nbytes <= known.nbytes:
             return known
         return _Highest(nbytes, act, extra, dict(held.counts))
@@ -214,8 +214,8 @@ class _Recordings:
         """The timeline of the highest action, with the storages that wait."""
         if highest.act is None:
             return Timeline((), ((0, "forward"),))
-        own, end, _ = self._of(highest.act)
-        spans = [*held.spans(highest.counts, end), *own]
+        action_spans, end, _ = self._of(highest.act)
+        spans = [*held.spans(highest.counts, end), *action_spans]
         if highest.extra:
             spans.append(Span(highest.extra, "temporary", 0, end))
         phase: Phase = "backward" if highest.act.point > 0 else "forward"
@@ -236,9 +236,9 @@ class _Recordings:
                 recording = _cut_by_action(self._pieces[act.case.stage][kind])
             start, stop = recording.ticks[act.point : act.point + 2]
             spans = recording.actions[act.point]
-            own = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
-            most = max(Timeline(own, ((0, "forward"),)).steps()[1], default=0)
-            self._found[act] = own, stop - start, most
+            shifted = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
+            most = max(Timeline(shifted, ((0, "forward"),)).steps()[1], default=0)
+            self._found[act] = shifted, stop - start, most
         return self._found[act]
 
 

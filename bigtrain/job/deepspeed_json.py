@@ -114,19 +114,19 @@ def said_of_job(path: str) -> dict[str, Said]:
         ConfigError: see `deepspeed_config`; or a job does not have the optimizer or the scheduler.
     """
     config, batch = deepspeed_config(path), batch_keys_of(path)
-    found = {
+    values = {
         ours: Said(key, config[key], config[key]) for key, ours in _BATCH.items() if key in batch
     }
     clip = config.get("gradient_clipping", AUTO_VALUE)
     if clip != AUTO_VALUE:
-        found["optim.clip_norm"] = Said("gradient_clipping", clip, clip or None)
+        values["optim.clip_norm"] = Said("gradient_clipping", clip, clip or None)
     enabled = json_section(config, "bf16").get("enabled", AUTO_VALUE)
     if enabled != AUTO_VALUE and is_true(enabled):
-        found["train.precision"] = Said("bf16.enabled", enabled, "bf16")
+        values["train.precision"] = Said("bf16.enabled", enabled, "bf16")
     section = json_section(config, "optimizer")
-    found |= _of_optimizer(path, section.get("type") or AUTO_VALUE, section.get("params") or {})
-    found |= _of_scheduler(path, json_section(config, "scheduler"))
-    return found
+    values |= _of_optimizer(path, section.get("type") or AUTO_VALUE, section.get("params") or {})
+    values |= _of_scheduler(path, json_section(config, "scheduler"))
+    return values
 
 
 def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[str, Said]:
@@ -187,21 +187,21 @@ def _of_scheduler(path: str, section: Mapping[str, Any]) -> dict[str, Said]:
         shape = f"{kind} ({key} is {value} by default)" if key else kind
         return f"optim.{ours}", Said("scheduler.type", shape, value)
 
-    found = [said("schedule", "", "deepspeed"), said("milestones", "", [])]
-    found.append(said("base_batch_size", "", None))
+    values = [said("schedule", "", "deepspeed"), said("milestones", "", [])]
+    values.append(said("base_batch_size", "", None))
     if params.get("warmup_num_steps") != AUTO_VALUE:
         key = "warmup_num_steps" if hasattr(schedule, "warmup_num_steps") else ""
-        found.append(said("warmup_steps", key, getattr(schedule, key, 0)))
-        found.append(said("warmup_epochs", "", 0))
-    found.append(said("warmup_factor", "", None))
+        values.append(said("warmup_steps", key, getattr(schedule, key, 0)))
+        values.append(said("warmup_epochs", "", 0))
+    values.append(said("warmup_factor", "", None))
     if params.get("cos_min_ratio") != AUTO_VALUE:
         key = "cos_min_ratio" if hasattr(schedule, "cos_min_ratio") else ""
-        found.append(said("final_lr_share", key, getattr(schedule, key, 0)))
+        values.append(said("final_lr_share", key, getattr(schedule, key, 0)))
     highest = schedule.own_highest
     value = getattr(schedule, highest, None)
     if value is not None and params.get(highest) != AUTO_VALUE:
-        found.append(said("lr", highest, value))
-    return dict(found)
+        values.append(said("lr", highest, value))
+    return dict(values)
 
 
 def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> None:

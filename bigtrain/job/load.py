@@ -82,8 +82,8 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
 def _why(error: yaml.YAMLError) -> str:
     """The problem of a value that is not YAML, unless missing quotes are the only one."""
     problem = getattr(error, "problem", None)
-    own = problem is not None and getattr(error, "context", None) is None
-    return f" ({plain_text(problem)})" if own else ""
+    is_whole = problem is not None and getattr(error, "context", None) is None
+    return f" ({plain_text(problem)})" if is_whole else ""
 
 
 def load_job(
@@ -287,9 +287,9 @@ def _place(
         return tree.origin(path)
     keys = [key for key in re.findall(r"\b(\w+)=", str(fault["msg"])) if key in known]
     places = [tree.origins[(*path, key)] for key in keys if (*path, key) in tree.origins]
-    said = [place for place in places if place.startswith(COMMAND_LINE)]
-    own = [place for place in places if not _is_preset(place)]
-    return next(iter([*said, *own, *places]), None)
+    typed = [place for place in places if place.startswith(COMMAND_LINE)]
+    users = [place for place in places if not _is_preset(place)]
+    return next(iter([*typed, *users, *places]), None)
 
 
 def _is_preset(place: str) -> bool:

@@ -309,15 +309,15 @@ def schedule_fault(optim: OptimConfig) -> str | None:
             f"warmup_factor={optim.warmup_factor:g} is for a warm-up, and there is none. "
             "Give optim.warmup_steps or optim.warmup_epochs, or leave optim.warmup_factor out"
         )
-    given = list(optim.milestones)
-    if (optim.schedule == "step") != bool(given):
+    milestones = list(optim.milestones)
+    if (optim.schedule == "step") != bool(milestones):
         return (
-            f"schedule={optim.schedule} with milestones={given}: schedule=step needs the epochs "
-            "at which the rate falls, and no other schedule takes them. Use "
+            f"schedule={optim.schedule} with milestones={milestones}: schedule=step needs the "
+            "epochs at which the rate falls, and no other schedule takes them. Use "
             "optim.schedule=step optim.milestones=[30,60,80], or optim.milestones=[]"
         )
-    if given != sorted(set(given)) or (given and given[0] <= 0):
-        return f"milestones={given} must ascend from above 0. Write them like [30,60,80]"
+    if milestones != sorted(set(milestones)) or (milestones and milestones[0] <= 0):
+        return f"milestones={milestones} must ascend from above 0. Write them like [30,60,80]"
     return None
 
 

@@ -230,13 +230,14 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
 
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
-        arguments = (
+        return choose_loss(
             job.model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),
+            several_waiting=several_waiting,
+            device_type=device_type,
         )
-        return choose_loss(*arguments, several_waiting=several_waiting, device_type=device_type)
 
     return loss
 
@@ -312,6 +313,6 @@ def engine_margins(
     foreign = None
     if device is not None and not is_at_hand(device.kind, device.name):
         foreign = device.name
-    found = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
-    lines = [f"{engine}: {one.explanation}" for engine, one in found.items()]
-    return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)
+    margins = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
+    lines = [f"{engine}: {one.explanation}" for engine, one in margins.items()]
+    return {engine: one.margin for engine, one in margins.items()}, "; ".join(lines)

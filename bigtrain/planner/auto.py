@@ -36,8 +36,8 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
         ConfigError: as `load_job`, or no plan fits.
     """
     if options.strategy != AUTO_STRATEGY:
-        arguments = (options.config, options.strategy, options.overrides)
-        return load_job(*arguments, plan=options.plan), []
+        job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+        return job, []
     if options.plan is not None:
         raise ConfigError(
             f"--strategy auto chooses a plan, and --plan {options.plan} names one. Leave one of "

@@ -247,10 +247,10 @@ class BlockTimer:
                 if not kept.answers(request.rows):
                     before = _Kept() if kept.doubtful else kept
                     clock = CpuClock()
-                    found = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
+                    measured = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
                     on_cpu = device_type_of(self.job) == "cpu"
                     others = (others_cores([clock.read()]) or 0.0) if on_cpu else 0.0
-                    by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, found))}
+                    by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, measured))}
                     kept = _Kept(
                         [by_rows[rows] for rows in sorted(by_rows)],
                         before.sizes | set(request.rows),
