@@ -8,7 +8,8 @@ a process of its own on one thread. The table gives the CPU seconds of the searc
 so that other programs on the machine count little), the medians over the rounds, the runs on fake
 tensors, and whether the best plan stays the same. A shortcut that saves less than 10 % of a search
 is not worth its code: those that were removed for that are in the results, at the commit named
-there. """
+there.
+"""
 
 from __future__ import annotations
 
