@@ -95,13 +95,13 @@ def _apply_policy(module: nn.Module, choice: BlockPolicy, mover: Offloader | Non
 def remove_policies(root: nn.Module) -> None:
     """Undo `apply_policies` and `compile_blocks` for all modules."""
     for module in root.modules():
-        own = module.__dict__.get("forward")
-        if isinstance(own, partial) and own.func is _forward:
-            before = own.args[1]
-            if getattr(before, "__func__", None) is type(module).forward:
+        wrapped = module.__dict__.get("forward")
+        if isinstance(wrapped, partial) and wrapped.func is _forward:
+            original = wrapped.args[1]
+            if getattr(original, "__func__", None) is type(module).forward:
                 del module.__dict__["forward"]
             else:
-                module.forward = before
+                module.forward = original
     remove_compiled(root)
 
 

@@ -17,8 +17,8 @@ Passes = Mapping[str, Timeline]
 """The timelines of one micro-batch of a model or a stage, forward and backward, by kind:
 
 `first`: its backward pass makes the gradients, which are in the timeline. `later`: any other one,
-whose backward pass adds to them. A stage may have variants of both, `first_VARIANT` and
-`later_VARIANT`:
+whose backward pass adds to them. A stage may have variants of both, first_VARIANT and
+later_VARIANT:
 
 `split`: the backward pass is split in two, for the inputs and for the weights.
 `last`: the last micro-batch of a step, if it alone is not recomputed.
@@ -129,8 +129,9 @@ class Profile:
     """The exchanges over the tp axis for one micro-batch, in order."""
     not_compiled: str | None = None
     """Why the blocks were not compiled here, if the run compiles them."""
-    way: str | None = None
-    """What selects among several paths through the model; the one with most memory was run."""
+    branch_condition: str | None = None
+    """The condition that selects one of several paths through the model. The path with the most
+    memory was run. None if there is one path."""
     untraceable: str | None = None
     """Why the timelines are empty, if the model could not run on fake tensors."""
 
@@ -179,7 +180,7 @@ class Forecast:
     building: Breakdown = Breakdown()
     """The highest moment while an engine is built, for a model whose tensors get their values one
     by one. Zero if it is below the peak of a step."""
-    beside_whole: int = 0
+    added_to_whole: int = 0
     """The most bytes added to a model that each rank builds whole, before that is freed."""
     early_share: float = 0.0
     """See `Profile`."""

@@ -20,8 +20,8 @@ class RankActions:
     actions: Sequence[Action]
     in_transit: Sequence[InTransit] = ()
     """By action the boundary tensors that are being sent or received; see `transfers.transfers`."""
-    turns: Sequence[InTransit] = ()
-    """For each action what is so just before it; see `transfers.backward_starts`."""
+    before_backward: Sequence[InTransit] = ()
+    """For each action the bytes in transit just before it; see `transfers.backward_starts`."""
 
 
 def join_stages(
@@ -35,7 +35,7 @@ def join_stages(
         bucket: see `Traits.averaging_bucket`.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
-    turns = rank_actions.turns
+    before_backward = rank_actions.before_backward
     if any("first_resumed" in stage_forecast.passes for stage_forecast in forecasts.values()):
         # Stages that gather parameters do so around whole backward passes only.
         pairs = zip(actions, in_transit, strict=bool(in_transit))
@@ -58,10 +58,10 @@ def join_stages(
         step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
     extra_bytes = _extra_bytes(actions, forecasts, in_transit)
     sizes = _boundary_bytes(forecasts)
-    turn_bytes = [_sent(transit, forecasts, sizes, {}) for transit in turns]
+    before_bytes = [_sent(transit, forecasts, sizes, {}) for transit in before_backward]
     return Forecast(
         states=states,
-        passes={"first": replay_actions(actions, own_records, extra_bytes, turn_bytes)},
+        passes={"first": replay_actions(actions, own_records, extra_bytes, before_bytes)},
         step=Timeline(step_spans, phases),
         gradients=gradients,
     )

@@ -87,7 +87,7 @@ _Course = Literal["usual", "resumed", "strayed"]
 """Which variant of the recording: see `forecast.Passes`."""
 
 
-_TURN = -1
+_BEFORE_ACTION = -1
 """Instead of an action: a moment between two actions in which nothing is computed."""
 
 
@@ -141,7 +141,7 @@ class _Highest(NamedTuple):
 def replay_actions(
     actions: Sequence[Action],
     pieces: Mapping[int, StageRecord],
-    beside: Sequence[int] = (),
+    in_transit: Sequence[int] = (),
     before: Sequence[int] = (),
 ) -> Timeline:
     """Return the timeline of the action with the highest peak, which is that of the whole step.
@@ -154,7 +154,7 @@ def replay_actions(
     Args:
         actions: of the rank, as in `orders.schedule_orders`.
         pieces: by stage its recordings.
-        beside: by action the bytes in transit during it.
+        in_transit: by action the bytes in transit during it.
         before: by action the bytes in transit just before it, if those are more.
 
     Returns:
@@ -169,13 +169,13 @@ def replay_actions(
         case = case_of[stage, micro_batch]
         action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if before and before[moment]:
-            act = _Act(case, _TURN, "usual")
+            act = _Act(case, _BEFORE_ACTION, "usual")
             highest = recordings.higher(highest, act, held, before[moment])
         held.change((case, action_index - 1), -1)
         if kind != "F" and held.counts.get(stage):  # its own ticks contain what it frees
             held.change(stage, -1)
         act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
-        highest = recordings.higher(highest, act, held, beside[moment] if beside else 0)
+        highest = recordings.higher(highest, act, held, in_transit[moment] if in_transit else 0)
         forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
         if kind == "F" and held.counts.get(stage) == 0:
             held.change(stage, 1)
@@ -204,8 +204,8 @@ class _Recordings:
 
     def higher(self, known: _Highest, act: _Act, held: _Held, extra: int) -> _Highest:
         """Return the higher of the highest moment so far and an action."""
-        _, length, own = self._of(act)
-        nbytes = held.nbytes + extra + own
+        _, length, own_bytes = self._of(act)
+        nbytes = held.nbytes + extra + own_bytes
         if not length or nbytes <= known.nbytes:
             return known
         return _Highest(nbytes, act, extra, dict(held.counts))
@@ -214,8 +214,8 @@ class _Recordings:
         """The timeline of the highest action, with the storages that wait."""
         if highest.act is None:
             return Timeline((), ((0, "forward"),))
-        own, end, _ = self._of(highest.act)
-        spans = [*held.spans(highest.counts, end), *own]
+        action_spans, end, _ = self._of(highest.act)
+        spans = [*held.spans(highest.counts, end), *action_spans]
         if highest.extra:
             spans.append(Span(highest.extra, "temporary", 0, end))
         phase: Phase = "backward" if highest.act.point > 0 else "forward"
@@ -223,7 +223,7 @@ class _Recordings:
 
     def _of(self, act: _Act) -> tuple[tuple[Span, ...], int, int]:
         """The storages of an action, from tick 0 on; its number of ticks; its most bytes."""
-        if act.point == _TURN:
+        if act.point == _BEFORE_ACTION:
             return (), 1, 0
         if act not in self._found:
             recording = self._usual[act.case]
@@ -236,9 +236,9 @@ class _Recordings:
                 recording = _cut_by_action(self._pieces[act.case.stage][kind])
             start, stop = recording.ticks[act.point : act.point + 2]
             spans = recording.actions[act.point]
-            own = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
-            most = max(Timeline(own, ((0, "forward"),)).steps()[1], default=0)
-            self._found[act] = own, stop - start, most
+            shifted = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
+            most = max(Timeline(shifted, ((0, "forward"),)).steps()[1], default=0)
+            self._found[act] = shifted, stop - start, most
         return self._found[act]
 
 

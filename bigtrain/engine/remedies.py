@@ -92,7 +92,7 @@ class RemedySearch:
         end = time.monotonic() + deadline_s
         self.begun = True
         beside = non_tensor_reserve(subject.resolved.plan.device_type)
-        usable = Limit(limit, beside=beside).for_tensors
+        usable = Limit(limit, non_tensor_bytes=beside).for_tensors
         for changes in _ways(subject, usable):
             candidates = changes()
             last: Remedy | None = None

@@ -1,5 +1,5 @@
-"""One run as typed keys: YAML files, presets and command-line words become a `Job`. No torch.
+"""One run as typed keys: YAML files, presets and the command line become a `Job`. No torch.
 
-Keys, defaults and ranges; how files and words are merged, and the complaints; batch arithmetic;
-options of commands; imports by path (`package.module:name`); a DeepSpeed JSON against the job.
+Keys, defaults and ranges; how files and overrides are merged, and the error messages; batch
+arithmetic; options of commands; imports by path (`package.module:name`); DeepSpeed files.
 """

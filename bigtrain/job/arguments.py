@@ -216,12 +216,12 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
         help="verify the first steps of a script that calls bigtrain.prepare",
     )
     options = _side_options(parser, arguments, ComparisonOptions())
-    given = vars(options)
-    if "seed" in given and "fuzz" not in given:
+    typed = vars(options)
+    if "seed" in typed and "fuzz" not in typed:
         parser.error("--seed is the seed of --fuzz. Add --fuzz N, or set train.seed=N of the job")
-    if "fuzz" in given and options.fuzz < 1:
+    if "fuzz" in typed and options.fuzz < 1:
         parser.error(f"--fuzz {options.fuzz}: at least 1 is needed. Use --fuzz 1")
-    if options.script is not None and "fuzz" in given:
+    if options.script is not None and "fuzz" in typed:
         parser.error("--fuzz draws plans for a job, and --script names none. Leave one of them out")
     if options.fuzz and options.strategies != "all":
         parser.error("--fuzz draws strategies, and --strategy names some. Leave one of them out")

@@ -1,4 +1,4 @@
-"""The batch of a step: rows of a micro-batch, micro-batches, replicas, one from the others."""
+"""The batch of a step: its size, the micro-batch size, the accumulation, and the replicas."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Batch:
 
 
 def resolve_batch(train: TrainConfig, dp_size: int) -> Batch:
-    """Work out the third of the three batch keys from the other two.
+    """Compute the third of the three batch keys from the other two.
 
     With one key given, the accumulation is 1 (or, for `accumulation_steps` alone, the
     micro-batch is 1 sample).
 
     Args:
         train: the section with the three keys.
-        dp_size: how many replicas share the global batch.
+        dp_size: the number of replicas that share the global batch.
 
     Raises:
-        ConfigError: the numbers do not multiply, with the equation.
+        ConfigError: the numbers contradict each other; the message has the equation.
     """
     total, micro, accumulation = (
         train.global_batch_size,
@@ -73,5 +73,5 @@ def resolve_batch(train: TrainConfig, dp_size: int) -> Batch:
 
 
 def _multiple(number: int, of: int) -> int:
-    """The multiple of `of` that is nearest to `number`, and not zero."""
+    """The positive multiple of `of` that is nearest to `number`."""
     return max(1, round(number / of)) * of

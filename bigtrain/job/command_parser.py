@@ -1,4 +1,4 @@
-"""The parser of every command: it names the nearest word where one is not known."""
+"""The argument parser of all commands: for an unknown word it suggests the nearest one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NoReturn
 from bigtrain.errors import did_you_mean
 
 _PARTS = ("record", "pace")
-"""Commands that are parts of others, and not for users."""
+"""Internal commands, which other commands run."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's, without abbreviations of options, and with the nearest word in its complaints."""
+    """An `ArgumentParser` without abbreviated options that suggests the nearest word."""
 
     def __init__(self, **keys: object) -> None:
         keys.setdefault("allow_abbrev", False)
         super().__init__(**keys)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2, the complaint and the nearest word.
+        """Exit with status 2, the complaint and the nearest word.
 
         Raises:
             SystemExit: in any case.
@@ -37,10 +37,10 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message)
 
     def refuse_unknown(self, words: list[str]) -> None:
-        """Refuse what looks like an option among the keys of a job.
+        """Refuse words that look like options among the keys of a job.
 
         Raises:
-            SystemExit: there is one.
+            SystemExit: 2, if there is one.
         """
         for word in words:
             if word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit()):

@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration file as a user wrote it, as keys of the job.
+"""Read a DeepSpeed configuration file as keys of the job.
 
-What the file says stands above the job file, as a strategy does; a word of the command line that
-says otherwise is refused, and "auto" is what the job says.
+Its values override the job file, as a strategy does. An override on the command line that
+contradicts it is refused, and "auto" means the value of the job.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bigtrain.job.deepspeed_sections import check_sections, is_true, modern, sho
 AUTO_VALUE = "auto"
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-"""What DeepSpeed's optimizers take where a file with a type says nothing."""
+"""The defaults of DeepSpeed's optimizers, for a file that names a type."""
 _TORCH_ADAMW_DECAY = 0.01
-"""With "torch_adam": true it is torch's own AdamW, which decays where nothing is said."""
+"""With "torch_adam": true it is torch's AdamW, whose default is to decay."""
 _NEUTRAL = {
     "adam_w_mode": True,
     "bias_correction": True,
@@ -34,11 +34,11 @@ _NEUTRAL = {
     "capturable": False,
     "differentiable": False,
 }
-"""What a file may say beside the job's keys: this is what is done here anyhow."""
+"""Parameters without a key of a job, with the only value that a file may have."""
 _KERNELS = ("torch_adam", "foreach", "fused", "fp32_optimizer_states", "set_grad_none")
-"""What changes no number."""
+"""Parameters that do not change the numbers."""
 _LIKE = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-"""The job's own schedule that is of the kind of DeepSpeed's."""
+"""The schedule of a job that is of the same kind as DeepSpeed's."""
 _BATCH = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -48,16 +48,16 @@ _BATCH = {
 
 @dataclass(frozen=True)
 class Said:
-    """What a file says of a key of the job."""
+    """The value of a file for a key of the job."""
 
     key: str
-    """The file's, with dots."""
+    """The key in the file, with dots."""
     written: Any
-    """What stands there."""
+    """The value in the file."""
     value: Any
-    """The same as the job has it."""
+    """The value for the job."""
     implied: bool = False
-    """It stands nowhere: DeepSpeed's default, which a word of the command line may displace."""
+    """Whether it is DeepSpeed's default, which an override may replace."""
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 
 
 def deepspeed_config(path: str) -> dict[str, Any]:
-    """Read a file, in DeepSpeed's words of today; every key of it is known and supported.
+    """Read a file with DeepSpeed's current names; all of its keys are known and supported.
 
     Raises:
-        ConfigError: it cannot be read, or has a key that would be passed over, by its name.
+        ConfigError: it cannot be read, or has a key that would be ignored.
     """
     config = modern(path, read_deepspeed_json(path))
     check_sections(path, config)
@@ -90,51 +90,51 @@ def deepspeed_config(path: str) -> dict[str, Any]:
 
 
 def json_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of the configuration, empty where it is left out."""
+    """A section of the configuration; empty if it is left out."""
     part = values.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def typed_sections(path: str, names: Iterable[str]) -> list[str]:
-    """Those of these sections that a file has with a type of their own."""
+    """The sections, of those named, for which a file has a type."""
     config = deepspeed_config(path)
     return [n for n in names if json_section(config, n).get("type", AUTO_VALUE) != AUTO_VALUE]
 
 
 def batch_keys_of(path: str) -> list[str]:
-    """The keys with which a file says the batch itself: no word of the job can say otherwise."""
+    """The batch keys that a file sets; a job cannot contradict them."""
     config = deepspeed_config(path)
     return [key for key in _BATCH if config.get(key, AUTO_VALUE) != AUTO_VALUE]
 
 
 def said_of_job(path: str) -> dict[str, Said]:
-    """What a file says of the job, by the job's keys; what is "auto" there is not among it.
+    """The values of a file by the keys of the job, without those that are "auto".
 
     Raises:
-        ConfigError: see `deepspeed_config`, and for an optimizer or a scheduler that a job has not.
+        ConfigError: see `deepspeed_config`; or a job does not have the optimizer or the scheduler.
     """
     config, batch = deepspeed_config(path), batch_keys_of(path)
-    found = {
+    values = {
         ours: Said(key, config[key], config[key]) for key, ours in _BATCH.items() if key in batch
     }
     clip = config.get("gradient_clipping", AUTO_VALUE)
     if clip != AUTO_VALUE:
-        found["optim.clip_norm"] = Said("gradient_clipping", clip, clip or None)
+        values["optim.clip_norm"] = Said("gradient_clipping", clip, clip or None)
     enabled = json_section(config, "bf16").get("enabled", AUTO_VALUE)
     if enabled != AUTO_VALUE and is_true(enabled):
-        found["train.precision"] = Said("bf16.enabled", enabled, "bf16")
+        values["train.precision"] = Said("bf16.enabled", enabled, "bf16")
     section = json_section(config, "optimizer")
-    found |= _of_optimizer(path, section.get("type") or AUTO_VALUE, section.get("params") or {})
-    found |= _of_scheduler(path, json_section(config, "scheduler"))
-    return found
+    values |= _of_optimizer(path, section.get("type") or AUTO_VALUE, section.get("params") or {})
+    values |= _of_scheduler(path, json_section(config, "scheduler"))
+    return values
 
 
 def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[str, Said]:
-    """The job's `optim` by an `optimizer` section; a type means DeepSpeed's defaults of it."""
+    """The keys of `optim` for an `optimizer` section; a type implies DeepSpeed's defaults."""
     name = str(kind).lower()
     if name not in ("auto", "adam", "adamw", "sgd"):
         raise ConfigError(
-            f"{path}: optimizer.type={kind} is none of a job's. Write AdamW, Adam or SGD, or leave "
+            f"{path}: optimizer.type={kind} is not supported. Write AdamW, Adam or SGD, or leave "
             "the optimizer out, and set optim.name (adamw, adam, sgd, adafactor, adamw_8bit, "
             "adamw_4bit)."
         )
@@ -157,7 +157,7 @@ def _of_optimizer(path: str, kind: object, params: Mapping[str, Any]) -> dict[st
 
 
 def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None:
-    """Refuse what the job has no key for and what would be left out silently."""
+    """Refuse a parameter that a job has no key for and that would be ignored."""
     if key in _KERNELS or value == AUTO_VALUE or (key == "adam_w_mode" and is_adam):
         return
     neutral = _NEUTRAL.get(key)
@@ -165,15 +165,15 @@ def _refuse_parameter(path: str, key: str, value: Any, *, is_adam: bool) -> None
         return
     fix = "Leave it out of the file"
     if key == "max_grad_norm":
-        fix = f'Write "gradient_clipping": {shown(value)} beside the optimizer'
+        fix = f'Write "gradient_clipping": {shown(value)} outside the optimizer'
     allowed = "none" if neutral is None else f"{str(neutral).lower()} only"
     raise ConfigError(
-        f"{path}: optimizer.params.{key}={shown(value)}, and a job has {allowed}. {fix}."
+        f"{path}: optimizer.params.{key}={shown(value)}, and a job supports {allowed}. {fix}."
     )
 
 
 def _of_scheduler(path: str, section: Mapping[str, Any]) -> dict[str, Said]:
-    """The job's keys of the learning rate by a `scheduler` section that has a type."""
+    """The keys of the learning rate for a `scheduler` section that has a type."""
     fill = dict.fromkeys(("total_num_steps", "warmup_num_steps", *HIGHEST), 1)
     schedule = read_schedule(path, section, fill, has_betas=False)
     if schedule is None:
@@ -184,28 +184,28 @@ def _of_scheduler(path: str, section: Mapping[str, Any]) -> dict[str, Said]:
     def said(ours: str, key: str, value: Any) -> tuple[str, Said]:
         if key in params:
             return f"optim.{ours}", Said(f"scheduler.params.{key}", params[key], value)
-        shape = f"{kind} ({key} is {value} where it is left out)" if key else kind
+        shape = f"{kind} ({key} is {value} by default)" if key else kind
         return f"optim.{ours}", Said("scheduler.type", shape, value)
 
-    found = [said("schedule", "", "deepspeed"), said("milestones", "", [])]
-    found.append(said("base_batch_size", "", None))
+    values = [said("schedule", "", "deepspeed"), said("milestones", "", [])]
+    values.append(said("base_batch_size", "", None))
     if params.get("warmup_num_steps") != AUTO_VALUE:
         key = "warmup_num_steps" if hasattr(schedule, "warmup_num_steps") else ""
-        found.append(said("warmup_steps", key, getattr(schedule, key, 0)))
-        found.append(said("warmup_epochs", "", 0))
-    found.append(said("warmup_factor", "", None))
+        values.append(said("warmup_steps", key, getattr(schedule, key, 0)))
+        values.append(said("warmup_epochs", "", 0))
+    values.append(said("warmup_factor", "", None))
     if params.get("cos_min_ratio") != AUTO_VALUE:
         key = "cos_min_ratio" if hasattr(schedule, "cos_min_ratio") else ""
-        found.append(said("final_lr_share", key, getattr(schedule, key, 0)))
+        values.append(said("final_lr_share", key, getattr(schedule, key, 0)))
     highest = schedule.own_highest
     value = getattr(schedule, highest, None)
     if value is not None and params.get(highest) != AUTO_VALUE:
-        found.append(said("lr", highest, value))
-    return dict(found)
+        values.append(said("lr", highest, value))
+    return dict(values)
 
 
 def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse a job that says otherwise than its file.
+    """Refuse a job that contradicts its file.
 
     Args:
         path: of the file.
@@ -218,9 +218,9 @@ def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> Non
         section, _, key = ours.partition(".")
         value = sections[section][key]
         if one.implied or (key == "accumulation_steps" and value is None):
-            continue  # the latter is worked out from the other two, and compared then
+            continue  # the latter is computed from the other two, and compared then
         if ours == "optim.schedule" and value == _LIKE.get(str(one.written).lower()):
-            continue  # the kind of the file's, whose rates are taken
+            continue  # of the same kind; the file's rates are used
         if not same_value(one.value, value):
             raise refusal(path, one.key, one.written, ours, value, one.value)
     kinds = json_section(deepspeed_config(path), "scheduler")
@@ -232,7 +232,7 @@ def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> Non
 def schedule_of(
     path: str, optim: Mapping[str, Any], warmup_steps: int, total_steps: int
 ) -> Schedule | None:
-    """The schedule that a file's `scheduler` means in a run; None where it names none.
+    """The schedule of a file's `scheduler` in a run; None if it names none.
 
     Args:
         path: of the file.
@@ -241,7 +241,7 @@ def schedule_of(
         total_steps: of the run, for "auto".
 
     Raises:
-        ConfigError: the run is longer than what the schedule decays over.
+        ConfigError: the run has more steps than the schedule.
     """
     section = json_section(deepspeed_config(path), "scheduler")
     fill = _fill(optim, warmup_steps, total_steps)
@@ -250,14 +250,14 @@ def schedule_of(
     if total is not None and total < total_steps:
         raise ConfigError(
             f"{path}: scheduler.params.total_num_steps={total}, but the run has {total_steps} "
-            f"steps, the last of which would change nothing. Use train.steps={total}, or write "
+            f"steps, more than the schedule has. Use train.steps={total}, or write "
             '"auto" in the file.'
         )
     return schedule
 
 
 def _fill(optim: Mapping[str, Any], warmup_steps: int, total_steps: int) -> dict[str, Any]:
-    """What "auto" stands for in a scheduler's parameters; others have DeepSpeed's defaults."""
+    """The values of "auto" in a scheduler's parameters; others have DeepSpeed's defaults."""
     return {
         "warmup_num_steps": warmup_steps,
         "total_num_steps": total_steps,
@@ -267,7 +267,7 @@ def _fill(optim: Mapping[str, Any], warmup_steps: int, total_steps: int) -> dict
 
 
 def same_value(value: Any, ours: Any) -> bool:
-    """Whether a value of the file is one of the job's: as numbers, however they are written."""
+    """Whether a value of the file equals one of the job; numbers may be written differently."""
     if isinstance(ours, tuple | list):
         return (
             isinstance(value, list)
@@ -287,14 +287,14 @@ def same_value(value: Any, ours: Any) -> bool:
 def refusal(
     path: str, key: str, written: Any, ours: str, ours_value: Any, wanted: Any
 ) -> ConfigError:
-    """A job that says otherwise than its file.
+    """Return the error for a job that contradicts its file.
 
     Args:
         path: of the file.
         key: of the file.
-        written: what stands there.
+        written: its value.
         ours: the key of the job.
-        ours_value: of the job.
+        ours_value: its value.
         wanted: the value of the job that would agree.
     """
     fix = f'Use {as_word(ours, wanted)}, or write "auto" in the file'

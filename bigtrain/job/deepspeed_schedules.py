@@ -1,4 +1,4 @@
-"""The learning rates of a `scheduler` section, step by step what DeepSpeed's own classes set.
+"""The learning rates of a `scheduler` section, equal to those of DeepSpeed's classes in every step.
 
 DeepSpeed sets a first rate when a scheduler is made and another after each step. So step 0 has the
 rate before any iteration, and step k that of iteration k - 1.
@@ -17,7 +17,7 @@ from bigtrain.errors import ConfigError, did_you_mean
 
 
 def _whole(value: object) -> object:
-    """A number of steps that is written as 1e3 is one."""
+    """Accept a number of steps that is written as 1e3."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -26,25 +26,25 @@ Steps = Annotated[int, BeforeValidator(_whole)]
 
 
 class Schedule(BaseModel):
-    """One type of scheduler: its parameters with DeepSpeed's defaults, and its rates."""
+    """A type of scheduler: its parameters with DeepSpeed's defaults, and its rates."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     last_batch_iteration: Literal[-1] = -1
-    """Where DeepSpeed would go on; a job goes on from a checkpoint."""
+    """Where DeepSpeed would resume; a job resumes from a checkpoint."""
 
     decays_over: ClassVar[bool] = False
     """Whether its shape depends on `total_num_steps`."""
 
     own_highest: ClassVar[str] = ""
-    """The parameter with the highest rate, where it has one beside the optimizer's."""
+    """The parameter with the highest rate, if the scheduler has one of its own."""
 
     def highest(self, base: float) -> float:
-        """The rate that the others are in proportion to; `base` is the optimizer's."""
+        """The highest rate, to which all others are proportional; `base` is the optimizer's."""
         return base
 
     def total(self) -> int | None:
-        """The steps after which there is nothing left to decay."""
+        """The number of steps of the decay; None without one."""
         return None
 
     def rate(self, step: int, base: float) -> float:
@@ -58,31 +58,31 @@ class Schedule(BaseModel):
 
     @abstractmethod
     def at(self, iteration: int, base: float) -> float:
-        """The rate after an iteration, of which the first is 0; -1 before any."""
+        """The rate after an iteration, counted from 0; -1 is before the first."""
 
 
 class _Rising(Schedule):
-    """What the three schedulers with a warm-up have in common."""
+    """The warm-up, which three schedulers share."""
 
     warmup_num_steps: Steps = Field(1000, ge=1)
     warmup_type: Literal["log", "linear"] = "log"
     no_warmup: bool = Field(False, exclude=True)
-    """The file leaves the length to a job that has no warm-up."""
+    """Whether the file takes the length from a job without a warm-up."""
 
     @property
     def rising_steps(self) -> int:
-        """DeepSpeed takes two at least."""
+        """The warm-up steps; DeepSpeed uses at least two."""
         return 0 if self.no_warmup else max(2, self.warmup_num_steps)
 
     def risen(self, iteration: int) -> float:
-        """How far the rate has come, from 0 to 1."""
+        """The share of the rise that is done, from 0 to 1."""
         if self.warmup_type == "log":
             return 1.0 / math.log(self.rising_steps) * math.log(iteration + 1)
         return iteration / self.rising_steps
 
 
 class WarmupLR(_Rising):
-    """Up to the highest rate, which is held."""
+    """Warm-up, then constant."""
 
     own_highest: ClassVar[str] = "warmup_max_lr"
     warmup_min_lr: Rate = 0.0
@@ -109,12 +109,12 @@ class WarmupLR(_Rising):
         return self.warmup_min_lr
 
     def remaining(self, iteration: int) -> float:  # noqa: ARG002
-        """How much of the way down from the highest rate is left after the warm-up."""
+        """The share of the decay that remains after the warm-up, from 1 to 0."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """Up to the highest rate, then down a line."""
+    """Warm-up, then linear decay."""
 
     decays_over: ClassVar[bool] = True
     total_num_steps: Steps = Field(ge=1)
@@ -131,7 +131,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Rising):
-    """The optimizer's rate times a share that rises, then falls as half a cosine."""
+    """Warm-up, then cosine decay, as shares of the optimizer's rate."""
 
     decays_over: ClassVar[bool] = True
     total_num_steps: Steps = Field(ge=1)
@@ -156,7 +156,7 @@ class WarmupCosineLR(_Rising):
 
 
 class LRRangeTest(Schedule):
-    """From a lowest rate upwards, to find where training breaks down."""
+    """A rising rate, to find where training diverges."""
 
     own_highest: ClassVar[str] = "lr_range_test_min_lr"
     lr_range_test_min_lr: Rate = 1e-3
@@ -165,7 +165,7 @@ class LRRangeTest(Schedule):
     lr_range_test_staircase: bool = False
 
     def highest(self, base: float) -> float:  # noqa: ARG002
-        """See `Schedule.highest`: the lowest, from which it goes up."""
+        """See `Schedule.highest`: here the lowest rate, from which it rises."""
         return self.lr_range_test_min_lr
 
     def at(self, iteration: int, base: float) -> float:
@@ -177,7 +177,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up and down once, then a decay."""
+    """One cycle of rising and falling rates, then a decay."""
 
     own_highest: ClassVar[str] = "cycle_max_lr"
     cycle_min_lr: Rate
@@ -214,7 +214,7 @@ class OneCycle(Schedule):
         return low / (1 + self.decay_lr_rate * (iteration - cycle + 1) / self.decay_step_size)
 
     def _height(self, done: int, cycle: int) -> float:
-        """How far between the lowest and the highest rate, after so many iterations."""
+        """The position between the lowest and the highest rate, 0 to 1, after some iterations."""
         first, second = self.cycle_first_step_size, self._second
         place = done % cycle
         rises = place <= first
@@ -229,24 +229,24 @@ DEEPSPEED_SCHEDULES: dict[str, type[Schedule]] = {
     kind.__name__.lower(): kind
     for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-"""By DeepSpeed's names in small letters."""
+"""The schedulers by DeepSpeed's names in lower case."""
 HIGHEST = [kind.own_highest for kind in DEEPSPEED_SCHEDULES.values() if kind.own_highest]
-"""The parameters that "auto" makes the job's rate of."""
+"""The parameters for which "auto" is the job's rate."""
 
 
 def read_schedule(
     path: str, section: Mapping[str, Any], fill: Mapping[str, Any], *, has_betas: bool
 ) -> Schedule | None:
-    """The schedule that a `scheduler` section names; None where it leaves it to the job.
+    """Return the schedule of a `scheduler` section; None if the section leaves it to the job.
 
     Args:
         path: of the file, for messages.
         section: its `scheduler`.
-        fill: what "auto" stands for, by the parameters' names.
-        has_betas: whether the optimizer has betas, of which OneCycle would cycle the first.
+        fill: by parameter, the value that "auto" stands for.
+        has_betas: whether the optimizer has betas; OneCycle would change the first.
 
     Raises:
-        ConfigError: an unknown type or parameter, or a value that DeepSpeed does not take.
+        ConfigError: an unknown type or parameter, or a value that DeepSpeed does not accept.
     """
     named = section.get("type", "auto")
     if named in ("auto", None):
@@ -255,8 +255,8 @@ def read_schedule(
     if kind is None:
         names = [each.__name__ for each in DEEPSPEED_SCHEDULES.values()]
         raise ConfigError(
-            f"{path}: scheduler.type={named}{did_you_mean(str(named), names)} A job takes "
-            f"{', '.join(names)}, or its own optim.schedule where the file has no scheduler."
+            f"{path}: scheduler.type={named}{did_you_mean(str(named), names)} A job supports "
+            f"{', '.join(names)}, or optim.schedule with a file without a scheduler."
         )
     given = section.get("params") or {}
     known = {key: fill.get(key) if value == "auto" else value for key, value in given.items()}
@@ -274,9 +274,9 @@ def read_schedule(
         raise _refused(path, kind, error) from None
     if isinstance(made, OneCycle) and made.cycle_momentum and has_betas:
         raise ConfigError(
-            f"{path}: scheduler.params.cycle_momentum is true (which it is where it is left out): "
-            "DeepSpeed would move the first of the optimizer's betas between cycle_min_mom and "
-            'cycle_max_mom, and a job keeps optim.betas. Write "cycle_momentum": false.'
+            f"{path}: scheduler.params.cycle_momentum is true (the default): DeepSpeed would "
+            "change the first of the optimizer's betas between cycle_min_mom and cycle_max_mom, "
+            'and a job does not change optim.betas. Write "cycle_momentum": false.'
         )
     return made
 
@@ -288,7 +288,8 @@ def _refused(path: str, kind: type[Schedule], error: ValidationError) -> ConfigE
     if first["type"] == "extra_forbidden":
         known = [each for each in kind.model_fields if each != "no_warmup"]
         return ConfigError(
-            f"{name}: {kind.__name__} has none{did_you_mean(key, known)} Known: {', '.join(known)}."
+            f"{name}: {kind.__name__} does not have it{did_you_mean(key, known)} "
+            f"Known: {', '.join(known)}."
         )
     if first["type"] == "missing":
         return ConfigError(f"{name} is missing, and {kind.__name__} needs it. Write a number.")
@@ -297,5 +298,5 @@ def _refused(path: str, kind: type[Schedule], error: ValidationError) -> ConfigE
     if key == "warmup_num_steps":
         more = ' Write "auto" with optim.warmup_steps=0 for none.'
     return ConfigError(
-        f"{name}={first['input']!r}: {message[:1].lower()}{message[1:]}, as DeepSpeed has it.{more}"
+        f"{name}={first['input']!r}: {message[:1].lower()}{message[1:]}, as in DeepSpeed.{more}"
     )

@@ -1,8 +1,8 @@
-"""Every key of a DeepSpeed file: what is handed to DeepSpeed, held against the job, or has no use.
+"""Every key of a DeepSpeed file: passed to DeepSpeed, compared with the job, ignored, or refused.
 
-What would change the numbers, the memory or the ranks and is not done here is refused by its key.
-What only prints, saves or tunes is left out and named in one line. A key that stands in no table
-is a typing error, or of a DeepSpeed that is not known here.
+A key that would change the numbers, the memory or the ranks, and is not supported here, is refused.
+Keys that only print, save or tune are ignored, and named in one line. A key in no table is a typing
+error, or belongs to an unknown version of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ COMPARED = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization"),
 }
-"""What the job says, too."""
+"""Keys that a job has, too: they are compared."""
 PASSED = {
     *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "data_types"),
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "timers"),
 }
-"""What DeepSpeed's engine does as in any other program."""
+"""Keys that are passed to DeepSpeed's engine."""
 NOT_USED = {
     "activation_checkpointing": "strategy.recompute=full",
     "aio": "",
@@ -48,7 +48,7 @@ NOT_USED = {
     "zero_allow_untested_optimizer": "any optimizer is allowed",
     "zero_force_ds_cpu_optimizer": "torch's kernels are used",
 }
-"""What only prints, saves or tunes, or is of a program's own parts: what does it here."""
+"""Keys that are ignored: they print, save or tune. The value is the feature that does it here."""
 REFUSED = {
     "amp": "Use train.precision=bf16, and leave it out",
     "compression_training": "Leave it out: models are trained as they are",
@@ -73,14 +73,14 @@ REFUSED = {
     "torch_autocast": "Use train.precision=bf16, and leave it out",
     "weight_quantization": "Leave it out: models are trained as they are",
 }
-"""What would change numbers, memory or ranks, where it is switched on: the fix."""
+"""Keys that are refused if switched on, with the fix: they change numbers, memory or ranks."""
 _SIZES = ("autotp_size", "tp_size")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "gradient_allreduce_op": ("mean", "avg", "average"),
     "managed_gradient_accumulation": (True,),
     "sequence_parallel_size": (1,),
 }
-"""Values that say what is done here anyhow."""
+"""Values of refused keys that mean what is done here anyway."""
 
 ZERO_PASSED = {
     *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm"),
@@ -118,13 +118,13 @@ _OLD_NAMES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-"""Switches of older files, and the sections that they mean."""
+"""Switches of older files, and the sections that replaced them."""
 _SHORT_NAMES = {
     name.removeprefix("stage3_"): name
     for name in (*ZERO_PASSED, *ZERO_NOT_USED)
     if name.startswith("stage3_")
 }
-"""Names that DeepSpeed takes, too, for keys of stage 3."""
+"""Short names that DeepSpeed accepts for keys of stage 3."""
 _ZERO_NEUTRAL: dict[str, tuple[object, ...]] = {
     "mics_shard_size": (-1, 0),
     "zero_hpz_partition_size": (0, 1),
@@ -135,7 +135,7 @@ _BF16_REFUSED = {
 }
 _OFFLOAD_NEUTRAL = {"ratio": 1.0, "super_offload": False}
 _COMMENT = ("_", "/", "#")
-"""What keys begin with that say something to people only."""
+"""The first letter of keys that are comments."""
 _PARTS = {
     "bf16": {"enabled", "immediate_grad_update", "check_grad_overflow", *_BF16_REFUSED},
     "optimizer": {"type", "params", "legacy_fusion"},
@@ -149,18 +149,18 @@ _PARTS = {
     },
     "data_types": {"grad_accum_dtype"},
 }
-"""The keys of sections whose other keys DeepSpeed, or a job, would pass over."""
+"""The keys of sections in which DeepSpeed, or a job, would ignore other keys."""
 
 
 def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A file in DeepSpeed's words of today, each section an object.
+    """Return a file with DeepSpeed's current names, each section an object.
 
     Args:
         path: of the file, for messages.
         config: as it was read.
 
     Raises:
-        ConfigError: a section is something else than an object.
+        ConfigError: a section is no object.
     """
     made = {k: v for k, v in config.items() if v is not None and k[:1] not in _COMMENT}
     if "bfloat16" in made:
@@ -187,13 +187,13 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _need_object(path: str, name: str, value: object) -> None:
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{path}: {name}={shown(value)} is no section. Write an object, as in "
+            f"{path}: {name}={shown(value)} is not an object. Write one, as in "
             f'"{name.rpartition(".")[2]}": {{...}}.'
         )
 
 
 def check_sections(path: str, config: Mapping[str, Any]) -> None:
-    """Refuse what a job would pass over, and would have to do.
+    """Refuse keys that are unknown, and those that are not supported.
 
     Args:
         path: of the file.
@@ -209,7 +209,7 @@ def check_sections(path: str, config: Mapping[str, Any]) -> None:
             raise _refused(path, key, config[key], REFUSED[key])
     if is_true(config.get("fp16", {}).get("enabled")):
         raise ConfigError(
-            f"{path}: fp16.enabled=true: there is no fp16 here, whose losses have to be scaled. "
+            f"{path}: fp16.enabled=true: fp16 is not supported, as it needs loss scaling. "
             "Write bf16 instead of fp16 in the file (train.precision=bf16)."
         )
     zero = config.get("zero_optimization", {})
@@ -225,7 +225,7 @@ def check_sections(path: str, config: Mapping[str, Any]) -> None:
     for key, neutral in _OFFLOAD_NEUTRAL.items():
         value = zero.get("offload_optimizer", {}).get(key, neutral)
         if value != neutral:
-            fix = "Leave it out: the whole state is offloaded, or none"
+            fix = "Leave it out: all of the state is offloaded, or none"
             raise _refused(path, f"zero_optimization.offload_optimizer.{key}", value, fix)
 
 
@@ -240,8 +240,8 @@ def _refuse_unknown(path: str, prefix: str, given: Iterable[str], known: Iterabl
     for key in given:
         if key not in known:
             near = did_you_mean(key, known)
-            fix = "Leave it out" if near == "." else "Write it so, or leave it out"
-            raise ConfigError(f"{path}: {prefix}{key} is no key of DeepSpeed's{near} {fix}.")
+            fix = "Leave it out" if near == "." else "Write that, or leave it out"
+            raise ConfigError(f"{path}: {prefix}{key} is not a key of DeepSpeed{near} {fix}.")
 
 
 def _refused(path: str, key: str, value: object, fix: str) -> ConfigError:
@@ -250,7 +250,7 @@ def _refused(path: str, key: str, value: object, fix: str) -> ConfigError:
 
 
 def _is_on(key: str, value: object, neutral: tuple[object, ...]) -> bool:
-    """Whether a section does anything in DeepSpeed."""
+    """Whether a key switches something on in DeepSpeed."""
     if value in neutral or value is None:
         return False
     if key in _NEUTRAL:
@@ -274,12 +274,12 @@ def _values_of(section: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[o
 
 
 def is_true(value: object) -> bool:
-    """Whether DeepSpeed takes a value for true: files have it as a word, too."""
+    """Whether DeepSpeed treats a value as true; files also have it as a word."""
     return value is True or value == 1 or str(value).lower() in ("true", "yes", "on", "1")
 
 
 def unused_sections(config: Mapping[str, Any]) -> list[str]:
-    """What of a file has no use here, with what does it in brackets; what is off is not named."""
+    """The ignored keys of a file that are switched on, each with the feature that does it here."""
     zero = config.get("zero_optimization", {})
     named = [(key, value, NOT_USED.get(key)) for key, value in config.items()]
     named += [(f"zero_optimization.{k}", v, ZERO_NOT_USED.get(k)) for k, v in zero.items()]
@@ -300,7 +300,7 @@ def _does_something(value: object) -> bool:
 
 
 def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a file DeepSpeed's engine is given."""
+    """The part of a file that is passed to DeepSpeed's engine."""
     kept = {k: v for k, v in config.items() if k in PASSED or k in ("bf16", "fp16")}
     zero = config.get("zero_optimization", {})
     kept["zero_optimization"] = {k: v for k, v in zero.items() if k in ZERO_PASSED}
@@ -308,7 +308,7 @@ def engine_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: object) -> object:
-    """A value as JSON and YAML have it, short."""
+    """A value as in JSON and YAML, shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     text = str(value)

@@ -1,4 +1,4 @@
-"""Objects that a user names by import path: `package.module:name`."""
+"""Import objects that a user names as `package.module:name`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bigtrain.errors import ConfigError, did_you_mean
 
 
 def load_object(path: str, key: str) -> Callable[..., Any]:
-    """Find the class or function that an import path names; the current directory counts, last.
+    """Import the class or function of an import path; the current directory is searched last.
 
     Args:
         path: `package.module:name`.
         key: the key of the job that named it, for the messages.
 
     Raises:
-        ConfigError: with the import's own reason.
+        ConfigError: it cannot be imported, or is neither; with the reason.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
@@ -54,7 +54,7 @@ def _import_failure(path: str, key: str, module_name: str, error: Exception) -> 
     if missing is not None and f"{module_name}.".startswith(f"{missing}."):
         return ConfigError(
             f"{key}={path}: no module named {missing!r} in the current directory or among the "
-            "installed packages. Start from the folder that holds it, or install it."
+            "installed packages. Start in the folder that contains it, or install it."
         )
     return ConfigError(
         f"{key}={path}: importing {module_name} failed: {type(error).__name__}: "

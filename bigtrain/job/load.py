@@ -75,15 +75,15 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
             if tree.strategy is not None:
                 said = {(key, name): config for name, config in inner.items()}
         for path, config in said.items():
-            tree.put(path, config, f"{COMMAND_LINE}, {key}", beside=True)
+            tree.put(path, config, f"{COMMAND_LINE}, {key}", adds=True)
     return tree
 
 
 def _why(error: yaml.YAMLError) -> str:
     """The problem of a value that is not YAML, unless missing quotes are the only one."""
     problem = getattr(error, "problem", None)
-    own = problem is not None and getattr(error, "context", None) is None
-    return f" ({plain_text(problem)})" if own else ""
+    is_whole = problem is not None and getattr(error, "context", None) is None
+    return f" ({plain_text(problem)})" if is_whole else ""
 
 
 def load_job(
@@ -152,10 +152,10 @@ def _forget_optimizer(tree: ConfigTree) -> None:
 def _resolve_strategy(tree: ConfigTree) -> None:
     """Replace the words of a job's `strategy` by the roles they mean, and keep its other keys."""
     asked = f"{tree.origin(('strategy',))}: strategy"
-    text, beside = words_in(tree.values.get("strategy", {}), asked)
+    text, others = words_in(tree.values.get("strategy", {}), asked)
     if text is not None:
         tree.merge(read_strategy(text, asked))
-        tree.lay(ConfigTree({"strategy": beside}))
+        tree.lay(ConfigTree({"strategy": others}))
 
 
 def override_job(job: Job, words: Sequence[str]) -> Job:
@@ -173,10 +173,10 @@ def override_job(job: Job, words: Sequence[str]) -> Job:
 
 def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
     # First the overrides replace keys of lower layers, then all are set, whatever their order.
-    for beside in (False, True):
+    for adds in (False, True):
         for path, origin in words.origins.items():
-            tree.put(path, _value_at(words.values, path), origin, beside=beside)
-        if not beside:
+            tree.put(path, _value_at(words.values, path), origin, adds=adds)
+        if not adds:
             _lay_deepspeed_file(tree, words.values)
     return validate_job(Job, tree)
 
@@ -215,7 +215,7 @@ def job_from_keys(strategy: str, keys: Mapping[str, Any]) -> Job:
     """Make a job from a strategy and dotted keys, without a job file."""
     tree, words = read_strategy(strategy, "strategy"), ConfigTree()
     for key, value in keys.items():
-        words.put(tuple(key.split(".")), value, f"{key}={value!r}", beside=True)
+        words.put(tuple(key.split(".")), value, f"{key}={value!r}", adds=True)
     return _overridden(tree, words)
 
 
@@ -287,9 +287,9 @@ def _place(
         return tree.origin(path)
     keys = [key for key in re.findall(r"\b(\w+)=", str(fault["msg"])) if key in known]
     places = [tree.origins[(*path, key)] for key in keys if (*path, key) in tree.origins]
-    said = [place for place in places if place.startswith(COMMAND_LINE)]
-    own = [place for place in places if not _is_preset(place)]
-    return next(iter([*said, *own, *places]), None)
+    typed = [place for place in places if place.startswith(COMMAND_LINE)]
+    users = [place for place in places if not _is_preset(place)]
+    return next(iter([*typed, *users, *places]), None)
 
 
 def _is_preset(place: str) -> bool:

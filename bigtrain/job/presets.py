@@ -1,4 +1,4 @@
-"""YAML files with their lines: presets that come with bigtrain, and files of the user's."""
+"""Read YAML files with the line of every key: bigtrain's presets and users' files."""
 
 from __future__ import annotations
 
@@ -19,66 +19,67 @@ from bigtrain.job.schema import keys_without_use
 
 KeyPath = tuple[str, ...]
 COMMAND_LINE = "command line"
-"""How the place of a key begins that was said there."""
+"""The beginning of the place of a key that was set on the command line."""
 _LISTED = 20
 """The most names that a message lists."""
 
 
 @dataclass
 class ConfigTree:
-    """Nested values, and for each key path the place that it was written in."""
+    """Nested values, and the place in which each key was written."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     strategy: str | None = None
-    """The words that `strategy=WORDS` names; `strategy.KEY=...` may stand beside them."""
+    """The words of `strategy=WORDS`; `strategy.KEY=...` may be given in addition."""
 
     def origin(self, path: KeyPath) -> str | None:
-        """Where the nearest enclosing key was written."""
+        """Where a key, or the nearest enclosing key, was written."""
         while path:
             if path in self.origins:
                 return self.origins[path]
             path = path[:-1]
         return None
 
-    def put(self, path: KeyPath, value: Any, origin: str, *, beside: bool = False) -> None:
-        """Set one key, making the mappings on the way.
+    def put(self, path: KeyPath, value: Any, origin: str, *, adds: bool = False) -> None:
+        """Set one key, and make its enclosing mappings.
 
         Args:
             path: of the key.
             value: of the key.
-            origin: where it is written.
-            beside: whether what it displaces stays: it is said in the same place.
+            origin: where it was written.
+            adds: whether it is one of several keys of one layer, which add to each other.
+                Otherwise it overrides a lower layer, and drops keys that depend on the old value.
 
         Raises:
-            ConfigError: an enclosing key is given as one value in the same place.
+            ConfigError: an enclosing key has one value in the same layer.
         """
         node = self.values
         for depth, key in enumerate(path[:-1], start=1):
             child = node.get(key)
             if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for its name
                 child = {"name": child}
-            if beside and key in node and not isinstance(child, dict):
+            if adds and key in node and not isinstance(child, dict):
                 whole, part = ".".join(path[:depth]), ".".join(path)
                 raise ConfigError(
-                    f"{whole} is said as a whole, and {part} beside it. Leave one of the two out."
+                    f"{whole} is set as a whole, and {part} in addition. Leave one of the two out."
                 )
             if not isinstance(child, dict):
                 child = {}
             node[key] = child
             node = child
-        if not beside:
+        if not adds:
             _forget_arguments(node, path[:-1], {path[-1]: value})
-        if beside:
-            value = self._with_keys_beside(path, value, node.get(path[-1]))
+        if adds:
+            value = self._with_nested_keys(path, value, node.get(path[-1]))
         node[path[-1]] = value
         self.origins[path] = origin
 
-    def _with_keys_beside(self, path: KeyPath, value: Any, there: Any) -> Any:
-        """A value with the keys below it that are said beside it by words of their own.
+    def _with_nested_keys(self, path: KeyPath, value: Any, there: Any) -> Any:
+        """Return a value with the keys below it that other overrides have set.
 
         Raises:
-            ConfigError: it is no mapping, or says one of these keys, too.
+            ConfigError: it is no mapping, or sets one of these keys to another value.
         """
         kept = {}
         for other, place in self.origins.items():
@@ -88,20 +89,20 @@ class ConfigTree:
             key = other[len(path)]
             if not isinstance(value, dict) or (key in value and value[key] != there.get(key)):
                 raise ConfigError(
-                    f"{'.'.join(path)} is said as a whole, and {'.'.join(other)} beside it. Leave "
+                    f"{'.'.join(path)} is set as a whole, and {'.'.join(other)} in addition. Leave "
                     "one of the two out."
                 )
             kept[key] = there[key]
         return {**kept, **value} if kept else value
 
     def merge(self, other: ConfigTree) -> None:
-        """Lay another tree over this one; a strategy replaces the whole strategy."""
+        """Override keys by another tree; its strategy replaces the whole strategy."""
         if "strategy" in other.values:
             self.values.pop("strategy", None)
         self.lay(other)
 
     def lay(self, other: ConfigTree) -> None:
-        """Lay another tree over this one, key by key."""
+        """Override keys by another tree."""
         _merge(self.values, other.values, ())
         self.origins.update(other.origins)
 
@@ -119,11 +120,12 @@ _INSTEAD: dict[KeyPath, tuple[tuple[str, str], ...]] = {
     ("train",): (("steps", "epochs"), ("epochs", "steps")),
     ("optim",): (("warmup_steps", "warmup_epochs"), ("warmup_epochs", "warmup_steps")),
 }
-"""In each section the keys that say the same in other units: the higher layer's counts."""
+"""By section, pairs of keys for one quantity in other units: a higher layer's key drops the
+other."""
 
 
 def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any]) -> None:
-    """Drop what a higher layer displaces: another model's or optimizer's own, a length."""
+    """Drop keys that a higher layer makes obsolete: of another model or optimizer, a length."""
     for said, displaced in _INSTEAD.get(path, ()):
         if over.get(said) and displaced not in over:
             base.pop(displaced, None)
@@ -148,7 +150,7 @@ def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         if "block" not in (getattr(error, "context", None) or "block"):
-            # What was opened there is not closed, which shows much later.
+            # A bracket or quote was opened there and not closed, which the parser notices later.
             mark = getattr(error, "context_mark", None) or mark
         where = f"{shown}:{mark.line + 1}" if mark else shown
         raise ConfigError(
@@ -189,7 +191,7 @@ def preset_names(kind: str) -> list[str]:
 
 
 def preset_line(kind: str, name: str) -> str:
-    """What a preset says of itself: the comment at its head."""
+    """The description of a preset: the comment at its beginning."""
     source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
     with resources.as_file(source) as file:
         text = read_text(file, "", MOST_YAML)
@@ -206,11 +208,11 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
 
     Args:
         kind: 'jobs', 'strategies' or 'clusters'.
-        name: a preset's name or a path that ends in .yaml, .yml or holds a separator.
+        name: a preset's name, or a path: it ends in .yaml or .yml, or contains a separator.
         asked: the argument or key that named it, for the message.
 
     Raises:
-        ConfigError: neither; the message has the nearest name and the known ones.
+        ConfigError: it is neither; the message suggests names.
     """
     if is_file(name):
         check_name(name, asked)
@@ -224,7 +226,7 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
             raise ConfigError(f"{asked}: unknown {name!r}{close} Known: {', '.join(names)}.")
         near = difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.4) or names[:4]
         raise ConfigError(
-            f"{asked}: unknown {name!r}{close} Near it: {', '.join(near)}; "
+            f"{asked}: unknown {name!r}{close} Similar names: {', '.join(near)}; "
             f"`bigtrain {kind}` lists all {len(names)}."
         )
     source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
@@ -240,5 +242,5 @@ def _here() -> str:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is meant as the path of a YAML file, and not as that of a preset."""
+    """Whether a name is the path of a YAML file, and not the name of a preset."""
     return name.endswith((".yaml", ".yml")) or "/" in name

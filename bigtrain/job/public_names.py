@@ -1,4 +1,4 @@
-"""Names that public training scripts have for keys of a job, and a YACS file in a job's words."""
+"""Suggest the keys of a job for the names that public training scripts use."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "log.every": ("print_freq", "logging_steps", "log_interval", "log_freq"),
     "log.accuracy": ("train_accuracy", "train_acc", "training_accuracy"),
 }
-"""A job's key, or a word of it, and what public scripts call that."""
+"""By key of a job, or key and value, the names in public scripts."""
 _BY_PUBLIC_NAME = {name: ours for ours, names in PUBLIC_NAMES.items() for name in names}
 _AMBIGUOUS = {
     "batch_size": "train.global_batch_size (of all ranks) or train.micro_batch_size (of one)",
@@ -88,7 +88,7 @@ _AMBIGUOUS = {
 
 
 def public_hint(path: tuple[str, ...]) -> str | None:
-    """The key of a job that a public script's key is; None where none is known."""
+    """The key of a job for a public script's key; None if none is known."""
     name = path[-1].lower()
     full = ".".join(path).lower()
     return _AMBIGUOUS.get(full) or _AMBIGUOUS.get(name) or _BY_PUBLIC_NAME.get(name)
@@ -103,7 +103,7 @@ def _as(key: str) -> _Words:
 
 
 def _where_set(key: str, ours: Any = None) -> _Words:
-    """A key that says something only where it is set, and then this or its own value."""
+    """Map a key that matters only if it is set, to a fixed value or to its own."""
     return lambda value: {key: value if ours is None else ours} if value else {}
 
 
@@ -148,12 +148,12 @@ YACS: dict[str, _Words] = {
     "OUT_DIR": _as("log.dir"),
     "RNG_SEED": _where_set("train.seed"),
 }
-"""distribuuuu's keys (github.com/BIGBALLON/distribuuuu) as words of a job; batches are of one
-GPU, and all parameters decay."""
+"""The keys of distribuuuu (github.com/BIGBALLON/distribuuuu) as keys of a job. Its batch size is
+that of one GPU, and all its parameters decay."""
 
 
 def refuse_yacs(values: Mapping[str, Any], shown: str) -> None:
-    """Refuse a file of YACS with capital sections, as distribuuuu's, with all words of a job.
+    """Refuse a YACS file with capital sections, such as distribuuuu's, with the equivalent command.
 
     Raises:
         ConfigError: it is one.
@@ -173,9 +173,9 @@ def refuse_yacs(values: Mapping[str, Any], shown: str) -> None:
     words = {k: v for k, v in words.items() if k != "model.name" or v is not None}
     line = shlex.join(unquoted_word(key, value) for key, value in words.items())
     others = [key for key in given if key not in YACS]
-    more = f" (not taken: {', '.join(others)})" if others else ""
+    more = f" (ignored: {', '.join(others)})" if others else ""
     raise ConfigError(
-        f"{shown} has the keys of YACS, as distribuuuu has them. The same as a job: bigtrain train "
+        f"{shown} is a YACS file, as of distribuuuu. The equivalent command: bigtrain train "
         f"-n GPUS --config imagenet {line}{more}"
     )
 

@@ -309,15 +309,15 @@ def schedule_fault(optim: OptimConfig) -> str | None:
             f"warmup_factor={optim.warmup_factor:g} is for a warm-up, and there is none. "
             "Give optim.warmup_steps or optim.warmup_epochs, or leave optim.warmup_factor out"
         )
-    given = list(optim.milestones)
-    if (optim.schedule == "step") != bool(given):
+    milestones = list(optim.milestones)
+    if (optim.schedule == "step") != bool(milestones):
         return (
-            f"schedule={optim.schedule} with milestones={given}: schedule=step needs the epochs "
-            "at which the rate falls, and no other schedule takes them. Use "
+            f"schedule={optim.schedule} with milestones={milestones}: schedule=step needs the "
+            "epochs at which the rate falls, and no other schedule takes them. Use "
             "optim.schedule=step optim.milestones=[30,60,80], or optim.milestones=[]"
         )
-    if given != sorted(set(given)) or (given and given[0] <= 0):
-        return f"milestones={given} must ascend from above 0. Write them like [30,60,80]"
+    if milestones != sorted(set(milestones)) or (milestones and milestones[0] <= 0):
+        return f"milestones={milestones} must ascend from above 0. Write them like [30,60,80]"
     return None
 
 
@@ -428,7 +428,7 @@ class StrategyConfig(ConfigSection):
     recompute: RoleConfig | None = None
     """Which activations are saved for the backward pass, and which are recomputed."""
     offload: RoleConfig | None = None
-    """What is moved to the host or to disk: optimizer state, parameters, activations."""
+    """Moves optimizer state, parameters or activations to the host or to disk."""
     accumulate: RoleConfig | None = None
     """How many micro-batches make a step."""
 
@@ -560,7 +560,7 @@ class CheckpointConfig(ConfigSection):
 
 
 class LogConfig(ConfigSection):
-    """What a run writes."""
+    """The folder and the output of a run."""
 
     dir: str = "runs"
     """The folder of all runs."""

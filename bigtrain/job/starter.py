@@ -1,4 +1,4 @@
-"""`bigtrain init FOLDER`: a model, a data source, a job and a test, which run as they are."""
+"""`bigtrain init FOLDER`: write a model, a data source, a job and a test that run unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.command_parser import CommandParser
 
 _MYLIB = '''\
-"""A model and data of your own. Change them: `job.yaml` names them as mylib:Net, mylib:points."""
+"""Your model and data. `job.yaml` names them mylib:Net and mylib:points."""
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,12 @@ CLASSES = 3
 
 
 class Net(nn.Module):
-    """Takes points (batch, 2), gives logits (batch, CLASSES). Any nn.Module will do."""
+    """Maps points (batch, 2) to logits (batch, CLASSES). Use any nn.Module instead."""
 
     def __init__(self, width: int = 64, depth: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(2, width)
-        # Equal blocks one after the other: what is cut, sharded and computed again block by block.
+        # A list of equal blocks: strategies cut, shard and recompute a model block by block.
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)
         )
@@ -42,10 +42,10 @@ class Net(nn.Module):
 
 
 def points(samples: int = 6000, seed: int = 0) -> Data:
-    """Points on three arms of a spiral; the arm is the class.
+    """Return points on the three arms of a spiral; the arm is the class.
 
-    Every rank calls this and gets the same data; bigtrain gives each rank its share of every step.
-    `samples` is set in job.yaml as data.args.samples, and `seed` is the job's train.seed.
+    Every rank calls this and gets the same data; bigtrain picks each rank's samples in every step.
+    job.yaml sets `samples` (data.args.samples); `seed` is train.seed of the job.
     """
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (samples,), generator=generator)
@@ -64,14 +64,14 @@ def points(samples: int = 6000, seed: int = 0) -> Data:
 
 _JOB = """\
 # bigtrain train job.yaml -n 2                      two ranks on this machine
-# bigtrain train job.yaml -n 2 --strategy fsdp      the same numbers, in less memory
-# bigtrain train job.yaml --dry-run                 what it would do, and the memory it would take
+# bigtrain train job.yaml -n 2 --strategy fsdp      the same numbers in less memory
+# bigtrain train job.yaml --dry-run                 print the plan and its predicted memory
 model:
   name: mylib:Net
-  args: {width: 64, depth: 4}      # of Net's constructor
+  args: {width: 64, depth: 4}      # arguments of Net
 data:
   name: mylib:points
-  args: {samples: 6000}            # of the function
+  args: {samples: 6000}            # arguments of points
 optim:
   name: adamw
   lr: 3.0e-3
@@ -81,7 +81,7 @@ optim:
   clip_norm: null
 train:
   epochs: 6
-  global_batch_size: 100           # samples of a step, on all ranks together
+  global_batch_size: 100           # samples of a step over all ranks
   precision: fp32                  # or bf16
 strategy: ddp                      # bigtrain strategies lists the others
 """
@@ -132,18 +132,18 @@ def test_it_learns_under_a_strategy_as_in_a_plain_loop(strategy: str) -> None:
 '''
 
 FILES = {"mylib.py": _MYLIB, "job.yaml": _JOB, "test_mylib.py": _TEST}
-"""What is written, by name."""
+"""The files of the starter, by name."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files and say how they are run; returns the exit status.
+    """Write the files, and print the commands that run them; returns the exit status.
 
     Raises:
-        ConfigError: the folder has something in it, or cannot be written.
+        ConfigError: the folder is not empty, or cannot be written.
     """
     parser = CommandParser(
         prog="bigtrain init",
-        description="Write a model, a data source, a job and a test that run as they are.",
+        description="Write a model, a data source, a job and a test that run unchanged.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="a new folder, or an empty one")
     folder = Path(parser.parse_args(arguments).folder)
@@ -162,7 +162,7 @@ def write_starter(folder: Path) -> None:
     """Write the files into a new or empty folder.
 
     Raises:
-        ConfigError: it has something in it, is no folder, or cannot be written.
+        ConfigError: it is not empty, is no folder, or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def write_starter(folder: Path) -> None:
     if there:
         shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
         raise ConfigError(
-            f"init: {folder} is not empty ({shown}), and nothing is written over. Name a new "
+            f"init: {folder} is not empty ({shown}), and init overwrites nothing. Name a new "
             "folder: bigtrain init first"
         )
     try:

@@ -97,9 +97,9 @@ def _label(word: str) -> str:
 
 def whole_strategies() -> list[str]:
     """The presets that are strategies by themselves; the other presets are added to one."""
-    found = {name: read_strategy(name, "").values["strategy"] for name in preset_names(KIND)}
-    lays = {*_SPELLED_OUT, "slice"}
-    return [name for name, strategy in found.items() if lays & strategy.keys()]
+    strategies = {name: read_strategy(name, "").values["strategy"] for name in preset_names(KIND)}
+    needed = {*_SPELLED_OUT, "slice"}
+    return [name for name, strategy in strategies.items() if needed & strategy.keys()]
 
 
 def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> ConfigTree:
@@ -155,9 +155,11 @@ def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
                 f"{did_you_mean(section, PLAN_KEYS)} It may have {', '.join(PLAN_KEYS)}."
             )
     place = f"{tree.origin(('strategy',))}: strategy"
-    inner, own = words_in(tree.values.get("strategy", {}), place)
-    own = {role: long_form(role, said) if role in ROLES else said for role, said in own.items()}
-    tree.values["strategy"] = own
+    inner, roles = words_in(tree.values.get("strategy", {}), place)
+    roles = {
+        role: long_form(role, value) if role in ROLES else value for role, value in roles.items()
+    }
+    tree.values["strategy"] = roles
     if inner is not None:
         base = read_strategy(inner, place, (*within, key))
         base.values["strategy"].pop("name")

@@ -1,5 +1,5 @@
-"""Memory as data: which tensor storage is alive when, and of which kind; measured and limited.
+"""Memory as data: the lifetime and the kind of each tensor storage; measured and limited.
 
-Kinds of memory and the peak; tracking of tensors, and the process's own peak; `memory.cap` and
-what counts as out of memory; how much of the host and of a disk is free.
+Kinds of memory and the peak; tracking of tensors, and the peak of the process; `memory.cap` and
+which errors mean out of memory; the free memory of the host and the free space of a disk.
 """

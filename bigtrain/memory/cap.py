@@ -200,18 +200,18 @@ class Limit:
     nbytes: int
     reserved: int | None = None
     """Bytes that a process takes of a device without any tensor; None if a cap is enforced."""
-    beside: int = NON_TENSOR_BYTES
-    """Under a cap: what is kept for memory beside the tensors; see `non_tensor_reserve`."""
+    non_tensor_bytes: int = NON_TENSOR_BYTES
+    """Under a cap: bytes reserved for other than tensors; see `residuals.non_tensor_reserve`."""
 
     @property
     def for_tensors(self) -> int:
         """The largest predicted peak that fits, in bytes."""
         if self.reserved is None:
-            return int(self.nbytes * USABLE_FRACTION) - self.beside
+            return int(self.nbytes * USABLE_FRACTION) - self.non_tensor_bytes
         return self.nbytes - self.reserved
 
     def memory_for(self, peak_bytes: int) -> int:
         """The bytes of a device, or of a cap, that such a peak needs."""
         if self.reserved is None:
-            return math.ceil((peak_bytes + self.beside) / USABLE_FRACTION) + 1
+            return math.ceil((peak_bytes + self.non_tensor_bytes) / USABLE_FRACTION) + 1
         return peak_bytes + self.reserved

@@ -1,8 +1,8 @@
-"""Measuring memory: every tensor storage over a window of steps, and the process's own peak.
+"""Measure memory: every tensor storage over a window of steps, and the peak of the process.
 
-The tracker sees each storage when an operation makes it and when its last reference goes, on
-real and on fake tensors alike; what it cannot see (scratch space inside a kernel, the
-allocator's rounding) is what the process peak and the CUDA allocator are read for.
+The tracker sees each storage when an operation makes it and when its last reference is dropped, on
+real and on fake tensors. It cannot see scratch space inside a kernel, or the allocator's rounding:
+for these we read the peak of the process and of the CUDA allocator.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from bigtrain.recorder.ring import FlightRecorder
 
 
 class ProcessPeak:
-    """The process's highest resident memory above what it had at the start (Linux; VmHWM)."""
+    """The process's peak resident memory in addition to that at the start (Linux; VmHWM)."""
 
     def __init__(self) -> None:
-        # Tensors would lie in what forecasts have left free, and not be seen.
+        # Otherwise tensors would reuse free memory of earlier work, and not be counted.
         gc.collect()
         release_free_memory()
-        # Forget the peak of the imports; where that is not allowed, it stays in.
+        # Forget the peak of the imports, if the system allows that.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         self.base_bytes = proc_status_bytes("VmRSS")
 
     def bytes(self) -> int | None:
-        """Peak above the base in bytes, or None where the system does not tell."""
+        """The peak in addition to the base, in bytes; None if the system does not tell."""
         peak = proc_status_bytes("VmHWM")
         if peak is None or self.base_bytes is None:
             return None
@@ -55,7 +55,7 @@ class ProcessPeak:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the allocator of one device of a process counted. All bytes."""
+    """The figures of the allocator of one device of a process, in bytes."""
 
     device: str
     peak_bytes: int
@@ -67,41 +67,41 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryMeasurement:
-    """What one rank measured over the run so far. All bytes."""
+    """The figures that one rank measured over the run so far, in bytes."""
 
     peak: Peak | None
-    """None where tracking was off and the device counts nothing itself. Of all devices of the
-    process together, as forecasts are: on several accelerators the sum of their peaks, which need
-    not be at one moment, so that what all held at once is at most that."""
+    """None if tracking was off and the device has no counter. It is of all devices of the process
+    together, as forecasts are: with several accelerators the sum of their peaks. They need not be
+    at one moment, so it is an upper bound on the bytes of all at once."""
     process_peak_bytes: int | None
     allocated_bytes: int | None = None
-    """On an accelerator: the most in the allocator's blocks. `peak` is of what tensors requested,
-    as forecasts are; blocks are rounded up, and kernels have workspaces of their own."""
+    """On an accelerator: the peak of the allocator's blocks. `peak` counts requested bytes, as
+    forecasts do; blocks are rounded up, and kernels have workspaces in addition."""
     reserved_bytes: int | None = None
-    """On an accelerator: the most that the caching allocator took from the device."""
+    """On an accelerator: the peak of memory that the caching allocator reserved."""
     capacity_bytes: int | None = None
     alloc_retries: int | None = None
     process_base_bytes: int | None = None
-    """Resident memory before the model was built, above which the process's peak is counted."""
+    """Resident memory before the model was built; the process's peak is counted on top of it."""
     devices: tuple[DeviceMemory, ...] = ()
-    """Each accelerator, where the process has its stages on several."""
+    """By accelerator, if the process has its stages on several."""
     curve: MemoryCurve | None = None
-    """The last tracked step, from its beginning to its end."""
+    """Memory over the last tracked step."""
     state: StatePeaks = StatePeaks()
-    """The highest moment of the saves, and of the resume."""
+    """The peaks of saves and of the resume."""
 
 
 _MOMENT_S, _MOMENTS = 2e-4, 100
-"""How long, and how often, a tracked exchange waits for gloo's thread."""
+"""The seconds of one wait for gloo's thread after a tracked exchange, and how often it waits."""
 
 
 class MemoryMeter:
-    """One rank's memory over a run: tracked for the first steps, then only the cheap counters.
+    """Measures one rank's memory over a run: tracked for the first steps, then by cheap counters.
 
     Args:
-        device: where the tensors live; see `add_devices`.
-        track_steps: steps during which every storage is tracked; 0 tracks nothing.
-        cap: what keeps the job's limit; on a CPU it is on the tensors while they are tracked.
+        device: of the tensors; see `add_devices`.
+        track_steps: steps during which every storage is tracked; 0: none.
+        cap: enforces the job's limit; on a CPU the tracker does while tensors are tracked.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class MemoryMeter:
     ) -> None:
         self.device = device
         self.recorder = FlightRecorder()
-        """Is told of steps, phases and peaks, too; a run's own takes its place."""
+        """Records steps, phases and peaks, too; a run replaces it by its recorder."""
         self.process = ProcessPeak()
         self._steps_left = track_steps
         self._cap = cap
@@ -129,13 +129,13 @@ class MemoryMeter:
         self._resident = 0
         self._state = StatePeaks()
         self._saving: AddedBytes | None = None
-        self._beside_steps = False
+        self._saved_during_steps = False
         self._base_bytes: dict[torch.device, int] = {}
-        """What each accelerator's tensors were before the run."""
+        """By accelerator the bytes of tensors before the run."""
         self.add_devices([device])
 
     def add_devices(self, devices: Iterable[torch.device]) -> None:
-        """Measure these accelerators, too, from now on: the run lays parts of the model there."""
+        """Measure further accelerators, on which the run puts parts of the model."""
         for device in devices:
             if is_accelerator(device) and device not in self._base_bytes:
                 start_kernels(device)
@@ -147,31 +147,31 @@ class MemoryMeter:
         return self._tracker is not None
 
     def phase(self, phase: Phase) -> None:
-        """Say what is being done from now on; outside the window it is only remembered."""
+        """Begin a phase."""
         self.current = phase
         self.recorder.enter(phase)
         if self._tracker is not None:
             self._tracker.enter_phase(phase)
 
     def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
-        """Say what kind these tensors are; nothing happens outside the window."""
+        """Set the kind of these tensors; do nothing if storages are not tracked."""
         if self._tracker is not None:
             self._tracker.label(tensors, kind)
 
     def window(self) -> AbstractContextManager[object]:
-        """Track what happens inside, while the window is open."""
+        """A context in which storages are tracked, as long as the window of steps lasts."""
         return self._tracker if self._tracker is not None else nullcontext()
 
     @contextmanager
     def step(self, number: int = 0) -> Iterator[None]:
-        """One optimizer step, counted from 1; the last of the window closes it."""
+        """A context for one optimizer step, counted from 1; the last tracked one ends tracking."""
         start_tick = self._tracker.clock if self._tracker is not None else 0
         self.recorder.begin_step(number)
-        self._note_beside()
+        self._note_saving_thread()
         with self.window():
             yield
         self.recorder.end_step()
-        self._note_beside()
+        self._note_saving_thread()
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
@@ -185,12 +185,12 @@ class MemoryMeter:
 
     @property
     def _resident_bytes(self) -> int | None:
-        """What stays from step to step, as the last one that was tracked left it."""
+        """Bytes alive between steps, after the last tracked step; None if unknown."""
         return (self._tracker.live_bytes if self._tracker is not None else self._resident) or None
 
     @contextmanager
     def resuming(self) -> Iterator[None]:
-        """Around taking over a checkpoint: its highest moment is measured."""
+        """A context for loading a checkpoint: measure its peak."""
         added = AddedBytes()
         with added.counting():
             yield
@@ -199,27 +199,27 @@ class MemoryMeter:
 
     @contextmanager
     def saving(self) -> Iterator[AddedBytes]:
-        """Around a save: its highest moment is measured; what goes on in a thread counts itself.
+        """A context for a save: measure its peak. A thread that continues it counts its own bytes.
 
-        What a thread holds while steps run is added to the highest moment of a step: the two need
-        not be at once, so that what was held at once is at most that.
+        Bytes that a thread holds while steps run are added to the peak of a step. The two need not
+        be at one moment, so the sum is an upper bound.
         """
         self._end_saving()
-        self._saving, self._beside_steps = AddedBytes(), False
+        self._saving, self._saved_during_steps = AddedBytes(), False
         with self._saving.counting():
             yield self._saving
         self._note_save(self._resident_bytes, self._saving)
         self._saving.restart()
 
-    def _note_beside(self) -> None:
-        """Whether a thread saves while this step runs."""
-        self._beside_steps |= self._saving is not None and self._saving.active > 0
+    def _note_saving_thread(self) -> None:
+        """Note whether a thread saves while this step runs."""
+        self._saved_during_steps |= self._saving is not None and self._saving.active > 0
 
     def _end_saving(self) -> None:
-        """Take account of what a thread has held since the last save began."""
+        """Include the bytes that a thread has held since the last save began."""
         if self._saving is not None:
             base = self._resident_bytes
-            if self._beside_steps and base is not None:
+            if self._saved_during_steps and base is not None:
                 base = self.peak_bytes()
             self._note_save(base, self._saving)
 
@@ -229,7 +229,7 @@ class MemoryMeter:
             self._state = replace(self._state, save=peak.or_higher(self._state.save))
 
     def _state_peak(self, base: int | None, added: AddedBytes) -> StatePeak | None:
-        """What was there and what was added; None where nobody knows what was there."""
+        """The peak from resident and added bytes; None if the resident bytes are unknown."""
         if base is None:
             return None
         host = added.peak_bytes("cpu") if is_accelerator(self.device) else 0
@@ -237,10 +237,10 @@ class MemoryMeter:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Around an exchange whose own storages all go with it: wait until gloo's thread agrees.
+        """A context for an exchange whose storages end with it: wait until gloo has released them.
 
-        Of a storage that is tracked, that thread lets go only when Python lets it: in one run at
-        once, in the next one milliseconds later, when other things are there as well.
+        gloo's thread releases a tracked storage only once it gets Python's GIL: in one run at once,
+        in another one milliseconds later, when other storages exist as well.
         """
         tracker = self._tracker
         before = tracker.live_bytes if tracker is not None else 0
@@ -253,9 +253,9 @@ class MemoryMeter:
 
     @contextmanager
     def exchanging(self, *exchanged: Tensor) -> Iterator[None]:
-        """Around an exchange of views of tensors that stay: wait until gloo's thread drops them.
+        """A context for an exchange of views of tensors: wait until gloo has released the views.
 
-        See `exchange`: it would keep memory that is given up right after the exchange.
+        See `exchange`: otherwise memory that is freed right after the exchange would stay alive.
         """
         if self._tracker is None or self.device.type != "cpu":
             yield
@@ -269,7 +269,7 @@ class MemoryMeter:
             time.sleep(_MOMENT_S)
 
     def peak_bytes(self) -> int | None:
-        """The peak so far in bytes: requested of accelerators, the tracked one on a CPU.
+        """The peak so far in bytes: requested on accelerators, tracked on a CPU.
 
         See `MemoryMeasurement.peak`.
         """
@@ -283,7 +283,7 @@ class MemoryMeter:
         return peak
 
     def measured(self) -> MemoryMeasurement:
-        """Everything measured so far."""
+        """All figures measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
         self._end_saving()
@@ -316,12 +316,12 @@ class MemoryMeter:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors, of Python's or not, hold a storage."""
+    """The number of tensors, in Python or C++, that use a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _fill(peak: Peak, requested: int) -> Peak:
-    """Let the parts sum to what was requested: kernels' scratch space is temporary."""
+    """Make the parts sum to the requested bytes: kernels' scratch space counts as temporary."""
     breakdown = peak.breakdown
     temporary = breakdown.temporary + requested - breakdown.total
     if temporary >= 0:

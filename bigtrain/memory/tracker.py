@@ -1,4 +1,4 @@
-"""Which tensor storage is alive when: a dispatch mode that sees every operation."""
+"""Record the lifetime of tensor storages with a dispatch mode that sees every operation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class TellingMode(Protocol):
-    """A mode that tells of what it does, as `fake_mode.FakeMode`."""
+    """A mode that reports its operations, such as `fake_mode.FakeMode`."""
 
     told: Callable[[Any, Any, Any, Any], None] | None
-    """Called after each operation, with function, arguments and result."""
+    """Called after each operation with its function, arguments and result."""
 
 
 @dataclass(slots=True)
@@ -41,18 +41,18 @@ class _Record:
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the life of every storage that operations make while the mode is entered.
+    """Records the lifetime of every storage that operations make while the mode is entered.
 
     Storages are counted once, whatever views they have. The mode may be entered and left many
-    times; storages that die in between are noticed.
+    times; storages that are freed in between are noticed.
 
     Args:
         fake: count fake tensors, and only those.
-        device_type: count what is on such devices only; None counts everything.
-        limit_bytes: the most that may be alive at once, per rank; None limits nothing. The
-            operation that goes beyond raises torch.OutOfMemoryError, after it has run.
-        inside: says of an operation, its arguments and its result how many bytes it takes beside
-            them while it runs; left out, none are known.
+        device_type: count storages on such devices only; None counts all.
+        limit_bytes: the most bytes that may be alive at once, per rank; None: no limit. The
+            operation that exceeds it raises torch.OutOfMemoryError after it has run.
+        inside: gives the bytes of workspace that an operation takes while it runs, from the
+            operation, its arguments and its result; left out, none are counted.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside = inside
         self._watching = ExitStack()
         self.told: Callable[[Any, Any, Any, Any], None] | None = None
-        """See `TellingMode.told`: of what the tracker has noted."""
+        """See `TellingMode.told`; called for operations that the tracker has recorded."""
         self.clock = 0
         self.times = array("d", [time.perf_counter()])
-        """When each tick of the clock was, in seconds."""
+        """The time of each tick of the clock, in seconds."""
         self.live_bytes = 0
         self.peak_bytes = 0
         """The highest `live_bytes` so far, per rank."""
@@ -88,12 +88,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and note the storages of what it returns."""
+        """Run the operation and record the storages that it returns."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind not in _PLAIN):
-            # A DTensor and its like have no memory of their own: let them take the operation
-            # apart, and see the plain tensors that it is then done with.
+            # A DTensor and similar subclasses have no storage: let them decompose the operation,
+            # and record its plain tensors.
             return NotImplemented
-        if func is torch.ops.prim.device.default:  # asked more often than all else together
+        if func is torch.ops.prim.device.default:  # called more often than all others together
             return args[0].fake_device if self._fake else func(*args)
         known = len(self._records)
         result = func(*args, **(kwargs or {}))
@@ -112,7 +112,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.told(func, args, kwargs, result)
 
     def _pass_through(self, nbytes: int) -> None:
-        """Note what an operation took inside, and has given back."""
+        """Count the workspace that an operation took and released."""
         if not nbytes:
             return
         self._tick()
@@ -124,7 +124,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def behind(self, mode: TellingMode) -> Iterator[None]:
-        """Note what a mode for fake tensors does: a mode of its own would take longer than that."""
+        """Record the operations of a mode for fake tensors; a second mode would be slower."""
         before, mode.told = mode.told, self._seen
         try:
             with _resizes_told(self._resized), buffers_announced(self._buffer):
@@ -138,17 +138,21 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check_limit(known)
 
     def _see(self, tensor: Tensor) -> None:
-        # DTensor works out shapes on fake tensors in the midst of a real run.
+        # DTensor computes shapes on fake tensors during a real run.
         if isinstance(tensor, FakeTensor) == self._fake:
             self._note(tensor)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
+        """Stay active while a compiled block runs, but not while torch compiles it."""
         return True
 
     def _check_limit(self, known: int) -> None:
-        """Refuse the storages noted since there were `known`, if they are too much."""
+        """Refuse the storages recorded after the first `known` ones if the limit is exceeded.
+
+        Raises:
+            torch.OutOfMemoryError: it is.
+        """
         if self._limit_bytes is None or self.live_bytes <= self._limit_bytes:
             return
         refused = {id(record): record.nbytes for record in self._records[known:]}
@@ -173,32 +177,32 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage in self._live
 
     def birth_of(self, tensor: Tensor) -> int:
-        """The tick at which the storage of a tensor that lives was made."""
+        """The tick at which the storage of a living tensor was made."""
         return self._note(tensor).birth
 
     def enter_phase(self, phase: Phase) -> None:
-        """Say what is being done from now on."""
+        """Begin a phase, unless it is the current one."""
         if self._phases[-1][1] != phase:
             self._tick()
             self._phases.append((self.clock, phase))
 
     def mark(self) -> int:
-        """A tick at which nothing comes or goes: what is before it is told from what follows."""
+        """Make a tick at which no storage is made or freed, to separate before from after."""
         self._tick()
         return self.clock
 
     def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
-        """Say what kind the storages of these tensors are, known to the tracker or not."""
+        """Set the kind of these tensors' storages, which the tracker need not know yet."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 for part in _parts(tensor):
                     self._note(part).kind = kind
 
     def _note(self, tensor: Tensor) -> _Record:
-        # Of a fake tensor torch would ask all modes in turn for the device.
+        # For the device of a fake tensor torch would call every mode.
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if self._device_type not in (None, device.type) or device.type == "meta":
-            return _Record(0, self.clock)  # the host's part of a run on a GPU; a mere shape
+            return _Record(0, self.clock)  # the host's tensors of a run on a GPU; meta tensors
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, quantised, functorch wrappers
@@ -209,7 +213,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record = known[0]
             if record.nbytes == storage.nbytes():
                 return record
-            self._record_death(key)  # resized by an operation: another life begins
+            self._record_death(key)  # resized by an operation: counts as a new storage
         return self._enter(storage, None)
 
     def _enter(self, storage: torch.UntypedStorage, kind: MemoryKind | None) -> _Record:
@@ -225,7 +229,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Sharded parameters come and go so: their storage stays, its size becomes zero."""
+        """Record a resized storage: sharded parameters are freed by a resize to zero."""
         known = self._live.get(storage._cdata)
         if known is not None:
             self._record_death(storage._cdata)
@@ -245,11 +249,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.times.append(time.perf_counter())
 
     def timeline(self) -> Timeline:
-        """Everything recorded so far, each storage with its kind.
+        """All storages recorded so far, each with its kind.
 
-        What nobody owns is an activation where it outlives the forward pass that made it, a
-        buffer where it outlives the whole step (communication buckets, caches), and
-        temporary otherwise.
+        A storage without a label is an activation if it outlives the forward pass that made it, a
+        buffer if it outlives the whole step (communication buckets, caches), and temporary
+        otherwise.
         """
         end = self.clock + 1
         forward_ends, step_ends = self._boundaries()
@@ -271,7 +275,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return forwards, step_ends
 
     def close(self) -> None:
-        """Stop noticing deaths; what is recorded stays."""
+        """Stop recording freed storages; keep the records."""
         self._live.clear()
 
 

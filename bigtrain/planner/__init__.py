@@ -1,5 +1,5 @@
-"""The fastest plan that fits, before anything runs: `bigtrain plan` and `--strategy auto`.
+"""Find the fastest plan that fits, before a run: `bigtrain plan` and `--strategy auto`.
 
-What is searched, in which order, with which bounds; how a candidate is cut and recomputed to fit;
-a rank's memory limit; the table of plans and its Pareto front.
+The search space, its order and its bounds; how a candidate is cut and recomputed to fit; a rank's
+memory limit; the table of plans and its Pareto front.
 """

@@ -230,13 +230,14 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
 
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
-        arguments = (
-            parts.model,
+        return choose_loss(
+            job.model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),
+            several_waiting=several_waiting,
+            device_type=device_type,
         )
-        return choose_loss(*arguments, several_waiting=several_waiting, device_type=device_type)
 
     return loss
 
@@ -289,8 +290,8 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
         cap: the limit that a run would enforce, as typed; None for all of the memory.
     """
     if cap is not None:
-        beside = non_tensor_reserve(cluster.device.kind, cluster.device.name)
-        limit = Limit(parse_bytes(cap), beside=beside)
+        other = non_tensor_reserve(cluster.device.kind, cluster.device.name)
+        limit = Limit(parse_bytes(cap), non_tensor_bytes=other)
         reserve = format_bytes(limit.nbytes - limit.for_tensors)
         return limit, f"of the cap {reserve} are reserved for memory other than tensors"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory
@@ -312,6 +313,6 @@ def engine_margins(
     foreign = None
     if device is not None and not has_device(device.kind, device.name):
         foreign = device.name
-    found = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
-    lines = [f"{engine}: {one.explanation}" for engine, one in found.items()]
-    return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)
+    margins = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
+    lines = [f"{engine}: {one.explanation}" for engine, one in margins.items()]
+    return {engine: one.margin for engine, one in margins.items()}, "; ".join(lines)

@@ -6,17 +6,12 @@ no forecast; all that is reported comes from forecasts, whose steps were run on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 from bigtrain.core.strategy import Plan
-from bigtrain.errors import ConfigError
 from bigtrain.planner.evaluate import PlanEvaluator
-from bigtrain.planner.fit import StageFitter
 from bigtrain.planner.space import Candidate
-from bigtrain.planner.stages import RecomputeLevels
 from bigtrain.prediction.compose import wire_bytes
-from bigtrain.prediction.fake_runs.conversions import with_conversions
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section, concatenate_sections
 from bigtrain.timing.step_time import MicroBatchSeconds, closed_form_bubble
@@ -43,7 +38,6 @@ class PlanBounds:
         self._least_passes: dict[tuple[int, int], MicroBatchSeconds] = {}
         self._passes: dict[tuple[ModelSections, int], MicroBatchSeconds] = {}
         self._no_larger: dict[tuple[ModelSections, ModelSections], bool] = {}
-        self._autocast: dict[ModelSections, ModelSections] = {}
 
     def least_seconds(self, candidate: Candidate) -> float:
         """A lower bound on the candidate's step: its work on equal stages, and the bubble.
@@ -88,16 +82,13 @@ class PlanBounds:
             ConfigError: the model cannot be run so.
         """
         fit = self.evaluator.fit(candidate, plan, exact=False)
-        return self._even_seconds(candidate, plan, fit) * (1 - EVEN_SLACK)
-
-    def _even_seconds(self, candidate: Candidate, plan: Plan, fit: StageFitter) -> float:
         kept = fit.levels["keep"]
         key = (kept, plan.tp)
         if key not in self._passes:
             self._passes[key] = self._timer.pass_seconds(kept.sections, plan.tp)
         update = self._timer.update_seconds(plan, kept.base, kept.trained // fit.ranks)
         timed = self.evaluator.timed_parts(plan)
-        return self._timer.step(
+        seconds = self._timer.step(
             plan,
             [self._passes[key].scaled(1 / candidate.stages)] * candidate.stages,
             [[fit.even_stage()] * (candidate.stages // fit.ranks)],
@@ -105,6 +96,7 @@ class PlanBounds:
             split=timed.split,
             simulated=False,
         ).total
+        return seconds * (1 - EVEN_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
         """The closest lower bound: the model cut for speed, with all blocks keeping everything.
@@ -139,51 +131,6 @@ class PlanBounds:
         if key not in self._no_larger:
             self._no_larger[key] = are_no_larger(sections.sections, others.sections, candidate.tp)
         return self._no_larger[key]
-
-    def autocasts_weights(self, plan: Plan) -> bool:
-        """Whether autocast converts the plan's fp32 weights at each use, and rates say how fast."""
-        return plan.converts_parameters and self.evaluator.blocks is None
-
-    def dominated_by(
-        self, candidate: Candidate, plan: Plan, others: Iterable[Candidate], slack: float
-    ) -> Candidate | None:
-        """Another candidate of bf16 weights that is smaller, and slower by the slack at most.
-
-        The candidate is not run on fake tensors. Its step takes at least the step of the other
-        one, its weights' conversions, and exchanges of four bytes for each gradient.
-
-        Args:
-            candidate: one for whose plan `autocasts_weights` is true.
-            plan: of the candidate.
-            others: equal to it but for how replicas share state; those of its engine are compared.
-            slack: a share of a step.
-        """
-        for other in others:
-            # Each engine has buffers of its own in addition to the states, which no bound sees.
-            if other.engine != candidate.engine:
-                continue
-            with suppress(ConfigError):  # the other one cannot be run
-                if self._dominates(other, candidate, plan, slack):
-                    return other
-        return None
-
-    def _dominates(self, other: Candidate, candidate: Candidate, plan: Plan, slack: float) -> bool:
-        other_plan = self.evaluator.plan_of(other)
-        is_smaller = self.least_bytes(other, other_plan) < self.least_bytes(candidate, plan)
-        if not is_smaller or not other_plan.bf16_parameters:
-            return False
-        other_fit = self.evaluator.fit(other, other_plan, exact=False)
-        fit = self.evaluator.fit_of(candidate, plan, self._autocast_levels(other_fit))
-        least = self._even_seconds(candidate, plan, fit)
-        return least >= (1 - slack) * self._even_seconds(other, other_plan, other_fit)
-
-    def _autocast_levels(self, fit: StageFitter) -> RecomputeLevels:
-        """The sections of bf16 weights as if autocast converted fp32 weights at each use."""
-        kept = fit.levels["keep"]
-        if kept not in self._autocast:
-            self._autocast[kept] = with_conversions(kept)
-        autocast = self._autocast[kept]
-        return RecomputeLevels(["keep"], lambda _: autocast)
 
 
 def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: int) -> bool:

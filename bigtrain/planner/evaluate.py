@@ -245,13 +245,12 @@ class PlanEvaluator:
         if (candidate, exact) not in self._fits:
             levels = self._levels(plan, candidate, exact=exact)
             self._check_new(candidate, levels["keep"])
-            fit = self.fit_of(candidate, plan, levels)
+            fit = self._fitter(candidate, plan, levels)
             plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate, exact] = fit
         return self._fits[candidate, exact]
 
-    def fit_of(self, candidate: Candidate, plan: Plan, levels: RecomputeLevels) -> StageFitter:
-        """The stages of a candidate made of these sections."""
+    def _fitter(self, candidate: Candidate, plan: Plan, levels: RecomputeLevels) -> StageFitter:
         checkpoint = self._job.checkpoint
         saves = checkpoint.saves and not is_accelerator(plan.device_type)
         return StageFitter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
@@ -46,7 +47,11 @@ class MemoryFloor:
 
     def __init__(self, plan: Plan, candidate: Candidate, widths: StateWidths) -> None:
         self._plan, self._candidate, self._widths = plan, candidate, widths
-        self.held = HeldMicroBatches(plan, candidate)
+
+    @cached_property
+    def held(self) -> HeldMicroBatches:
+        """The candidate's micro-batches in flight."""
+        return HeldMicroBatches(self._plan, self._candidate)
 
     def states(self, numbers: int, *, gradients: bool) -> int:
         """The bytes of the states on the fullest of the ranks that share so many trained numbers.

@@ -17,9 +17,8 @@ from bigtrain.planner.space import Candidate, SearchSpace
 MAX_PLANS = 10
 """Plans that are reported."""
 DOMINANCE_SLACK = 0.03
-"""A candidate is dropped if another one uses no more memory and is at most this share of a step
-slower. Two choices are compared so: how layers are sliced, and how replicas share state where
-weights are autocast. Recomputing fewer blocks in the memory saved gains more than that."""
+"""A choice of slices is dropped if another one uses no more memory and is at most this share of a
+step slower. Recomputing fewer blocks in the memory saved gains more than that."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
 """Shares of the limit for which the fastest plan is searched, too, to draw the Pareto front."""
 MAX_REJECTIONS = 16
@@ -75,7 +74,6 @@ class PlanSearch:
         self._refused: list[RejectedPlan] = []
         self._with_slices: dict[Candidate, list[_OpenCandidate]] = {}
         self._dominating_slices: dict[tuple[int, int, Variant | None], Variant | None] = {}
-        self._by_sharing: dict[Candidate, list[Candidate]] = {}
         self._bounds = (self._bound_even_seconds, self._bound_bytes, self._bound_cut_seconds)
         self._open = [*self._opened()]
 
@@ -118,7 +116,6 @@ class PlanSearch:
                     unfit_rows[candidate.rows] = str(error)
             if candidate.rows in unfit_rows:
                 self._refuse(opened, unfit_rows[candidate.rows])
-            self._by_sharing.setdefault(_without_sharing(candidate), []).append(candidate)
             yield opened
 
     def _refuse(self, opened: _OpenCandidate, reason: str) -> None:
@@ -191,7 +188,6 @@ class PlanSearch:
 
     def _bound_even_seconds(self, opened: _OpenCandidate, plan: Plan) -> None:
         self._refuse_dominated_slices(opened)
-        self._refuse_dominated_autocast(opened, plan)
         if opened.refused:
             return
         bound = self.bounds.even_seconds(opened.candidate, plan)
@@ -234,27 +230,11 @@ class PlanSearch:
     def _refuse_dominated_slices(self, opened: _OpenCandidate) -> None:
         better = self._dominating_slices.get(_slicing(opened))
         if better is not None and not opened.refused:
-            self._refuse_dominated(opened, better.label, "no more memory")
-
-    def _refuse_dominated_autocast(self, opened: _OpenCandidate, plan: Plan) -> None:
-        """Refuse a plan of autocast weights that one of bf16 weights dominates.
-
-        Autocast needs runs on fake tensors of its own, which this saves.
-        """
-        candidate = opened.candidate
-        if opened.refused or not self.bounds.autocasts_weights(plan):
-            return
-        others = self._by_sharing[_without_sharing(candidate)]
-        better = self.bounds.dominated_by(candidate, plan, others, DOMINANCE_SLACK)
-        if better is not None:
-            self._refuse_dominated(opened, better.label, "less memory")
-
-    def _refuse_dominated(self, opened: _OpenCandidate, better: str, memory: str) -> None:
-        self._refuse(
-            opened,
-            f"{opened.candidate.label}: {better} uses {memory} and is at most "
-            f"{DOMINANCE_SLACK:.0%} slower",
-        )
+            self._refuse(
+                opened,
+                f"{opened.candidate.label}: {better.label} uses no more memory and is at most "
+                f"{DOMINANCE_SLACK:.0%} slower",
+            )
 
     def _evaluated(self, opened: _OpenCandidate, limit: int) -> EvaluatedPlan | RejectedPlan:
         key = (opened.candidate, limit)
@@ -291,14 +271,9 @@ class PlanSearch:
 
 
 def _slicing(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
-    """What the comparison of slices depends on: rows, tp ranks and the slices."""
+    """The key of the comparison of slices: rows, tp ranks and the slices."""
     candidate = opened.candidate
     return candidate.rows, candidate.tp, candidate.slices
-
-
-def _without_sharing(candidate: Candidate) -> Candidate:
-    """A key that is equal for candidates that differ only in how replicas share state."""
-    return replace(candidate, replicate=None)
 
 
 def _by_seconds(evaluated: EvaluatedPlan) -> tuple[float, int]:

@@ -147,11 +147,11 @@ def searched_techniques(job: Job) -> dict[Role, list[Strategy]]:
     Raises:
         ConfigError: a user's technique cannot be imported, or does not take its options.
     """
-    found = {role: techniques_of(role) for role in CHOSEN}
+    techniques = {role: techniques_of(role) for role in CHOSEN}
     for role, config in job.strategy.roles().items():
-        if role in found and ":" in config.name:
-            found[role].append(make_technique(role, config))
-    return found
+        if role in techniques and ":" in config.name:
+            techniques[role].append(make_technique(role, config))
+    return techniques
 
 
 def _ours() -> dict[Role, list[Strategy]]:

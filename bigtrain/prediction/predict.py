@@ -88,7 +88,7 @@ def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> li
     """The highest moments before the first step."""
     peaks = [Peak("build", forecast.building)]
     if workload.whole_bytes:
-        beside = forecast.beside_whole
+        beside = forecast.added_to_whole
         if resolved.slices is not None:
             beside = max(beside, _first_slice_bytes(resolved.slices, workload.model))
         whole = Breakdown(parameters=workload.whole_bytes, temporary=beside)
@@ -117,7 +117,7 @@ def _not_compiled(profiles: Sequence[Profile]) -> str | None:
 
 def _way(profiles: Sequence[Profile]) -> str | None:
     """What is said of a model whose passes may go several ways."""
-    reason = next((p.way for p in profiles if p.way is not None), None)
+    reason = next((p.branch_condition for p in profiles if p.branch_condition is not None), None)
     return None if reason is None else f"{reason}: bytes are forecast for the fullest way"
 
 

@@ -60,7 +60,7 @@ def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.d
         except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
             error = error or raised
             continue
-        profile = replace(profile, way=_way_taken(way, resolved))
+        profile = replace(profile, branch_condition=_way_taken(way, resolved))
         peak = max(one.peak().bytes for one in profile.passes.values())
         found.append(((-way.left_out, peak), profile))
         if not way.left_out:

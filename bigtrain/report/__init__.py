@@ -1,5 +1,5 @@
-"""What a run prints, and the files that it leaves.
+"""The output of a run: the lines that it prints and the files that it writes.
 
-The run's folder, metrics and memory files; log lines and tables; the text of a dry run; the look
+The run's folder, metrics and memory files; log lines and tables; the text of a dry run; the style
 of pictures.
 """

@@ -93,8 +93,8 @@ def _fullest(parts: RunSetup, ranks: list[_Rank]) -> FullestRank | None:
         if peak is None:
             return None
         peaks[(replica * plan.pp + rank.pp_rank) * plan.tp + tp_rank] = peak
-    found = FullestRank.among(peaks)
-    return None if found is None else replace(found, num_ranks=plan.world_size)
+    fullest = FullestRank.among(peaks)
+    return None if fullest is None else replace(fullest, num_ranks=plan.world_size)
 
 
 def _parts_of(ranks: list[_Rank]) -> Iterator[str]:

@@ -82,8 +82,8 @@ def _choose(job: Job) -> Path:
             "Use --resume auto to continue it, or another log.name."
         )
     if job.checkpoint.resume not in (None, "auto") and (folder / "metrics.jsonl").exists():
-        place = Path(os.path.realpath(str(job.checkpoint.resume)))
-        if Path(os.path.realpath(folder)) not in (place, *place.parents):
+        checkpoint = Path(os.path.realpath(str(job.checkpoint.resume)))
+        if Path(os.path.realpath(folder)) not in (checkpoint, *checkpoint.parents):
             raise ConfigError(
                 f"log.name={job.log.name}: {folder} already has a run, and checkpoint.resume="
                 f"{job.checkpoint.resume} is no checkpoint of it. Use another log.name."
@@ -403,7 +403,7 @@ def _contents(file: FileIO) -> bytes:
 
 
 def _fault_of(file: FileIO, path: Path) -> str | None:
-    """What happened to an open file: removed, replaced or truncated; None if nothing did."""
+    """Whether an open file was removed, replaced or truncated, in words; None if it was not."""
     state = os.fstat(file.fileno())
     try:
         if not os.path.samestat(state, os.stat(path)):

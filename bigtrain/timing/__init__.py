@@ -1,5 +1,5 @@
-"""How long a step takes, before it runs: by a cluster's figures, or by blocks timed here.
+"""Predict the seconds of a step before it runs: from a cluster's rates, or from blocks timed here.
 
-Seconds of operations, passes, schedules, exchanges and updates; what is timed, how often, under
-which limits, and where it is kept.
+Seconds of operations, passes, schedules, exchanges and updates; which blocks are timed, how often,
+within which limits, and where the times are cached.
 """

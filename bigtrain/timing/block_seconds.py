@@ -1,9 +1,9 @@
-"""What a model's blocks take on the device at hand: timed once, kept, and held beside the rates.
+"""Time a model's blocks on this machine once, and compare them with the seconds that rates predict.
 
-The figures of a device say what its largest products and copies reach; an operation of another
-kind or size may take twice as long. So blocks that are alike are timed for real, as many ranks at
-once as there will be, and the seconds that rates give for a section are enlarged as its block's
-were. They are kept in $XDG_CACHE_HOME/bigtrain/blocks.json (left out: ~/.cache).
+The rates of a device are those of its largest products and copies; an operation of another kind or
+size may take twice as long. So one block of each kind is timed, on as many ranks at once as there
+will be, and the predicted seconds of a section are multiplied by its block's slowdown. The times
+are cached in $XDG_CACHE_HOME/bigtrain/blocks.json (by default in ~/.cache).
 """
 
 from __future__ import annotations
@@ -39,82 +39,81 @@ from bigtrain.timing.step_time import StepTimer, TimedParts
 
 BLOCKS = Cache("blocks", indent=None)
 MAX_SIZES = 6
-"""Sizes of a micro-batch that are timed; what lies between is read off."""
+"""The most micro-batch sizes that are timed; others are interpolated."""
 SECONDS_ALLOWED = 15.0
-"""After which no larger size is begun."""
+"""No larger size is begun after this many seconds."""
 TIMEOUT_S = 180.0
-"""After which the ranks are given up, and those who wait for them."""
-MAX_KEPT_MODELS = 200
-"""Models and numbers of ranks that are kept: the newest."""
+"""The ranks that time are stopped after this many seconds, and nobody waits for them any longer."""
+MAX_CACHED_MODELS = 200
+"""The newest entries that are cached, one for each model and number of ranks."""
 
 
 BlockVariant = Literal["split", "selective", "full"]
-"""Going back in two parts, for the inputs and for the weights; keeping products alone; keeping the
-inputs alone."""
+"""`split`: with the backward pass split in two, for the inputs and for the weights. `selective`,
+`full`: with these recompute policies."""
 
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """What is to be timed."""
+    """The job, sizes and limits of one timing."""
 
     job: dict[str, Any]
     """For one process, strategy `single`."""
     rows: list[int]
-    """Sizes of a micro-batch, from the smallest on."""
+    """Micro-batch sizes, ascending."""
     bf16_parameters: bool
     """See `Plan.bf16_parameters`."""
     seconds: float
-    """After so many no further size is begun."""
+    """No further size is begun after so many."""
 
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """One micro-batch of one size: medians of the repeats, means of the ranks."""
+    """Timed seconds of a micro-batch of one size: medians over repeats, means over ranks."""
 
     rows: int
     sections: list[tuple[float, float]]
-    """Forward and backward of what is before the blocks, of each block of the model as
-    `shorten_model` leaves it, of what is after them; of the whole model alone where its blocks do
-    not follow one another."""
+    """Forward and backward: before the blocks, of each block of the model as `shorten_model` leaves
+    it, after the blocks. Of the whole model only, if its blocks do not follow one another."""
     update: float
     """Clipping and the optimizer's step."""
     trained: int
-    """Numbers that it updates."""
+    """The trained numbers that it updates."""
     shares: Mapping[BlockVariant, tuple[float, float]] = field(default_factory=dict)
-    """What a block takes in other ways, over what it takes where it keeps all and goes back whole:
-    its forward and its backward pass, of "split" the two parts of the backward pass."""
+    """A block's seconds in each variant over those of the usual block, which saves everything: of
+    its forward and its backward pass; for "split" of the two parts of the backward pass."""
 
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """By how much sections take longer than rates say, for sizes of a micro-batch."""
+    """How many times longer sections take than rates predict, by micro-batch size."""
 
     rows: tuple[int, ...]
     """The sizes, ascending."""
     by_block: Mapping[str, Sequence[tuple[float, float]]]
-    """For each size forward and backward of a block; BEFORE and AFTER of what is in none."""
+    """By block, for each size: forward and backward. BEFORE and AFTER are the rest of the model."""
     update: float
     """Of the optimizer's step."""
     shares: Sequence[Mapping[BlockVariant, tuple[float, float]]]
     """For each size: see `BlockSeconds.shares`."""
 
     def parts(self, rows: int) -> TimedParts:
-        """What else was timed than sections, at any size."""
+        """The slowdowns of other parts of a step, at any size."""
         return TimedParts(self.update, self.share("split", rows) or TimedParts.split)
 
     def share(self, variant: BlockVariant, rows: int) -> tuple[float, float] | None:
-        """See `BlockSeconds.shares`, at any size; None where that was not timed of all."""
+        """See `BlockSeconds.shares`, at any size; None if it was not timed at every size."""
         if not all(variant in each for each in self.shares):
             return None
         return self._between(rows)([each[variant] for each in self.shares])
 
     def at(self, rows: int) -> dict[str, tuple[float, float]]:
-        """Of every block at any size; beyond the sizes as at the nearest."""
+        """The slowdowns of every block at any size; beyond the timed sizes those of the nearest."""
         between = self._between(rows)
         return {name: between(pairs) for name, pairs in self.by_block.items()}
 
     def _between(self, rows: int) -> Callable[[Sequence[tuple[float, float]]], tuple[float, float]]:
-        """What takes a pair of numbers for each size to that of another size."""
+        """Return a function that interpolates pairs, given one for each timed size."""
         upper = next((n for n, size in enumerate(self.rows) if size >= rows), len(self.rows) - 1)
         lower = max(0, upper - 1) if self.rows[upper] > rows else upper
         low, high = self.rows[lower], self.rows[upper]
@@ -136,14 +135,14 @@ class Slowdowns:
         rows: int,
         timer: StepTimer,
     ) -> ModelSections:
-        """The sections of a micro-batch of so many rows, each with its slowdown.
+        """The sections of a micro-batch, each with its slowdown.
 
         Args:
-            model: with a choice of what blocks keep.
-            kept: the same where they keep all.
-            choice: the one of `model`.
-            rows: of a micro-batch.
-            timer: with the rates.
+            model: sections whose blocks have one policy.
+            kept: the same sections where blocks save everything.
+            choice: the policy of `model`.
+            rows: of the micro-batch.
+            timer: rates of the cluster.
         """
         factors = self.at(rows)
         plain = dict(zip(section_keys(kept.sections), kept.sections, strict=True))
@@ -171,21 +170,21 @@ BEFORE, AFTER = "(before)", "(after)"
 
 
 def section_keys(sections: Sequence[Section]) -> list[str]:
-    """The names of a whole model's sections; no block is called as its ends are."""
+    """Keys of a whole model's sections: BEFORE, the names of its blocks, AFTER."""
     return [BEFORE, *(section.name for section in sections[1:-1]), AFTER]
 
 
 @dataclass
 class BlockTimer:
-    """Times the blocks of a job's model where it is planned for the machine at hand.
+    """Times the blocks of a job's model on this machine, or reads cached times.
 
     Args:
-        job: any.
+        job: that is planned or run.
         model: its model, on the meta device.
         example: one micro-batch.
         ranks: that will share the machine.
-        rows: sizes of a micro-batch that may be asked for.
-        script: `engine/time_blocks.py`, which times; None: what is kept has to do.
+        rows: micro-batch sizes that may be needed.
+        script: `engine/time_blocks.py`, which times; None to use cached times only.
     """
 
     job: Job
@@ -195,12 +194,19 @@ class BlockTimer:
     rows: Sequence[int]
     script: Path | None = None
     source: str = field(default="", init=False)
-    """What was timed, or why nothing was; empty as long as nobody has asked."""
+    """Which blocks were timed, or why none were; set by `seconds`."""
     basis: StepBasis = field(default="rates", init=False)
-    """What seconds go by, once somebody has asked."""
+    """Whether seconds come from timed blocks or from rates; set by `seconds`."""
 
     def seconds(self, *, bf16_parameters: bool) -> list[BlockSeconds]:
-        """As they were kept, or timed now, which takes some seconds; none where it failed."""
+        """Return cached times, or time the blocks now, which takes some seconds.
+
+        Args:
+            bf16_parameters: see `Plan.bf16_parameters`.
+
+        Returns:
+            The times by size; none if they could not be timed. `source` then has the reason.
+        """
         request = BlockRequest(
             override_job(
                 self.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
@@ -217,12 +223,12 @@ class BlockTimer:
             self.basis, sizes = "blocks", ", ".join(str(one.rows) for one in kept.timed)
             self.source = f"blocks timed on this machine, {sizes} rows, {self._copies} at once"
             busy = describe_others(kept.others_cores)
-            self.source += f", {busy}: they are timed again the next time" if busy else ""
+            self.source += f", {busy}: the next run times them again" if busy else ""
         return kept.timed
 
     @property
     def oversubscription(self) -> float:
-        """Ranks that were timed for each that computes at full speed."""
+        """The number of ranks that were timed for each rank that computes at full speed."""
         return self._copies / min(self._copies, usable_cores())
 
     @property
@@ -230,7 +236,7 @@ class BlockTimer:
         return min(self.ranks, 2 * usable_cores())
 
     def _timed_alone(self, script: Path, key: str, request: BlockRequest) -> _Kept:
-        """One rank of a node times, and the others wait for what it finds."""
+        """Let one rank of a node time the blocks, while the others wait for its result."""
         arguments = [json.dumps(asdict(request))]
         try:
             with BLOCKS.locked(TIMEOUT_S):
@@ -238,10 +244,10 @@ class BlockTimer:
                 if not kept.answers(request.rows):
                     before = _Kept() if kept.doubtful else kept
                     clock = CpuClock()
-                    found = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
+                    measured = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
                     on_cpu = device_type_of(self.job) == "cpu"
                     others = (others_cores([clock.read()]) or 0.0) if on_cpu else 0.0
-                    by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, found))}
+                    by_rows = {one.rows: one for one in (*before.timed, *map(_from_json, measured))}
                     kept = _Kept(
                         [by_rows[rows] for rows in sorted(by_rows)],
                         before.sizes | set(request.rows),
@@ -262,7 +268,7 @@ class BlockTimer:
         ]
         batch = [(list(t.shape[1:]), str(t.dtype)) for t in self.example.tensors()]
         job = request.job
-        # As many as whoever starts the ranks gives each of them.
+        # The number of threads that a launcher gives each rank.
         threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // self._copies)
         parts = {
             "figures": [one.name for kind in (BlockSeconds, _Kept) for one in fields(kind)],
@@ -275,7 +281,7 @@ class BlockTimer:
 
 
 def spread_sizes(rows: Sequence[int]) -> list[int]:
-    """At most `MAX_SIZES` of some sizes, the smallest and the largest among them."""
+    """At most `MAX_SIZES` of these sizes, including the smallest and the largest."""
     sizes = sorted(set(rows))
     if len(sizes) <= MAX_SIZES:
         return sizes
@@ -290,14 +296,14 @@ def slowdowns(
     sections_at: Callable[[int], ModelSections],
     timer: StepTimer,
 ) -> Slowdowns:
-    """Hold what was timed beside what rates say of the same.
+    """Divide timed seconds by those that rates predict.
 
     Args:
-        timed: one for each size.
+        timed: by size.
         oversubscription: see `BlockTimer.oversubscription`.
-        model: that was timed, whole.
-        sections_at: its sections for a size, as they were timed: everything kept.
-        timer: with the rates.
+        model: the whole model that was timed.
+        sections_at: gives its sections for a size, as they were timed: saving everything.
+        timer: rates of the cluster.
     """
     names = [name for name, _ in independent_blocks(model)]
     short = shorten_model(model)
@@ -314,7 +320,7 @@ def slowdowns(
         }
         if len(one.sections) == max(places.values()) + 2 and len(keys) == len(places):
             pairs = {key: one.sections[places[key]] for key in keys}
-        else:  # of the whole model alone: blocks share its slowdown
+        else:  # only the whole model was timed: all blocks share its slowdown
             pairs = _evenly(one, modelled, names, order)
         for key in keys:
             ratios = [
@@ -337,7 +343,7 @@ def _evenly(
     names: Sequence[str],
     order: Sequence[int],
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of every section where those of the whole model are known, and no more."""
+    """The seconds of every section if only those of the whole model were timed."""
     first = {at: name for name, at in reversed([*zip(names, order, strict=True)])}
     timed = [key for key in (BEFORE, *first.values(), AFTER) if key in modelled]
     ratios = []
@@ -352,10 +358,10 @@ def _ratio(seconds: float, known: float) -> float:
 
 
 def _from_json(values: Any) -> BlockSeconds:
-    """What ranks have timed, or a cache has kept.
+    """Read the JSON values of ranks that have timed blocks, or of the cache.
 
     Raises:
-        ValueError: it is none: a figure is missing, of another kind, or no time.
+        ValueError: a figure is missing, of another type, or no time.
     """
     if not isinstance(values, dict) or {*values} != {one.name for one in fields(BlockSeconds)}:
         raise ValueError("an entry has other figures")
@@ -371,7 +377,7 @@ def _from_json(values: Any) -> BlockSeconds:
     if not (_is_count(values["rows"]) and _is_count(values["trained"])):
         raise ValueError("its rows or numbers are no count")
     if not {*shares} <= {*get_args(BlockVariant)}:
-        raise ValueError("its shares are of other ways")
+        raise ValueError("its shares are of unknown variants")
     timed = [(float(a), float(b)) for a, b in sections]
     shared = {variant: (float(a), float(b)) for variant, (a, b) in shares.items()}
     return BlockSeconds(values["rows"], timed, values["update"], values["trained"], shared)
@@ -383,23 +389,23 @@ def _is_count(value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of one model on one number of ranks."""
+    """The cached times of one model on one number of ranks."""
 
     timed: list[BlockSeconds] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
-    """Sizes that were asked for: of large ones there may be no time."""
+    """Sizes that were requested: large ones may have no time."""
     others_cores: float = 0.0
-    """Cores that other programs took meanwhile."""
+    """Cores that other programs used at that time."""
     launch: str = ""
-    """Of the ranks that timed: they plan by what one of them found, however busy it was."""
+    """The launch whose rank timed them: all its ranks use them, however busy the machine was."""
 
     @property
     def doubtful(self) -> bool:
-        """Whether it was timed on a busy machine, and not for this launch."""
+        """Whether they were timed on a busy machine, and not for this launch."""
         return bool(describe_others(self.others_cores)) and self.launch != launch_key(os.environ)
 
     def answers(self, rows: Sequence[int]) -> bool:
-        """Whether nothing has to be timed for these sizes."""
+        """Whether these sizes need no timing."""
         return set(rows) <= self.sizes and not self.doubtful
 
 
@@ -415,7 +421,7 @@ def _read(key: str) -> _Kept:
             raise ValueError("an entry has no lists of times and sizes")
         others, launch = entry.get("others_cores"), entry.get("launch")
         if not isinstance(launch, str) or type(others) is not float or not 0 <= others < math.inf:
-            raise ValueError("an entry does not say what others did meanwhile")
+            raise ValueError("an entry lacks the load of other programs")
         return _Kept([_from_json(one) for one in timed], set(sizes), others, launch)
     except ValueError as error:
         say_damaged(BLOCKS.path, str(error))
@@ -429,7 +435,7 @@ def _write(key: str, kept: _Kept) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         entries.pop(key, None)  # so that it becomes the last, which is the newest
         entries[key] = {**asdict(kept), "sizes": sorted(kept.sizes), "when": when}
-        for oldest in list(entries)[:-MAX_KEPT_MODELS]:
+        for oldest in list(entries)[:-MAX_CACHED_MODELS]:
             del entries[oldest]
 
     BLOCKS.change(add)

@@ -1,4 +1,4 @@
-"""The sections and the timed parts of a plan, for the planner's candidates and for a run alike."""
+"""The sections and the timed parts of a plan, both for candidates and for a run."""
 
 from __future__ import annotations
 

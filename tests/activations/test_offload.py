@@ -366,7 +366,7 @@ def test_twice_through_the_same_graph(mover):
         loss.backward(retain_graph=True)
         assert same([p.grad for p in model.parameters()], wanted)
         model.zero_grad()
-        # What was read is not kept but for two blocks.
+        # Loaded tensors are freed, except those of two blocks.
         there = [r() for r in mover._brought if r() is not None and r().data is not None]
         assert sum(record.nbytes for record in there) <= 2 * BLOCK
     assert mover.bytes_moved > 2 * 5 * BLOCK

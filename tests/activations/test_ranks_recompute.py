@@ -1,4 +1,4 @@
-"""What blocks may do and be called with: computed again, they compute the same."""
+"""Recomputed blocks compute the same, whatever they do and are called with."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_computed_twice_is_refused(kind, message, way):
 
 
 class Shared(Blocks):
-    """One block stands in two lists."""
+    """One block is in two lists."""
 
     def __init__(self) -> None:
         super().__init__(Inner)
@@ -93,7 +93,7 @@ def test_a_block_in_two_places_is_one_block():
 
 
 class Flat(nn.Module):
-    """Its weights are its own; what it has of modules is never called."""
+    """It has its own weights, and never calls its modules."""
 
     def __init__(self) -> None:
         super().__init__()

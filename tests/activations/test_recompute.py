@@ -1,4 +1,4 @@
-"""What of a block cannot be computed twice, and with which words it is refused."""
+"""Blocks that cannot be recomputed, and the messages that refuse them."""
 
 from __future__ import annotations
 

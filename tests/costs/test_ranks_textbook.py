@@ -1,4 +1,4 @@
-"""What real ranks send in a step, against formulas that are written here and not in the product.
+"""The bytes that real ranks send in a step, against formulas written here and not in the product.
 
 All ranks together, to the byte. Where an engine does other than its formula, how it differs is
 written out: docs/classics.md has the same differences.
@@ -61,7 +61,7 @@ def all_reduce(n: int, size: Sizes) -> int:
 
 
 def padding(n: int) -> int:
-    """What `fully_shard` adds to the embedding's rows for n shards of one size."""
+    """The rows that `fully_shard` adds to the embedding for n equal shards."""
     return 4 * WIDTH * (-VOCABULARY % n)
 
 
@@ -86,7 +86,7 @@ def broadcast_after(n: int, size: Sizes) -> int:
 
 
 def sharded(n: int, size: Sizes) -> int:
-    """3 (n-1)/n (Rajbhandari et al. 2020, section 7), without what the backward pass still has."""
+    """3 (n-1)/n (Rajbhandari et al. 2020, section 7), less skipped gathers."""
     return (n - 1) * (3 * size.gradients - size.embedding + 2 * padding(n))
 
 
@@ -97,7 +97,7 @@ def sharded_by_deepspeed(n: int, size: Sizes) -> int:
 
 
 def passed_on(n: int, size: Sizes, a_rank: int) -> int:
-    """Activations forward, as much backward; two stages exchange the tied parameter's gradient."""
+    """Activations forward and backward; two stages exchange the tied parameter's gradient."""
     return 2 * (a_rank * n - 1) * size.boundary + 2 * size.embedding
 
 

@@ -1,4 +1,4 @@
-"""What each strategy says that it sends and moves is what real ranks do."""
+"""The traffic that each strategy states is that of real ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Wire(TorchDispatchMode):
 
 
 def exchanged(context, make, samples, strategy, keys):
-    """The fifth step's exchanges as (kind, bytes), and what the strategy says of a step."""
+    """The fifth step's exchanges as (kind, bytes), and the traffic that the strategy states."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
     loss = CrossEntropy()
     plan = make_plan(job, context.world_size, "cpu")
@@ -173,8 +173,8 @@ def test_real_ranks_exchange_what_is_stated(case):
         for kind, nbytes in sent.items():
             assert nbytes == pytest.approx(expected[kind], abs=16), kind
             if kind == "broadcast" and data is images:
-                continue  # each buffer by itself, and a profile does not say how many there are
-            # Whose gradients a bucket holds is known when DeepSpeed lays them out.
+                continue  # one message for each buffer, whose number a profile does not have
+            # Only DeepSpeed knows which gradients share a bucket.
             spare = 0.5 * calls[kind] if kind == "reduce" else 0
             assert messages[kind] == pytest.approx(calls[kind], abs=spare), kind
 
@@ -249,7 +249,7 @@ def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, t
 
 
 def volumes_of(strategy, keys, **mesh):
-    """What each rank sends and receives in a step, which is as stated."""
+    """Each rank sends and receives the stated bytes in a step."""
     keys = {**keys, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
     given = (untied, words(), strategy, keys)
     found = run_ranks(exchanged, math.prod(mesh.values()), *given, timeout_s=200, **mesh)

@@ -1,4 +1,4 @@
-"""The replay of a step, against the whole step laid out storage by storage."""
+"""The replay of a step, against the whole step storage by storage."""
 
 import random
 from itertools import pairwise
@@ -32,7 +32,7 @@ def passes(dice, parts, *, gradients):
 
 
 def in_full(actions, pieces):
-    """Every action of every micro-batch one after the other, each storage with its own life."""
+    """Every action of every micro-batch one after the other, with each storage's lifetime."""
     firsts = {}
     for stage, kind, number in actions:
         if kind in "BW":
@@ -182,7 +182,7 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     assert replay_actions(forward[:1], piece).peak().breakdown == Breakdown(
         parameters=1000, activations=10, temporary=7
     )
-    # The second one finds it, and what it needs itself is all that it adds.
+    # The second one finds it gathered, and adds only its own storages.
     assert replay_actions(forward, piece).peak().breakdown == Breakdown(
         parameters=1000, activations=20
     )

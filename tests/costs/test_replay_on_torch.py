@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tracked:
-    """A stage in the middle of a pipeline, and what its micro-batches hold between two actions."""
+    """A middle stage of a pipeline, and the storages of its micro-batches between two actions."""
 
     def __init__(self, *, gradients):
         torch.manual_seed(0)

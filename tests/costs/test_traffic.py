@@ -1,4 +1,4 @@
-"""What each strategy says that it sends and moves, as the theory has it."""
+"""The traffic that each strategy states, against theory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> 
         ("zero3", (3, 0)),
         ("fsdp_zero2", (2, 0)),
         ("fsdp", (3, 0)),
-        # These average whole gradients, and send what is updated after the step.
+        # These average whole gradients, and send updated parameters after the step.
         ("zero1_torch", (0, 3)),
         ("oss", (0, 3)),
         ("sharded_ddp", (1, 1)),
@@ -171,7 +171,7 @@ def gpt_like() -> nn.Module:
 
 
 def alone(monkeypatch, make, batch, keys):
-    """Bytes that a step moves to and from the disk, and what is stated of it."""
+    """The bytes that a step moves to and from the disk, and the stated ones."""
     batch = tuple(t.clone() for t in batch)
     job = job_from_keys(
         "single", {"train.global_batch_size": len(batch[0]), "memory.track_steps": 0, **keys}
@@ -222,7 +222,7 @@ def test_activations_move_as_stated(monkeypatch, recompute):
 
 
 def test_activations_on_the_host_take_powers_of_two(monkeypatch):
-    """What a run has there at most, where it does as pinned memory does, is what is forecast."""
+    """A run's peak on the host, counted as pinned memory, is the forecast."""
     batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
     most = []
     close = ActivationOffloader.close
@@ -240,7 +240,7 @@ def test_activations_on_the_host_take_powers_of_two(monkeypatch):
 
 
 def on_a_gpu(**keys):
-    """What is forecast of a run on a GPU that is not here."""
+    """The forecast of a run on a GPU that this machine lacks."""
     batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
     job, loss = job_from_keys("single", {"train.global_batch_size": 64, **keys}), CrossEntropy()
     example = MicroBatch(*batch, loss.count(batch[1]), len(batch[0]))

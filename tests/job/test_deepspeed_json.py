@@ -109,7 +109,7 @@ CONTRADICTIONS = {
     "type": ({"optimizer": {"type": "SGD"}}, "type=SGD, but optim.name=adamw. Use optim.name=sgd"),
     "foreign": (
         {"optimizer": {"type": "Lamb"}},
-        "optimizer.type=Lamb is none of a job's. Write AdamW, Adam or SGD",
+        "optimizer.type=Lamb is not supported. Write AdamW, Adam or SGD",
     ),
     "schedule": (
         {
@@ -134,15 +134,15 @@ CONTRADICTIONS = {
     ),
     "another kind": (
         {"optimizer": {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True}}},
-        "optimizer.params.amsgrad=true, and a job has false only. Leave it out",
+        "optimizer.params.amsgrad=true, and a job supports false only. Leave it out",
     ),
     "no such thing": (
         {"optimizer": {"type": "AdamW", "params": {"max_coeff": 0.3}}},
-        "optimizer.params.max_coeff=0.3, and a job has none. Leave it out",
+        "optimizer.params.max_coeff=0.3, and a job supports none. Leave it out",
     ),
     "another warm-up": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
-        "scheduler.params.warmup_type='cubic': .*'log' or 'linear', as DeepSpeed has it",
+        "scheduler.params.warmup_type='cubic': .*'log' or 'linear', as in DeepSpeed",
     ),
     "no warm-up": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
@@ -150,20 +150,20 @@ CONTRADICTIONS = {
     ),
     "a typing error": (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}},
-        "scheduler.params.warmup_steps: WarmupLR has none, did you mean 'warmup_num_steps'?",
+        "scheduler.params.warmup_steps: WarmupLR does not have it, did you mean 'warmup_num_steps'",
     ),
     "another schedule": (
         {"scheduler": {"type": "CosineAnnealingLR"}},
-        "scheduler.type=CosineAnnealingLR. A job takes WarmupLR, WarmupDecayLR, Warm.*OneCycle",
+        "scheduler.type=CosineAnnealingLR. A job supports WarmupLR, WarmupDecayLR, Warm.*OneCycle",
     ),
     "no such warm-up": (
         {"scheduler": {"type": "WarmupLR"}},
-        r"WarmupLR \(warmup_num_steps is 1000 where it is left out\), but optim.warmup_steps=3.",
+        r"WarmupLR \(warmup_num_steps is 1000 by default\), but optim.warmup_steps=3.",
     ),
     "no number": ({"gradient_clipping": [1]}, r"clipping=\[1\], but optim.clip_norm=null"),
     "unknown": (
         {"zero_optimization": {"stage": 2, "no_such_key": 1}},
-        "zero_optimization.no_such_key is no key of DeepSpeed's.",
+        "zero_optimization.no_such_key is not a key of DeepSpeed.",
     ),
     "DeepSpeed's own": (
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}},
@@ -175,7 +175,7 @@ CONTRADICTED = (
     *("optim.clip_norm=null", "optim.lr=0.25", "optim.betas=[0.9,0.95]", "optim.name=adamw"),
     *("train.precision=fp32", "optim.warmup_steps=3"),
 )
-"""What the command line says, and the files say otherwise."""
+"""Overrides on the command line that contradict the files."""
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)

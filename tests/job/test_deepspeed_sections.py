@@ -19,7 +19,7 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 KNOWN = {*tables.COMPARED, *tables.PASSED, *tables.NOT_USED, *tables.REFUSED}
 ZERO_KNOWN = {*tables.ZERO_PASSED, *tables.ZERO_NOT_USED, *tables.ZERO_REFUSED}
 OLD = {"bfloat16", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
-"""What is put into today's words before any table is asked."""
+"""Old names are replaced by current ones before the tables are used."""
 
 
 class Asked(dict[str, Any]):
@@ -139,18 +139,18 @@ def test_so_is_what_zero_does_otherwise(key, tmp_path):
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "a typing error": (
         {"gradient_clip": 1.0},
-        "gradient_clip is no key of DeepSpeed's, did you mean 'gradient_clipping'",
+        "gradient_clip is not a key of DeepSpeed, did you mean 'gradient_clipping'",
     ),
     "in a section": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
-        "zero_optimization.offload_optimizer.devise is no key .* did you mean 'device'",
+        "zero_optimization.offload_optimizer.devise is not a key .* did you mean 'device'",
     ),
-    "no section": ({"optimizer": "AdamW"}, "optimizer=AdamW is no section. Write an object"),
+    "no section": ({"optimizer": "AdamW"}, "optimizer=AdamW is not an object. Write one"),
     "no parameters": (
         {"scheduler": {"type": "WarmupLR", "params": [1]}},
-        r"scheduler.params=\[1\] is no section",
+        r"scheduler.params=\[1\] is not an object",
     ),
-    "fp16 as a word": ({"fp16": {"enabled": "True"}}, "fp16.enabled=true: there is no fp16"),
+    "fp16 as a word": ({"fp16": {"enabled": "True"}}, "fp16.enabled=true: fp16 is not supported"),
     "bf16 without masters": (
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         "bf16.bf16_master_weights_and_grads=true is not supported. Use optim.master_weights",

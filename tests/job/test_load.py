@@ -1,4 +1,4 @@
-"""YAML files, strategies, plans and overrides, and what is said when they are wrong."""
+"""YAML files, strategies, plans and overrides, and the messages if they are wrong."""
 
 from __future__ import annotations
 
@@ -179,15 +179,15 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         ("strategy: {name: 5}\n", [], r"job\.yaml:1: strategy\.name: 5 names none"),
         ("{}", ["train.seed=!!int x"], r"^train\.seed=!!int x: not a value \('x' is no int\)"),
         ("{}", ["a" + ".a" * 400 + "=1"], r"is not an option"),
-        ("{}", ["mesh=1", "mesh.pp=2"], r"mesh is said as a whole, and mesh\.pp beside it"),
-        ("{}", ["mesh=null", "mesh.pp=2"], r"mesh is said as a whole, and mesh\.pp beside it"),
-        ("{}", ["data.args=1", "data.args.b=2"], r"data\.args is said as a whole"),
+        ("{}", ["mesh=1", "mesh.pp=2"], r"mesh is set as a whole, and mesh\.pp in addition"),
+        ("{}", ["mesh=null", "mesh.pp=2"], r"mesh is set as a whole, and mesh\.pp in addition"),
+        ("{}", ["data.args=1", "data.args.b=2"], r"data\.args is set as a whole"),
         ("train: 5\n", ["train.steps=2"], r"job\.yaml:1: train: needs a mapping of keys"),
         ("optim: [1]\n", [], r"job\.yaml:1: optim: needs a mapping of keys"),
         (
             "{}",
             ["data.args.b=2", "data.args=1"],
-            r"data\.args is said as a whole, and data\.args\.b",
+            r"data\.args is set as a whole, and data\.args\.b",
         ),
         ("{}", ["mesh.timeout=.inf"], r"mesh\.timeout: needs a finite number .got inf"),
         ("{}", ["memory.cap=[]"], r"^memory\.cap: \[\] is not a size in bytes.*2GiB"),
@@ -214,7 +214,7 @@ WRONG = (
 
 
 def test_wrong_values_drawn_by_a_seed_are_a_line_each():
-    """Some of them are right for some keys; nothing but ConfigError says that one is not."""
+    """Some of them are right for some keys; the others are refused by ConfigError only."""
     drawn, messages = random.Random(0), list[str]()
     for _ in range(200):
         word = f"{drawn.choice(KEYS).rstrip('.')}={drawn.choice(WRONG)}"
@@ -233,7 +233,7 @@ def test_a_missing_or_unknown_file_is_refused(tmp_path):
         load_job("defalt")
     with pytest.raises(
         ConfigError,
-        match=r"unknown 'zeroo'.*Near it: zero3, .*`bigtrain strategies`",
+        match=r"unknown 'zeroo'.*Similar names: zero3, .*`bigtrain strategies`",
     ):
         load_job(strategy="zeroo")
     with pytest.raises(ConfigError, match=r"a strategy file has no key 'modle'"):
@@ -327,7 +327,7 @@ def test_a_warm_up_in_other_units_displaces_that_of_the_job(words, steps, epochs
 
 
 def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path):
-    words = ["optim.state=bf16"]  # `name` is the default job's, which is right by itself
+    words = ["optim.state=bf16"]  # `name` comes from the default job, and is right
     with pytest.raises(ConfigError, match=r"^optim: state=bf16 is for name=adamw"):
         load_job(overrides=[*words, "optim.name=adam"])
     config = write(tmp_path, "optim:\n  name: sgd\n  state: bf16\n")
@@ -339,7 +339,7 @@ def test_the_place_of_a_fault_in_a_section_is_that_of_the_users_own_key(tmp_path
         assert "default.yaml" not in str(raised.value)
     with pytest.raises(ConfigError) as raised:
         load_job(overrides=["optim.name=sgd", "optim.nesterov=true"])
-    assert str(raised.value).startswith("optim: nesterov=true looks ahead")
+    assert str(raised.value).startswith("optim: nesterov=true needs momentum")
     with pytest.raises(ConfigError) as raised:  # clip_norm is of the default job, the word is not
         load_job(overrides=["optim.release_gradients=true"])
     assert str(raised.value).startswith("optim: release_gradients=true updates each parameter")

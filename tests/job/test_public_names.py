@@ -89,10 +89,10 @@ def pasted(tmp_path, text):
     """The job that the words in the refusal of a YACS file make."""
     path = tmp_path / "resnet50.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="resnet50.yaml has the keys of YACS") as said:
+    with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as said:
         load_job(str(path))
     assert "\n" not in str(said.value)
-    command = str(said.value).partition("--config imagenet ")[2].partition(" (not taken")[0]
+    command = str(said.value).partition("--config imagenet ")[2].partition(" (ignored")[0]
     return load_job("imagenet", "ddp", shlex.split(command)), str(said.value)
 
 
@@ -108,7 +108,7 @@ def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
     assert (optim.momentum, optim.dampening, optim.nesterov) == (0.9, 0.0, True)
     assert (optim.weight_decay, optim.decay_norms_and_biases) == (5e-05, True)
     assert (optim.schedule, optim.final_lr_share, optim.milestones) == ("cosine", 0.0, ())
-    assert "not taken: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in said
+    assert "ignored: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in said
     rates = [learning_rate(optim, step, 1000, 256, 10) for step in range(50)]
     line = torch.linspace(0.02, 0.2, 51, dtype=torch.float64)[:-1]
     torch.testing.assert_close(torch.tensor(rates, dtype=torch.float64), line)

@@ -1,4 +1,4 @@
-"""What `bigtrain init` writes runs as it is."""
+"""The files of `bigtrain init` run unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.job.starter import FILES
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder that is not there yet, below one that is not there either; and what is said."""
+    """A new folder below another new one, and the output."""
     place = tmp_path_factory.mktemp("starter")
     done = forked_cli(("init", "new/first one"), cwd=place, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_nothing_is_written_over(
     assert main(["init", "a\0b" if what == "no name" else "there"]) == 2
     said = capsys.readouterr().err
     needed = {
-        "a file in it": "init: there is not empty (mine-0), and nothing is written over. Name a",
+        "a file in it": "init: there is not empty (mine-0), and init overwrites nothing. Name a",
         "many files in it": "is not empty (mine-0, mine-1, mine-2 and 2 more)",
         "a file": "init: there cannot be made: File exists. Name a new folder: bigtrain init first",
         "no name": "cannot be made: embedded null byte",

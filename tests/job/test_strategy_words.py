@@ -1,4 +1,4 @@
-"""Strategies by words: what they resolve to, in what order, and what is said when they clash."""
+"""Strategies by words: their meaning, their order, and the messages if they clash."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ALIASES = {
         "offload": {"name": "offload", "optimizer": "cpu", "parameters": "cpu"},
     },
 }
-"""What presets that combine others were before they became words for these."""
+"""The meaning of presets that combine others, before they were written as words."""
 SMALL = [
     "model.args={num_layers: 2, width: 16, num_heads: 2, sequence_length: 16}",
     *("data.name=synthetic", "data.args.kind=language", "train.global_batch_size=8"),
@@ -147,7 +147,7 @@ def test_words_lie_over_the_job_and_keys_over_the_words(tmp_path: Path) -> None:
     job = load_job(config, f"1f1b+fsdp+{mesh}", ["strategy.recompute.every=2", "train.seed=4"])
     assert (job.mesh.pp, job.train.seed, job.strategy.name) == (4, 4, "1f1b+fsdp+mine")
     assert [*roles(job)] == ["cut", "replicate", "recompute"]
-    # What a file says itself lies over what its words say.
+    # A file's own keys override those of its words.
     own = write(tmp_path, "strategy: 1f1b_fsdp\nmesh: {pp: 4}\n")
     assert load_job(None, own).mesh.pp == 4
     own = write(tmp_path, "strategy: {name: fsdp+selective, recompute: {every: 2}}\n")
@@ -211,7 +211,7 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
         ("auto+full", "names auto, which chooses the whole strategy"),
         ("autotp", "--strategy: autotp was removed. Use --strategy tensor (or zero1_torch+tensor"),
         ("autotp+full", "--strategy autotp+full: autotp was removed. Use --strategy tensor"),
-        ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Near it: "),
+        ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Similar "),
         ("DDP+full", "unknown 'DDP', did you mean 'ddp'?"),
         ("mylib:Net+full", "Use strategy.replicate=mylib:Net (or its role)"),
         ("every_x", "unknown 'every_x', did you mean 'every'?"),
@@ -278,7 +278,7 @@ def test_a_path_with_a_plus_in_it_is_a_file(tmp_path: Path) -> None:
 
 
 def techniques(plan: Plan) -> dict[str, object]:
-    """Names and options, with what a schedule means by a number that is left out."""
+    """Names and options, with a schedule's default for a number that is left out."""
     found = {role: (t.name, t.model_dump()) for role, t in plan.techniques.items()}
     if "cut" in found:
         found["cut"][1].update(stages_per_rank=plan.techniques["cut"].per_rank(), at=())

@@ -15,16 +15,16 @@ from bigtrain.units import MIB
 
 CPU = torch.device("cpu")
 LIMIT = 4096 * MIB
-"""More than may lie free in the heap of a process that ran other tests; hardly any is touched."""
+"""More than is free in the heap of a process that ran other tests; hardly any is touched."""
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kept by Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture
 def cap():
     """A cap, which is taken away again."""
     gc.collect()  # what earlier tests left behind may go at any moment, and be a GiB
-    with MemoryMeter(CPU, 1).step():  # imports what a dispatch mode needs
+    with MemoryMeter(CPU, 1).step():  # imports the modules of a dispatch mode
         torch.empty(8)
     made = MemoryCap(LIMIT, CPU)
     yield made
@@ -33,7 +33,7 @@ def cap():
 
 
 def soft_limit() -> int:
-    """What the kernel allows this process now."""
+    """The kernel's current limit for this process."""
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 

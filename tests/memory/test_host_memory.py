@@ -1,4 +1,4 @@
-"""What is free: the file system's answer, the kernel's, and the limits of control groups."""
+"""Free space and memory: by the file system, the kernel, and the limits of control groups."""
 
 from __future__ import annotations
 

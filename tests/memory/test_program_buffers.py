@@ -10,7 +10,7 @@ from bigtrain.memory.tracker import StorageTracker
 
 
 def make(rows: int) -> torch.Tensor:
-    """As a program of inductor does: by what it looks up when it is loaded."""
+    """As a program of inductor does: with the functions that it looks up when it is loaded."""
     return torch._C._dynamo.guards._empty_strided_cpu((rows, 4), (4, 1), torch.float32)
 
 

@@ -69,7 +69,7 @@ def test_a_storage_resized_in_place_is_counted_at_its_new_size():
     assert tracker.peak_bytes == 3 * MB
     assert tracker.timeline().peak().breakdown.parameters == 3 * MB
     before = x.untyped_storage().nbytes()
-    x.untyped_storage().resize_(before + 5)  # outside the window nobody is told
+    x.untyped_storage().resize_(before + 5)  # outside the window nothing is reported
     assert tracker.live_bytes == 0
 
 
@@ -131,12 +131,12 @@ def test_fake_tensors_have_the_same_timeline_as_real_ones():
         loss = net(x).square().sum()
         loss.backward()
     assert fake.live_bytes == (2 * 100 * 50 + 77 * 100 + 1) * 8
-    assert unmoved.peak_bytes == 0  # a run counts no fake tensors, whoever makes them
+    assert unmoved.peak_bytes == 0  # a run counts no fake tensors
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells, others do not")
 def test_the_process_peak_sees_what_came_and_went():
-    # In a process of its own: one that has worked for long reuses memory that it has freed.
+    # In a new process: an old one reuses memory that it has freed.
     program = """
 import torch
 from bigtrain.memory.meter import ProcessPeak

@@ -46,7 +46,7 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
     assert job.strategy.name == "planned"
     assert job.mesh.dp * (job.mesh.pp or 1) == 4
     assert "<svg" in (here / "front.svg").read_text()
-    # Again, on its own plan: it says so.
+    # Again: it says that it replaces its own plan.
     assert main(words) == 0
     assert "plan: plan.yaml (replaces an older one)" in capsys.readouterr().out
 
@@ -128,7 +128,7 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
     [
         (["--devices", "0"], r"--devices 0: at least 1 is needed. Use --devices 8"),
         (["--devices", "-3"], r"--devices -3: at least 1"),
-        (["--memory", "1GiB"], r"--memory 1073741824 .* below what a process .* takes"),
+        (["--memory", "1GiB"], r"--memory 1073741824 .* less than a process .* takes"),
         (
             ["--cap", "1KiB"],
             r"--cap 1024 \(1.0 KiB\) leaves nothing .* --cap 538\.9MiB or more",
@@ -187,7 +187,9 @@ def test_an_option_that_cannot_be_is_refused(words: list[str], capsys: Any) -> N
     with pytest.raises(SystemExit) as ended:
         main([*words, *SMALL])
     assert ended.value.code == 2
-    assert "give one of them" in (said := capsys.readouterr().err) or "no option --nodes" in said
+    assert (
+        "Leave one of them out" in (said := capsys.readouterr().err) or "no option --nodes" in said
+    )
 
 
 def test_auto_chooses_says_why_and_the_run_follows(here: Path) -> None:
@@ -216,4 +218,4 @@ def test_auto_and_a_plan_are_two_answers(here: Path) -> None:
     command = [interpreter(), "-m", "bigtrain", "train", "--strategy", "auto", "--plan", "x.yaml"]
     done = run([*command, *SMALL])
     assert done.status == 2
-    assert "Leave one out" in done.output
+    assert "Leave one of them out" in done.output

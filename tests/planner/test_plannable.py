@@ -1,4 +1,4 @@
-"""A technique is planned with by what it says of itself: ours, and one that a user brings."""
+"""The planner searches a technique by its own description: bigtrain's, and a user's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ APART = [
     for module in sources()
     if module.split(".")[0] in ("costs", "planner", "prediction") and module not in KNOWS
 ]
-"""What records, replays, searches and weighs techniques without knowing one."""
+"""The rooms that record, replay, search and compare techniques without naming one."""
 SMALL = [
     "model.name=gpt",
     "model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 16}",
@@ -42,7 +42,7 @@ SMALL = [
 
 
 PLAIN = {"tensor", "every"}
-"""Names that sentences have as words, too: by itself such a word is the name."""
+"""Names that are also words of sentences: alone, such a word is the name."""
 
 
 def words_of(node: ast.AST) -> set[str]:
@@ -69,7 +69,7 @@ def test_what_plans_names_no_technique_engine_or_preset(module):
     names |= {
         name for table in (*TECHNIQUES.values(), *TECHNIQUE_ALIASES.values()) for name in table
     }
-    # Schedules are pure orders, what blocks keep is no technique's alone, offload is a role.
+    # Schedules are orders, recompute policies belong to several techniques, offload is a role.
     names -= {*SCHEDULES, *get_args(BlockPolicy), "offload"}
     code = tree(sources()[module])
     assert not words_of(code) & names

@@ -30,7 +30,7 @@ from bigtrain.timing.step_time import MicroBatchSeconds, StepSeconds, StepTimer
 from bigtrain.units import GIB, MIB, format_count
 
 WHOLE_LAYERS = ["mesh.tp=1"]
-"""What is searched with slices, too, is in test_tensor_axis.py."""
+"""Searches with slices are in test_tensor_axis.py."""
 NODE = load_cluster("a100-node")
 
 
@@ -106,7 +106,7 @@ def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -
             assert found is not None
             peaks.append(found.peak().bytes)
         schedule = one.candidate.schedule or ""
-        if "zero_bubble" in schedule:  # halves of a backward pass are not taken apart: no less
+        if "zero_bubble" in schedule:  # the backward pass is not split: no less
             assert max(peaks) <= one.peak.bytes * 1.015
         else:
             assert one.peak.bytes == pytest.approx(max(peaks), rel=0.01), one.candidate
@@ -144,7 +144,7 @@ MANY_BLOCKS = [
 def test_many_blocks_are_forecast_as_each_of_them(
     deep: PlannedAnswer, candidate: Candidate, share: float
 ) -> None:
-    """Rows of equal blocks and stages that are alike are not laid out one by one."""
+    """Equal blocks and equal stages are not evaluated one by one."""
     judge = deep.search.evaluator
     plan = judge.plan_of(candidate)
     judged = judge.evaluate(candidate, plan, 2**40)
@@ -191,14 +191,14 @@ def test_backward_passes_in_two_parts_are_forecast_as_such(
     for rank, peak in judged.peaks.items():
         found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
-        own = found.peak().bytes  # the head's weights may be done earlier than they are taken to be
+        own = found.peak().bytes  # the head's weight gradients may be earlier than assumed
         assert 0.998 * own <= peak.bytes <= 1.03 * own, rank
     for rank in set(range(candidate.pp)) - set(judged.peaks):  # was not looked at, and needn't be
         found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         assert found.peak().bytes <= 1.002 * judged.peak.bytes, rank
     tight = judge.evaluate(candidate, judge.plan_of(candidate), int(judged.peak.bytes * 0.9))
-    assert isinstance(tight, RejectedPlan)  # computed again in both parts a block would hold more
+    assert isinstance(tight, RejectedPlan)  # recomputed in both parts a block would hold more
 
 
 def test_a_plan_that_a_run_would_refuse_for_its_cut_is_none(deep: PlannedAnswer) -> None:
@@ -233,7 +233,7 @@ def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None
 
 
 def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
-    """Also where forecasts are enlarged by a margin; a MiB less than what is named does not do."""
+    """Also with a margin; a MiB less than the named memory is not enough."""
     margin = {"margins": {"torch": 0.05}}
     planned = ask(question(2, 1 * MIB, **margin))
     assert planned.result.best == []
@@ -305,9 +305,9 @@ def test_a_cap_on_a_gpu_leaves_room_for_workspaces_and_segments() -> None:
     assert on_gpu.for_tensors == int(10 * GIB * 0.95) - 256 * MIB
     assert on_cpu.for_tensors == int(10 * GIB * 0.95) - 8 * MIB
     assert said == "of the cap 768.0 MiB are reserved for memory other than tensors"
-    assert Limit(on_gpu.memory_for(on_gpu.for_tensors), beside=on_gpu.beside).for_tensors >= (
-        on_gpu.for_tensors
-    )
+    assert Limit(
+        on_gpu.memory_for(on_gpu.for_tensors), non_tensor_bytes=on_gpu.non_tensor_bytes
+    ).for_tensors >= (on_gpu.for_tensors)
 
 
 def test_what_is_in_the_way_has_its_number(roomy: PlannedAnswer) -> None:

@@ -1,4 +1,4 @@
-"""Rows of the plan table that look the same are told apart."""
+"""Rows of the plan table that look the same show what distinguishes them."""
 
 from __future__ import annotations
 

@@ -194,10 +194,12 @@ WIDE = "model.args={num_layers: 2, width: 8192, num_heads: 64, sequence_length: 
 def test_slices_that_hold_more_and_are_hardly_faster_are_left_out(
     words: list[str], is_left_out: bool
 ) -> None:
-    """Of a small model stretches take longer, as they have more kernels: both are said."""
+    """In a small model sequence shards take longer, as they have more kernels: both are listed."""
     answer = asked(2**40, 8, *words, tp=8).result
     left_out = [
-        one for one in answer.rejected if "no smaller, and no faster but for 3%" in one.reason
+        one
+        for one in answer.rejected
+        if "uses no more memory and is at most 3% slower" in one.reason
     ]
     labels = {one.candidate.label for one in answer.best}
     assert {one.candidate.label for one in left_out} == ({"tensor"} if is_left_out else set())

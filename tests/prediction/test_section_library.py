@@ -20,14 +20,12 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy, Loss
-from bigtrain.memory.timeline import Timeline
 from bigtrain.models import make_model
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.fake_runs import runs
 from bigtrain.prediction.fake_runs.runs import resize_micro_batch
-from bigtrain.prediction.fake_runs.shared_blocks import same_work
 from bigtrain.prediction.predict import forecast_rank, forecast_rank_step, forecast_step
 from bigtrain.prediction.profile_model import make_profile
 from bigtrain.prediction.record_sections import record_sections
@@ -320,60 +318,3 @@ def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, 
             assert mine.passes == real.passes
         assert (mine.forward.nbytes == real.forward.nbytes).all()
         assert (mine.backward.nbytes == real.backward.nbytes).all()
-
-
-def by_step(step: Timeline) -> list[tuple[Any, ...]]:
-    """The storages of a step, with ticks from its beginning on."""
-    begin = step.phases[0][0]
-    return [(s.nbytes, s.kind, s.birth - begin, s.death - begin) for s in step.spans]
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "blocks"),
-    [
-        ("gpt", "tensor", [3, 2, 2]),
-        ("gpt", "tensor_sequence", [3, 2, 2, 2, 2]),
-        ("gpt", "zero1_torch bf16", [3, 3, 3]),  # embeddings and their sum end with the first one
-        ("gpt", "tensor bf16", [3, 3, 3]),
-    ],
-)
-def test_blocks_between_are_not_run_where_they_are_as_the_first(name, words, blocks, monkeypatch):
-    """All runs but the first one, unless autocast converts what it has not yet: bytes and work."""
-    strategy, _, precision = words.partition(" ")
-    keys: dict[str, Any] = {"train.global_batch_size": 8}
-    keys |= {"mesh.tp": 2} if strategy.startswith("tensor") else {}
-    keys |= {"train.precision": precision} if precision else {}
-    plan = make_plan(job_from_keys(strategy, keys), 2, "cpu")
-    asked = [(2, "keep"), (2, "full"), (2, "selective")]
-    asked += [(1, "keep"), (1, "full")] if plan.tp > 1 else []  # one sequence is cut otherwise
-    make, batch, loss = MODELS[name]
-    optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
-    recorded: list[int] = []
-
-    def noted(*given: Any, **options: Any) -> Any:
-        recorded.append(len(given[1]))
-        return record_sections(*given, **options)
-
-    def found() -> list[ModelSections]:
-        with torch.device("meta"):
-            model = make()
-        library = SectionLibrary(model, batch, lambda *_: loss, optimizer, CPU)
-        return [library.model_sections(plan, rows, choice) for rows, choice in asked]
-
-    monkeypatch.setattr(runs, "record_sections", noted)
-    short = found()
-    assert recorded == blocks
-    monkeypatch.setattr(runs.FakeRuns, "_without_middles", lambda *_: ())
-    whole = found()
-    assert recorded[len(blocks) :] == blocks[:1] * len(blocks)
-    for mine, real in zip(short, whole, strict=True):
-        assert by_step(mine.base.step) == by_step(real.base.step)
-        assert same_work(mine.base.step_work, real.base.step_work)
-        assert mine.base.state_slots == real.base.state_slots
-        for one, other in zip(mine.sections, real.sections, strict=True):
-            assert (one.name, one.tensors) == (other.name, other.tensors)
-            assert one.exchanges == other.exchanges
-            assert same_work(one.forward, other.forward)
-            assert same_work(one.backward, other.backward)
-            if not plan.converts_parameters:  # what autocast frees together goes in any order
-                assert one.passes == other.passes

@@ -1,4 +1,4 @@
-"""What a run is, as its first lines say it; and what a step is."""
+"""The first lines of a run, and the lines of its steps."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def result(step: int) -> StepResult:
 
 
 class Log:
-    """A log of one process in a folder, and what it prints."""
+    """A log of one process in a folder, and its output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ def test_steps_that_are_done_again_stand_there_once(log: Log, first: int) -> Non
     with log.open(first) as writer:
         for step in range(first + 1, 6):
             writer.step(result(step))
-    # What was not written before a checkpoint cannot be had back.
+    # Lines that were not written before a checkpoint are lost.
     assert log.steps() == [n for n in (1, 2, 3, 4, 5) if n <= min(first, 3) or n > first]
     validation = (log.folder / "validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in validation] == [1, 2, 3][:first]
@@ -150,7 +150,7 @@ def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated to 0 bytes", "replaced"])
-def test_a_file_that_others_change_is_said_and_gone_on_with(log: Log, how: str) -> None:
+def test_a_file_that_others_change_is_reported_and_continued(log: Log, how: str) -> None:
     path = log.folder / "metrics.jsonl"
     with log.open() as writer:
         writer.step(result(1))

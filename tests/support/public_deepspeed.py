@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Section = dict[str, Any]
-NO_FP16 = "fp16.enabled=true: there is no fp16 here"
+NO_FP16 = "fp16.enabled=true: fp16 is not supported"
 _CPU = {"device": "cpu"}
 _PINNED = {"device": "cpu", "pin_memory": True}
 
@@ -393,7 +393,7 @@ FILES: dict[str, PublicFile] = {
             "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"},
             "dynamic_train": {"random_ltd": {"enabled": True, "total_layer_num": 12}},
         },
-        "dynamic_train is no key of DeepSpeed's",
+        "dynamic_train is not a key of DeepSpeed",
     ),
     "DeepSpeedExamples, CIFAR": PublicFile(
         "microsoft/DeepSpeedExamples cifar/ds_config.json",
@@ -438,7 +438,7 @@ FILES: dict[str, PublicFile] = {
             **{"gradient_clipping": 1.0, "fp16": {"enabled": True}},
         },
         NO_FP16,
-        "optimizer.type=OnebitAdam is none of a job's",
+        "optimizer.type=OnebitAdam is not supported",
     ),
     "DeepSpeedExamples, Megatron": PublicFile(
         "microsoft/DeepSpeedExamples Megatron-LM/scripts/ds_zero2_config.json",

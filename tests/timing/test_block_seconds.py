@@ -1,4 +1,4 @@
-"""Blocks timed on the machine at hand, and what the planner makes of them."""
+"""Blocks timed on this machine, and the planner's use of their seconds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def request(job: Job, *rows: int, seconds: float = 60.0) -> BlockRequest:
 def test_every_section_of_a_model_is_timed_and_the_sum_is_the_whole(job):
     one, two = time_blocks(job, request(job, 1, 2), RunContext.alone())
     assert (one.rows, two.rows) == (1, 2)
-    assert len(one.sections) == len(two.sections) == 2 + 3  # six blocks that are alike are three
+    assert (
+        len(one.sections) == len(two.sections) == 2 + 3
+    )  # six equal blocks are shortened to three
     assert all(forward > 0 and backward > 0 for forward, backward in one.sections)
     assert 0 < one.update < 5
     assert set(one.shares) == {"split", "selective", "full"}
@@ -102,7 +104,7 @@ def test_the_seconds_of_a_micro_batch_are_all_dealt_out(crosswise):
     moments = dict(reversed(stopwatch._moments))
     assert update == moments["updated"] - moments["back"]
     assert sum(map(sum, sections)) == pytest.approx(moments["back"] - moments["start"])
-    # What is before the blocks, the blocks, what is after them; or all in one.
+    # Before the blocks, the blocks, after the blocks; or the whole model as one.
     assert len(sections) == (1 if crosswise else 4)
 
 
@@ -122,7 +124,7 @@ def timed_as(
     rows: int,
     factors: dict[str, float],
 ) -> BlockSeconds:
-    """What a machine would tell on which sections take so many times what rates say."""
+    """The times of a machine on which sections take so many times the predicted seconds."""
     model = section_library.model_sections(plan, rows, "keep")
     keys = section_keys(model.sections)
     at = {key: n for n, key in enumerate(keys)}
@@ -158,12 +160,12 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     found = slowdowns(timed, 1.0, section_library._runs._model, sections_at, timer)
     assert found.rows == (1, 4)
     assert found.update == pytest.approx(5)
-    for name in names[1:-1]:  # all blocks between the ends are as the one that stands for them
+    for name in names[1:-1]:  # all blocks between the ends equal the one that was timed
         expected = factors.get(name, 4.0)
         assert found.at(1)[name] == pytest.approx((expected, 2 * expected))
         assert found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
         assert found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
-    # Ranks that took turns were timed twice as long as one that has a core.
+    # Two ranks on one core were timed twice as long as one rank on a core.
     crowded = slowdowns(timed, 2.0, section_library._runs._model, sections_at, timer)
     assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
     kept = section_library.model_sections(plan, 1, "keep")
@@ -172,12 +174,12 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     plain = timer.pass_seconds(section_library.model_sections(plan, 1, "keep").sections)
     assert 2 * plain.forward < seconds.forward < 7 * plain.forward
     assert 4 * plain.backward < seconds.backward < 14 * plain.backward
-    # A block that is computed again takes what it was seen to, beside one that is not.
+    # A recomputed block takes its timed share of the seconds of one that is not.
     full = found.applied(section_library.model_sections(plan, 1, "full"), kept, "full", 1, timer)
     once, again = (timer.pass_seconds([each.sections[2]]) for each in (whole, full))
     assert again.forward == pytest.approx(1.1 * once.forward)
     assert again.backward == pytest.approx(1.6 * once.backward)
-    # Of a model whose blocks could not be told apart, all share what the whole took.
+    # If only the whole model was timed, all blocks share its slowdown.
     one = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
     alike = slowdowns([one], 1.0, section_library._runs._model, sections_at, timer)
     assert len({round(forward, 6) for forward, _ in alike.at(1).values()}) == 1
@@ -284,11 +286,11 @@ def test_blocks_of_a_busy_machine_are_marked_and_timed_again_by_another_launch(
     seconds, source = asked("a", 1.5)
     assert seconds == 0.1
     assert source.endswith(
-        ", while other programs used 1.5 of the 2 cores: they are timed again the next time"
+        ", while other programs used 1.5 of the 2 cores: the next run times them again"
     )
     assert asked("a", 0.0) == (seconds, source)  # the other ranks of the launch plan by the same
     assert asked("b", 0.0) == (0.2, "blocks timed on this machine, 1 rows, 2 at once")
-    assert asked("c", 1.5) == asked("b", 0.0)  # nothing is timed: what is kept is good
+    assert asked("c", 1.5) == asked("b", 0.0)  # nothing is timed: the cached times are valid
 
 
 OTHERS = {"others_cores": 0.0, "launch": "a"}
@@ -304,15 +306,15 @@ GOOD = {"rows": 1, "sections": [[0.1, 0.2]], "update": 0.3, "trained": 7, "share
         ({"timed": [GOOD], "sizes": [math.inf]}, "no lists of times and sizes"),
         ({"timed": [GOOD], "sizes": [True]}, "no lists of times and sizes"),
         ({"timed": {}, "sizes": [1]}, "no lists of times and sizes"),
-        ({"timed": [GOOD], "sizes": [1], "launch": "a"}, "what others did meanwhile"),
-        ({"timed": [GOOD], "sizes": [1], **OTHERS, "others_cores": -1.0}, "what others did"),
+        ({"timed": [GOOD], "sizes": [1], "launch": "a"}, "the load of other programs"),
+        ({"timed": [GOOD], "sizes": [1], **OTHERS, "others_cores": -1.0}, "the load of other"),
         ({"timed": [[1]], **SIZES}, "an entry has other figures"),
         ({"timed": [{**GOOD, "more": 1}], **SIZES}, "an entry has other figures"),
         ({"timed": [{**GOOD, "shares": []}], **SIZES}, "its shares no object"),
         ({"timed": [{**GOOD, "shares": {"split": [1]}}], **SIZES}, "no pairs"),
         (
             {"timed": [{**GOOD, "shares": {"other": [1, 1]}}], "sizes": [1], **OTHERS},
-            "of other ways",
+            "of unknown variants",
         ),
         (
             {"timed": [{**GOOD, "sections": [[0.1, "x"]]}], "sizes": [1], **OTHERS},
@@ -352,7 +354,7 @@ def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():
 
 @pytest.mark.full
 def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
-    """In processes of their own, as a user has it."""
+    """In separate processes, as for a user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     work = open_setup(job, make_plan(job, 1, "cpu")).workload
     timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,), SCRIPT)

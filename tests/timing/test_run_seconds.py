@@ -44,7 +44,7 @@ def cluster(ranks: int) -> Cluster:
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch, tmp_path):
-    """Of this machine: those of a file; no block was timed."""
+    """The rates of this machine are those of a file; no block was timed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda ranks, _: cluster(ranks))
 
@@ -64,7 +64,7 @@ def forecast(job: Job, setup: RunSetup, nodes: int = 1) -> StepForecast:
     ("pp", "tp", "schedule"),
     [(1, 1, None), (2, 1, "interleaved_1f1b"), (1, 2, None), (2, 2, "1f1b")],
 )
-def test_a_run_of_a_plan_is_said_to_take_what_the_planner_says(pp, tp, schedule):
+def test_a_run_is_predicted_as_the_planner_predicts_its_plan(pp, tp, schedule):
     ranks = max(2, pp * tp)
     job, setup = setup_of("single", 1)
     work, engines = setup.workload, ("torch",)
@@ -85,14 +85,14 @@ def test_a_run_of_a_plan_is_said_to_take_what_the_planner_says(pp, tp, schedule)
     assert found.basis == "rates"
 
 
-def test_what_is_computed_again_takes_its_time():
+def test_recomputation_takes_its_time():
     job, setup = setup_of("single", 1, "strategy.recompute=full")
     kept = forecast(job, replace(setup, resolved=replace(setup.resolved, policies={})))
     again = forecast(job, setup)
     assert kept.seconds < again.seconds < 1.4 * kept.seconds
 
 
-def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
+def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
     job, setup = setup_of("1f1b", 2, "strategy.cut.at=[blocks.2.mlp]")
     clock = RunClock(job, setup.resolved, setup.workload, StepTimer(cluster(2)))
     sections = clock._sections("keep").sections
@@ -101,16 +101,16 @@ def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
     attention, mlp = 8 * width**2 + 4 * length * width, 16 * width**2
     assert (begin, end) == (0, 2 + 4)
     assert edge == pytest.approx(3 + attention / (attention + mlp))
-    paces = [clock._stage_seconds(sections, *each) for each in ((begin, edge), (edge, end))]
+    seconds = [clock._stage_seconds(sections, *each) for each in ((begin, edge), (edge, end))]
     whole = clock._stage_seconds(sections, begin, end)
-    assert sum(pace.total for pace in paces) == pytest.approx(whole.total)
+    assert sum(one.total for one in seconds) == pytest.approx(whole.total)
     assert forecast(job, setup).parts["compute"] == pytest.approx(
-        setup.plan.batch.accumulation_steps * max(pace.total for pace in paces)
+        setup.plan.batch.accumulation_steps * max(one.total for one in seconds)
     )
 
 
 def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
-    """A slice has half of the products; what stands between two of them hides behind nothing."""
+    """A slice has half of the products; the exchanges between them overlap with nothing."""
     words = ("train.micro_batch_size=2", "model.chunked_loss=false", "model.args.width=512")
     here = cluster(2)
     seconds = {}
@@ -122,8 +122,8 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
             for one in profile.exchanges
         ]
         seconds[name] = forecast(job, setup).parts
-        # Two there and two back in each of four blocks; again the first, as far as it is needed.
-        # Then for the vocabulary: what is looked up, two sums of the loss, the head's input back.
+        # Two forward and two backward in each of four blocks; recomputation repeats the first.
+        # For the vocabulary: the embedding, two sums of the loss, the gradient of the head's input.
         assert len(sent) == 4 * (4 if name == "plain" else 5) + 4
         assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
         whole_job, whole = setup_of("single", 1, *words, *more)
@@ -133,7 +133,7 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
     assert seconds["again"]["exchange"] > seconds["plain"]["exchange"]
 
 
-def test_who_cannot_be_timed_is_told_why(monkeypatch):
+def test_a_run_without_a_prediction_has_the_reason(monkeypatch):
     job, setup = setup_of("ddp", 2)
     assert "several nodes" in forecast(job, setup, nodes=2).source
     monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda *_: None)
@@ -188,7 +188,7 @@ def test_every_stage_has_whole_sections(edges, count, whole):
 
 
 def test_activations_that_move_to_the_host_take_the_time_of_the_link() -> None:
-    """By sections that were put together, of which none is computed again."""
+    """From composed sections, of which none is recomputed."""
     keys = {
         "model.name": "gpt",
         "model.args": {"num_layers": 4, "width": 128, "num_heads": 4, "vocab_size": 64},

@@ -125,7 +125,7 @@ def test_shards_of_a_state_are_updated_in_as_many_operations() -> None:
         StepTimer(CPU).update_seconds(plan_of(strategy, "cpu"), base, numbers)
         for strategy in ("ddp", "fsdp")
     )
-    assert shard == pytest.approx(whole / 8)  # as a part of what is timed
+    assert shard == pytest.approx(whole / 8)  # as part of the timed seconds
 
 
 def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
@@ -157,7 +157,7 @@ def test_one_message_has_nothing_to_hide_behind() -> None:
 
 
 def issuing(**seconds: float) -> Cluster:
-    """A core for each rank, and what it costs to issue an exchange."""
+    """A cluster with a core for each rank and these seconds to issue an exchange."""
     kinds = {
         kind: {"latency": 1e-4, "bandwidth": 1e9, "issue": issue} for kind, issue in seconds.items()
     }
@@ -170,18 +170,18 @@ def issuing(**seconds: float) -> Cluster:
 def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
     plan, base = plan_of("fsdp", "cpu"), sections().base
     profile = compose_profile(base, sections().sections)
-    paces = [MicroBatchSeconds(0.1, 0.2)]
+    stage_seconds = [MicroBatchSeconds(0.1, 0.2)]
     free, costly = (
         StepTimer(issuing(all_gather=gather, reduce_scatter=reduce)).step(
-            plan, paces, [[profile]], 0.0
+            plan, stage_seconds, [[profile]], 0.0
         )
         for gather, reduce in ((0.0, 0.0), (0.001, 0.01))
     )
-    units = 3  # two blocks, and what is in none, which is gathered once
+    units = 3  # two blocks, and the parameters outside blocks, which are gathered once
     assert costly.exchange - free.exchange == pytest.approx(5 * 0.001 + units * 0.01)
     ddp = plan_of("ddp", "cpu")
     told = [
-        StepTimer(issuing(all_reduce=issue)).step(ddp, paces, [[profile]], 0.0).exchange
+        StepTimer(issuing(all_reduce=issue)).step(ddp, stage_seconds, [[profile]], 0.0).exchange
         for issue in (0.0, 0.01)
     ]
     assert told[0] == told[1]  # it has no such hooks
@@ -190,9 +190,10 @@ def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
 def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
     plan = plan_of("1f1b", "cpu")
     profile = compose_profile(sections().base, sections().sections)
-    paces = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
+    stage_seconds = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
     free, costly = (
-        StepTimer(issuing(send=issue)).step(plan, paces, [[profile]], 0.0) for issue in (0.0, 0.01)
+        StepTimer(issuing(send=issue)).step(plan, stage_seconds, [[profile]], 0.0)
+        for issue in (0.0, 0.01)
     )
     # There and back for every micro-batch, and of the stages before and behind.
     actions = 2 * (plan.batch.accumulation_steps + plan.pp - 1)
@@ -205,9 +206,9 @@ def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
     profile = compose_profile(sections().base, sections().sections)
     crowded = issuing(send=0.01).model_dump()
     crowded["node"]["cores"] = 2
-    paces = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
+    stage_seconds = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
     timer = StepTimer(Cluster.model_validate(crowded))
-    found = timer.step(plan, paces, [[profile]], 0.0)
+    found = timer.step(plan, stage_seconds, [[profile]], 0.0)
     micro_batches = plan.batch.accumulation_steps
     sent = timer._sending(plan, [profile])
     assert found.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)

@@ -1,8 +1,7 @@
 """Runs on fake tensors of a model in which blocks that are alike stand three times at most.
 
-They are made when they are first asked for, and kept. What one run has shown, others need not: the
-blocks where the loss is another one, those between the first and the last where they are as the
-first.
+They are made when they are first asked for, and kept. Where only the loss differs, a run takes its
+blocks from another run.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.fake_runs.shared_blocks import (
     holds_beyond,
-    middles_are_first,
     with_ends_of,
-    with_middles,
 )
 from bigtrain.prediction.fake_runs.slices import (
     are_even,
@@ -97,7 +94,6 @@ class FakeRuns:
         self._runs: dict[object, tuple[RecordedSections, ...]] = {}
         self._halved: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
         self._ends: dict[object, Section] = {}
-        self._complete: dict[RunKind, tuple[RecordedSections, ...]] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         self._still_shorter: dict[object, tuple[nn.Module | None, tuple[int, ...]]] = {}
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
@@ -195,7 +191,6 @@ class FakeRuns:
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
         found = self._with_other_ends(plan, sizes, kind, loss) if kind.waiting else ()
-        found = found or self._without_middles(plan, sizes, kind, loss)
         if found:
             return found
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
@@ -214,8 +209,6 @@ class FakeRuns:
         else:
             if is_whole or any(section.name for section in recorded[0].sections):
                 self.relaid = self.relaid or recorded[-1].copies_gradient
-                if kind.choice == "keep":
-                    self._complete.setdefault(kind._replace(waiting=False), recorded)
                 return recorded
         # It does not take being shortened, or its blocks do not follow one another: from now on
         # it is run whole, if it runs so.
@@ -228,7 +221,6 @@ class FakeRuns:
             self._short[kind.cut] = shortened_before
             raise
         self._runs, self._halved, self._ends, self._laid = {}, {}, {}, {}  # of the shortened model
-        self._complete = {}
         self.changes += 1
         return recorded
 
@@ -246,48 +238,6 @@ class FakeRuns:
         ends = self._with_one_block(plan, kind, sizes, loss)
         pairs = zip(runs, ends, strict=True) if ends else ()
         return tuple(with_ends_of(run, end) for run, end in pairs)
-
-    def _without_middles(
-        self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
-    ) -> tuple[RecordedSections, ...]:
-        """A run of the first and the last of blocks that are alike: those between are as the first.
-
-        Empty where no run that keeps all has shown them to be. What autocast has converted once it
-        does not convert again: there blocks differ in ways that this does not show.
-        """
-        complete = None if plan.converts_parameters else self._complete_run(kind)
-        model, names = self._model_run(cut=kind.cut)
-        short, order = self._shorter(model, 2)
-        if complete is None or short is None:
-            return ()
-        remaining = [name for name, _ in independent_blocks(short)]
-        stands_for = {name: remaining[n] for name, n in zip(names, order, strict=True)}
-        if not all(middles_are_first(run, stands_for) for run in complete):
-            return ()
-        slices = self._slices(plan, loss, cut=kind.cut)
-        within = None if slices is None else of_shortened(slices, stands_for)
-        if (slices is None) != (within is None):
-            return ()
-        batches = [resize_micro_batch(self._example, rows) for rows in sizes]
-        policy = _with_policy(plan, kind.choice)
-        given = (self._workload(loss, short), remaining, batches, policy, self._device)
-        try:
-            found = record_sections(*given, within, contiguous_gradients=kind.contiguous_gradients)
-        except UntraceableError:
-            return ()
-        if any([s.name for s in run.sections] != ["", *remaining, ""] for run in found):
-            return ()
-        self.relaid = self.relaid or found[-1].copies_gradient
-        return tuple(with_middles(run, complete[-1], stands_for) for run in found)
-
-    def _complete_run(self, kind: RunKind) -> tuple[RecordedSections, ...] | None:
-        """A run of all the blocks that keeps all, with parameters tied as in another one.
-
-        Of blocks that keep less nobody asks what is beside them: how that is tied is nothing then.
-        """
-        usual = kind._replace(choice="keep", waiting=False)
-        ties = [usual] if kind.choice == "keep" else [usual, usual._replace(cut=not kind.cut)]
-        return next((self._complete[one] for one in ties if one in self._complete), None)
 
     def _with_one_block(
         self,

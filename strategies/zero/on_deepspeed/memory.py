@@ -95,7 +95,7 @@ def _flat(
         gradients=between_passes,
         step_gradients=shard,
         building=Breakdown() if offloads else _flat_building(profile, plan, share),
-        beside_whole=size * profile.trained_elements,
+        added_to_whole=size * profile.trained_elements,
     )
 
 

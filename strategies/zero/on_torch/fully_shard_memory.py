@@ -85,7 +85,7 @@ def forecast_fully_shard(
         passes=passes,
         step=scale_timeline(forecast.step, share * sizes.shard_width / sizes.used_width),
         gradients=0 if plan.release_gradients else trained,
-        beside_whole=sizes.first_shards(units),
+        added_to_whole=sizes.first_shards(units),
     )
 
 
