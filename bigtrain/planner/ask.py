@@ -231,7 +231,7 @@ def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[
     @cache
     def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
         return choose_loss(
-            job.model,
+            parts.model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),

@@ -40,8 +40,8 @@ class Tolerance:
 
         It is a small multiple of the measured differences (docs/internals/measured.md), which are
         of the order of the unit in the last place in fp64 and fp32, and of 2^-8 in bf16, where a
-        gradient is rounded at each addition. A loss of DeepSpeed's stage 3 differs by up to 4e-4, because it
-        rounds before it adds the bias.
+        gradient is rounded at each addition. A loss of DeepSpeed's stage 3 differs by up to 4e-4,
+        because it rounds before it adds the bias.
         """
         return {
             "fp64": cls(1e-12, 1e-9, 1e-9),
