@@ -149,12 +149,16 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
     ("make", "offered", "why"),
     [
         (Cached, {"writer", "head", "head.1", "head.2"}, "read after it by another module"),
-        (Counting, {"last", "last.1"}, r"what changes in 'scaled.calls' is needed"),
-        (ConfiguredEarly, {"head"}, "what changes in 'config.kind' is needed"),
-        (ConfiguredTaken, {"head"}, "what changes in 'config.kind' is needed"),
-        (ConfiguredFrozen, set(), "what changes in 'config.kind' is needed"),
-        (ConfiguredNamespace, {"head"}, "what changes in 'config' is needed"),
-        (ConfiguredMapping, {"writer", "head"}, "what changes in 'reader.seen' is needed"),
+        (Counting, {"last", "last.1"}, r"'scaled.calls' changes in the forward pass and is used"),
+        (ConfiguredEarly, {"head"}, "'config.kind' changes in the forward pass and is used"),
+        (ConfiguredTaken, {"head"}, "'config.kind' changes in the forward pass and is used"),
+        (ConfiguredFrozen, set(), "'config.kind' changes in the forward pass and is used"),
+        (ConfiguredNamespace, {"head"}, "'config' changes in the forward pass and is used"),
+        (
+            ConfiguredMapping,
+            {"writer", "head"},
+            "'reader.seen' changes in the forward pass and is used",
+        ),
     ],
 )
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
@@ -273,8 +277,8 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
     with pytest.raises(ConfigError) as raised:
         choose_cut(traced_model, batches[0], CutRequest(2))
     assert str(raised.value) == (
-        "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. None can "
-        "stand before 'middle' and 1 others: the model's own code does other things from call to "
+        "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. It cannot "
+        "be cut before 'middle' and 1 others: the model's own code does other things from call to "
         "call. Use a strategy without a cut."
     )
     _, traced_model, batches = traced(Case(Chain, rows))
