@@ -205,8 +205,8 @@ def traced_attributes(
                 module.__class__ = _watching_class(type(module), own, touched)
             except TypeError as error:
                 raise ConfigError(
-                    f"strategy.cut: the forward pass changes {sorted(own)} of {name!r}, whose reads "
-                    f"cannot be recorded ({error}). Use a strategy without a cut."
+                    f"strategy.cut: the forward pass changes {sorted(own)} of {name!r}, whose "
+                    f"reads cannot be recorded ({error}). Use a strategy without a cut."
                 ) from error
         yield
     finally:
