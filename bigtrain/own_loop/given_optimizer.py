@@ -1,4 +1,4 @@
-"""What a user may hand over as the optimizer, and what is said of anything else."""
+"""Check the optimizer argument of `prepare`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WHY = (
 
 
 def check_optimizer_maker(given: Any) -> None:
-    """Refuse what does not make an optimizer from parameters.
+    """Refuse an argument that does not make an optimizer from parameters.
 
     Raises:
-        ConfigError: with what to write in its place.
+        ConfigError: with the code to write instead.
     """
     if isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
@@ -48,10 +48,10 @@ def _kind(given: Any) -> str:
 
 
 def _maker_of(optimizer: torch.optim.Optimizer) -> str:
-    """What makes such an optimizer, as code to paste."""
+    """Code to paste that makes such an optimizer."""
     kind = type(optimizer)
-    home = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
-    name = f"{home}.{kind.__name__}"
+    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    name = f"{module}.{kind.__name__}"
     groups = optimizer.param_groups
     if len(groups) == 1:
         settings = _settings(kind, {**optimizer.defaults, **groups[0]})
@@ -70,8 +70,8 @@ def _maker_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _settings(kind: type, given: dict[str, Any]) -> list[str]:
-    """`lr=...` and the arguments that are not the class's own defaults."""
-    found = []
+    """`lr=...` and the arguments that differ from the defaults of the class."""
+    arguments = []
     for name, parameter in inspect.signature(kind).parameters.items():
         if (
             name != "params"
@@ -80,5 +80,5 @@ def _settings(kind: type, given: dict[str, Any]) -> list[str]:
         ):
             value = given[name]
             shown = repr(value.item() if isinstance(value, Tensor) else value)
-            found.append(f"{name}={shown}")
-    return found
+            arguments.append(f"{name}={shown}")
+    return arguments

@@ -79,7 +79,8 @@ class PipelineRunner(StepRunner):
             raise ConfigError(
                 f"strategy.replicate: {name} sets Assembly.sync, which "
                 "surrounds the micro-batches of the plain loop, and a pipeline orders them "
-                "otherwise. Let it set Assembly.average, which is called after the micro-batches everywhere."
+                "otherwise. Let it set Assembly.average, which every runner calls after the "
+                "micro-batches."
             )
         super().__init__(assembly, trained)
         self._named = trained

@@ -63,8 +63,9 @@ class DeepSpeedPipeline(Pipeline):
         if (tiers.optimizer, tiers.parameters) != ("device", "device"):
             raise ConfigError(
                 "strategy.cut.engine=deepspeed keeps all its states on the device, and "
-                f"strategy.offload asks for optimizer={tiers.optimizer} parameters={tiers.parameters}. "
-                "Leave strategy.offload out, or set strategy.cut.engine=torch."
+                f"strategy.offload asks for optimizer={tiers.optimizer} "
+                f"parameters={tiers.parameters}. Leave strategy.offload out, or set "
+                "strategy.cut.engine=torch."
             )
         require_deepspeed(
             plan.device_type, "strategy.cut.engine=deepspeed", "set strategy.cut.engine=torch"

@@ -78,7 +78,7 @@ def test_a_removed_checkpoint_is_told_of_once(
             engine.save(tmp_path)
     said = capsys.readouterr().err
     assert said.count("was removed") == 1
-    assert f"{tmp_path / 'step-1'} was removed, as those before the newest 2" in said
+    assert f"{tmp_path / 'step-1'} was removed: only the newest 2 checkpoints stay" in said
     assert "checkpoint__keep=20" in said
 
 
