@@ -50,14 +50,16 @@ class OuterCalls:
         """Whether a cut goes through a call."""
         return call < 0 or self._trace.calls[call].name in self.names
 
-    def reaches(self, value: int, shown: dict[int, list[int]], given: dict[int, list[int]]) -> bool:
+    def reaches(
+        self, value: int, frames_of: dict[int, list[int]], calls_of: dict[int, list[int]]
+    ) -> bool:
         """Whether the outer code gets a value, as the result of a function or of a whole call."""
-        if any(self.contains(frame) for frame in shown.get(value, ())):
+        if any(self.contains(frame) for frame in frames_of.get(value, ())):
             return True
         calls = self._trace.calls
         return any(
             not self.contains(call) and self.contains(calls[call].parent)
-            for call in given.get(value, ())
+            for call in calls_of.get(value, ())
         )
 
 
@@ -182,7 +184,7 @@ class CutRules:
 
     def __init__(self, trace: ForwardTrace) -> None:
         self._trace = trace
-        self.shown, self.given = visible_values(trace)
+        self.frames_of, self.calls_of = visible_values(trace)
         self._last = {storage: writes[-1].tick for storage, writes in trace.writes.items()}
         self._whole = [*trace.whole, *_changed_roots(trace)]
 
@@ -215,7 +217,7 @@ class CutRules:
         kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
         if traced.root == "input":
             return f"the input {kind} is changed in place before it, and used after it"
-        if not outer.reaches(value, self.shown, self.given):
+        if not outer.reaches(value, self.frames_of, self.calls_of):
             return (
                 f"a tensor {kind} that {self._origin(value)} is passed on past it, but not by "
                 "arguments and results: by an attribute, or by an object in which layers collect "
@@ -229,9 +231,9 @@ class CutRules:
 
     def _origin(self, value: int) -> str:
         """The module that a tensor comes from, as words for a message."""
-        givers = [call for call in self.given.get(value, ()) if self._trace.calls[call].name]
-        if givers:
-            return f"{self._trace.calls[givers[0]].name!r} returns"
+        sources = [call for call in self.calls_of.get(value, ()) if self._trace.calls[call].name]
+        if sources:
+            return f"{self._trace.calls[sources[0]].name!r} returns"
         name = self._trace.calls[max(0, self._trace.values[value].frame)].name
         return f"{name!r} makes" if name else "the model itself makes"
 

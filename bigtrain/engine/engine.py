@@ -70,7 +70,7 @@ from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
 from bigtrain.own_loop.calls import LoopCalls
 from bigtrain.own_loop.evaluation import Metrics, as_pair, check_metrics
-from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
+from bigtrain.own_loop.learning_rate import LearningRate, RateArgument
 from bigtrain.own_loop.model_inputs import set_model_inputs
 from bigtrain.own_loop.outputs import refuse_calls
 from bigtrain.own_loop.rank_rows import cut_rows
@@ -156,7 +156,7 @@ class Engine(LoopCalls):
         *,
         task: Task | None = None,
         example: MicroBatch | None = None,
-        learning_rate: GivenRate | None = None,
+        learning_rate: RateArgument | None = None,
         metrics: Metrics | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
@@ -237,7 +237,7 @@ class Engine(LoopCalls):
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
-    def _open_loop(self, learning_rate: GivenRate | None, metrics: Metrics | None) -> None:
+    def _open_loop(self, learning_rate: RateArgument | None, metrics: Metrics | None) -> None:
         """Make what a loop of the user's own has beside the runner."""
         self._metrics = check_metrics(metrics, self.task.figures)
         if self.context.pp_size > 1:

@@ -156,8 +156,8 @@ def in_step(
     while True:
         problem, batch = "", None
         try:
-            given = next(own, None)
-            batch = None if given is None else _batch(given)
+            loop_batch = next(own, None)
+            batch = None if loop_batch is None else _batch(loop_batch)
         except ConfigError as error:
             problem = str(error)
         # The rows of the batch; 0 for no more batches, -1 for a refused one.
@@ -198,24 +198,24 @@ def _borrowed(shown: MicroBatch | None, context: RunContext) -> MicroBatch | Non
     return shown or next((batch for batch in batches if batch is not None), None)
 
 
-def _batch(given: Any) -> MicroBatch:
-    inputs, targets = as_pair(given, "evaluate")
+def _batch(loop_batch: Any) -> MicroBatch:
+    inputs, targets = as_pair(loop_batch, "evaluate")
     return MicroBatch(inputs, targets, 0, count_rows(inputs, targets))
 
 
-def as_pair(given: Any, where: str) -> tuple[Any, Any]:
+def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
     """Return a batch of a loop as (inputs, targets).
 
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        return given[0], given[1]
-    shown = f"a {type(given).__name__}"
-    if isinstance(given, (tuple, list)):
-        shown += f" of {len(given)} things"
-    if isinstance(given, Mapping):
-        shown += f" with {', '.join(map(repr, list(given)[:4]))}"
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    shown = f"a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)):
+        shown += f" of {len(batch)} things"
+    if isinstance(batch, Mapping):
+        shown += f" with {', '.join(map(repr, list(batch)[:4]))}"
     raise ConfigError(
         f"{where}: got {shown}, and (inputs, targets) is needed. Take it apart, as "
         f'engine.{where}(...) of (batch["inputs"], batch["targets"]); inputs may be a dict.'

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from bigtrain.errors import ConfigError
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 
-GivenRate = float | Callable[[int], float | Sequence[float]] | Callable[[Any], Any]
+RateArgument = float | Callable[[int], float | Sequence[float]] | Callable[[Any], Any]
 """A rate; a function of the step, from 0, that returns its rate; or a function of the optimizer
 that returns a scheduler."""
 _FORMS = (
@@ -25,40 +25,40 @@ class LearningRate:
     """Sets the rate of each step on the optimizer of a loop.
 
     Args:
-        given: see `GivenRate`; None leaves the rate to the loop.
+        argument: see `RateArgument`; None leaves the rate to the loop.
         optimizer: of the loop.
 
     Raises:
         ConfigError: it is none of these, or a scheduler that the loop itself must step.
     """
 
-    def __init__(self, given: GivenRate | None, optimizer: LoopOptimizer) -> None:
+    def __init__(self, argument: RateArgument | None, optimizer: LoopOptimizer) -> None:
         self._optimizer = optimizer
         self._function: Callable[[int], float | Sequence[float]] | None = None
         self.scheduler: Any = None
-        if given is None:
+        if argument is None:
             return
-        if isinstance(given, (int, float)) and not isinstance(given, bool):
-            rate = float(given)
+        if isinstance(argument, (int, float)) and not isinstance(argument, bool):
+            rate = float(argument)
             self._set(rate)
-        elif callable(given):
-            self._take(given)
+        elif callable(argument):
+            self._take(argument)
         else:
-            raise ConfigError(f"learning_rate: got {_shown(given)}. {_FORMS}")
+            raise ConfigError(f"learning_rate: got {_shown(argument)}. {_FORMS}")
 
-    def _take(self, given: Callable[[Any], Any]) -> None:
+    def _take(self, argument: Callable[[Any], Any]) -> None:
         problem: Exception | None = None
         try:
-            first = given(0)
+            first = argument(0)
         except Exception as error:  # noqa: BLE001 - a function that makes a scheduler takes no number
             problem = error
         else:
             if _rates(first) is not None:
-                self._function = given
+                self._function = argument
                 self._set(first)
                 return
         try:
-            scheduler = given(self._optimizer)
+            scheduler = argument(self._optimizer)
         except Exception as error:
             if isinstance(error, ConfigError):
                 raise

@@ -170,14 +170,14 @@ def _word_that_gives_ones() -> int:
     ones = 0xFFFFFFFF
     y = ones ^ (ones >> 18)
     y ^= (y << 15) & 0xEFC60000
-    found = y
+    word = y
     for _ in range(5):
-        found = y ^ ((found << 7) & 0x9D2C5680)
-    y = found & ones
-    found = y
+        word = y ^ ((word << 7) & 0x9D2C5680)
+    y = word & ones
+    word = y
     for _ in range(3):
-        found = y ^ (found >> 11)
-    return found & ones
+        word = y ^ (word >> 11)
+    return word & ones
 
 
 _HIGHEST = _word_that_gives_ones()

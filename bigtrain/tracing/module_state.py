@@ -45,7 +45,7 @@ class ModuleSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._held = {
+        self._before = {
             name: {key: (value, _contents(value)) for key, value in _attributes(module)}
             for name, module in self._modules.items()
         }
@@ -54,7 +54,7 @@ class ModuleSnapshot:
         """The attributes that have changed since."""
         changed_attributes: set[Attribute] = set()
         for name, module in self._modules.items():
-            current, before = dict(_attributes(module)), self._held[name]
+            current, before = dict(_attributes(module)), self._before[name]
             for key in {*current, *before}:
                 if key not in current or key not in before:
                     changed_attributes.add((name, key))
@@ -71,13 +71,13 @@ class ModuleSnapshot:
         that changes: so fields are recorded one by one. An object that its attribute no longer
         refers to is left out.
         """
-        found: dict[int, ChangedObject] = {}
+        objects_by_id: dict[int, ChangedObject] = {}
         for name, key in sorted(self.changed()):
-            value, before = self._held[name].get(key, (None, None))
+            value, before = self._before[name].get(key, (None, None))
             contents = _contents(value)
             if contents is None or dict(_attributes(self._modules[name])).get(key) is not value:
                 continue
-            entry = found.setdefault(id(value), ChangedObject(value, set(), set()))
+            entry = objects_by_id.setdefault(id(value), ChangedObject(value, set(), set()))
             entry.holders.add((name, key))
             if fields_of(value) is not None:
                 gone = {field for field in before if field not in contents}
@@ -86,18 +86,18 @@ class ModuleSnapshot:
                     for field in contents
                     if field not in before or not _same(before[field], contents[field])
                 }
-        return list(found.values())
+        return list(objects_by_id.values())
 
     def restore(self) -> None:
         """Restore all attributes."""
         for name, key in self.changed():
-            module, held = self._modules[name], self._held[name]
+            module, before = self._modules[name], self._before[name]
             tables = [table for t in TABLES if key in (table := module.__dict__[t])]
             table = tables[0] if tables else module.__dict__
-            if key not in held:
+            if key not in before:
                 del table[key]
                 continue
-            value, contents = held[key]
+            value, contents = before[key]
             _refill(value, contents)
             if not tables and isinstance(value, Tensor):
                 table = next((t for t in (module._parameters, module._buffers) if key in t), table)
@@ -184,17 +184,19 @@ def traced_attributes(
     called: dict[Attribute, Attribute] = {}
     """One name for an object that several attributes refer to."""
     try:
-        for held in objects:
-            called |= dict.fromkeys(held.holders, min(held.holders))
-            if not held.fields:
+        for changed in objects:
+            called |= dict.fromkeys(changed.holders, min(changed.holders))
+            if not changed.fields:
                 continue
-            classes.append((held.value, type(held.value)))
+            classes.append((changed.value, type(changed.value)))
             try:
-                watching = _watching_class(type(held.value), held.names(), touched)
-                object.__setattr__(held.value, "__class__", watching)  # also of a frozen dataclass
+                watching = _watching_class(type(changed.value), changed.names(), touched)
+                object.__setattr__(
+                    changed.value, "__class__", watching
+                )  # also of a frozen dataclass
             except Exception:  # noqa: BLE001 - a class of C, or one that cannot be derived from
                 continue
-            attributes -= held.holders
+            attributes -= changed.holders
         for name in sorted({name for name, _ in attributes}):
             module = modules[name]
             own = {
@@ -309,9 +311,9 @@ def _functions(value: Any) -> list[FunctionType]:
     if isinstance(value, FunctionType):
         return [value]
     if isinstance(value, dict):
-        return [found for item in value.values() for found in _functions(item)]
+        return [function for item in value.values() for function in _functions(item)]
     if isinstance(value, (list, tuple)):
-        return [found for item in value for found in _functions(item)]
+        return [function for item in value for function in _functions(item)]
     return []
 
 

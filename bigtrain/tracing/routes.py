@@ -113,14 +113,14 @@ def _routes(model: nn.Module, example: MicroBatch, device: torch.device) -> Rout
     passes: list[_Pass] = []
     error: Exception | None = None
     for number, answer in enumerate(_PASSES):
-        found = _Pass()
+        this_pass = _Pass()
         try:
-            _run(twin, batch, answer, number, found)
+            _run(twin, batch, answer, number, this_pass)
         except Exception as failed:  # noqa: BLE001 - made-up answers may contradict each other
             error = failed
             if "numpy" in str(failed):  # a conversion to numpy needs values and is no operation
-                found.ask("numpy")
-        passes.append(found)
+                this_pass.ask("numpy")
+        passes.append(this_pass)
         if len(passes) > 1 and not any(p.question or p.drew for p in passes):
             break
     ended = [each for each in passes if each.ended]
@@ -150,16 +150,16 @@ def _routes(model: nn.Module, example: MicroBatch, device: torch.device) -> Rout
     return Routes(tuple(outermost), tuple(parameters), cause, frozenset(called))
 
 
-def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, found: _Pass) -> None:
-    """Run one forward pass and record it in `found`, also if it fails."""
+def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, this_pass: _Pass) -> None:
+    """Run one forward pass and record it in `this_pass`, also if it fails."""
     with ExitStack() as watching:
-        watching.enter_context(log_calls(twin, found))
+        watching.enter_context(log_calls(twin, this_pass))
         drew = watching.enter_context(made_up_chance(answer, seed))
-        watching.callback(lambda: setattr(found, "drew", drew()))
-        watching.enter_context(MadeUpAnswers(answer, random.Random(seed), found.ask))
+        watching.callback(lambda: setattr(this_pass, "drew", drew()))
+        watching.enter_context(MadeUpAnswers(answer, random.Random(seed), this_pass.ask))
         output = twin(batch.inputs)
-    found.reached = _reached(twin, output)
-    found.ended = True
+    this_pass.reached = _reached(twin, output)
+    this_pass.ended = True
 
 
 def _reached(twin: nn.Module, output: object) -> frozenset[str]:

@@ -146,9 +146,9 @@ def _watch_state(
         if first != second:  # ticks differ: use those of the calls around in the first run
             ticks = [edge for _, frame in touched_at for edge in _edges(recorder, frame, recorders)]
         recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(repr(label))))
-    for held in objects:
-        for owner, key in held.names().values():
-            if (owner, key) not in written and not held.holders & {*touches}:
+    for changed_object in objects:
+        for owner, key in changed_object.names().values():
+            if (owner, key) not in written and not changed_object.holders & {*touches}:
                 label = f"{owner}.{key}" if owner else key  # written past its class
                 recorder.whole.append(UncuttableRange(0, END_OF_PASS, _CHANGES.format(repr(label))))
 
@@ -273,7 +273,7 @@ class _Recorder(ForwardObserver):
         self._stack.append(len(self.calls))
         self._reach.append(set(call.argument_values))
         self.calls.append(call)
-        held = container_contents((args, kwargs))
+        contents = container_contents((args, kwargs))
         try:
             result = run(*args, **kwargs)
         except Exception:
@@ -288,7 +288,7 @@ class _Recorder(ForwardObserver):
         # In new containers: the caller may change those that were returned to it.
         call.result = map_tensors(result, lambda tensor: tensor)
         call.outputs = self.ids_of(result)
-        if container_contents((args, kwargs)) != held:
+        if container_contents((args, kwargs)) != contents:
             self.whole.append(UncuttableRange(self.clock, END_OF_PASS, _GIVEN))
         self._note_uses(call.outputs)
         self._stack.pop()

@@ -134,7 +134,7 @@ def test_autocast_gives_the_same_numbers() -> None:
         for point in points:
             cut = cut_at(found, [point.call], traced_model)
             compare(model, cut, [batch(inputs)])
-            dtypes |= {wire.dtype for wire in stages_of(cut, model)[0].outgoing(batch(inputs))}
+            dtypes |= {tensor.dtype for tensor in stages_of(cut, model)[0].outgoing(batch(inputs))}
         assert torch.bfloat16 in dtypes
 
 

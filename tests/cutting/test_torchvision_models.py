@@ -101,12 +101,12 @@ def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) ->
 
 def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
     """Stage after stage; the loss in training, else the output."""
-    wires: Any = ()
+    boundary: Any = ()
     for stage in stages:
         expected = stage.train(training).incoming(micro_batch)
-        assert [(w.shape, w.dtype) for w in wires] == [(e.shape, e.dtype) for e in expected]
-        wires = stage(*wires, micro_batch=micro_batch, scale=1.0 if training else None)
-    return wires
+        assert [(t.shape, t.dtype) for t in boundary] == [(e.shape, e.dtype) for e in expected]
+        boundary = stage(*boundary, micro_batch=micro_batch, scale=1.0 if training else None)
+    return boundary
 
 
 def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:
