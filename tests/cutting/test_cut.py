@@ -1,4 +1,4 @@
-"""What cuts own and leave, what they refuse and why, and that a stage says where it goes astray."""
+"""Cuts: the owners of tensors, refusals with reasons, and stages that leave the traced path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def unchanged(model: Any, x: Tensor) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Four layers; `interpolate_sections` is done to what the second returns."""
+    """Four layers; `between` is called with the output of the second."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
 
 
 class Swallows(nn.Module):
-    """Catches what it should not."""
+    """Catches an exception that it should pass on."""
 
     def __init__(self) -> None:
         super().__init__()

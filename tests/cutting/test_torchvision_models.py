@@ -84,7 +84,7 @@ def example(name: str) -> MicroBatch:
 
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
-    """Cuts where as much is computed and moved before as after."""
+    """Cuts into stages with equal FLOPs and bytes."""
     found, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
     there = {(point.name, point.number) for point in legal_points(evaluated)[0]}

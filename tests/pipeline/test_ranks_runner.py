@@ -1,4 +1,4 @@
-"""Pipelines of every schedule: the numbers of one process, failures, peaks, what is in flight."""
+"""Pipelines of every schedule: the numbers of one process, failures, micro-batches in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines on fairscale and on DeepSpeed: what is refused."""
+"""Options that pipelines on fairscale and on DeepSpeed refuse."""
 
 from __future__ import annotations
 
