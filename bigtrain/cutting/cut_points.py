@@ -90,7 +90,7 @@ class KnownValues:
     """The values that every stage has at a tick without receiving them."""
 
     def __init__(self, trace: ForwardTrace, outer: OuterCalls, tick: int) -> None:
-        self._trace, self._spine, self._tick = trace, outer, tick
+        self._trace, self._outer, self._tick = trace, outer, tick
         self._known: dict[int, bool] = {}
 
     def has(self, value: int) -> bool:
@@ -102,12 +102,12 @@ class KnownValues:
 
     def _computed(self, value: int) -> bool:
         traced = self._trace.values[value]
-        if not traced.root and not (traced.known and self._spine.contains(traced.frame)):
+        if not traced.root and not (traced.known and self._outer.contains(traced.frame)):
             return False
         if traced.root not in ("", "input", "constant"):
             return False
         return all(self.has(source) for source in traced.sources) and all(
-            self._spine.contains(write.frame)
+            self._outer.contains(write.frame)
             and not write.random
             and all(self.has(source) for source in write.sources)
             for write in self._trace.writes.get(storage_id(traced), ())

@@ -161,6 +161,7 @@ class PipelineRunner(StepRunner):
             loop = self._loop(part, in_schedule=in_schedule > 0)
             self._worker.begin(part, scale, final=final and num_done == len(group))
             losses += loop.run()
+            self._worker.end()
         return losses
 
     def _largest(self, available: int) -> int:
@@ -238,6 +239,7 @@ class PipelineRunner(StepRunner):
         self._worker.begin([placed])
         with torch.no_grad():
             outputs = loop.run()
+        self._worker.end()
         return (outputs[0], placed.targets) if outputs else None
 
     def state(self) -> dict[str, StateTensor]:
