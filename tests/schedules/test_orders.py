@@ -162,7 +162,10 @@ def test_a_schedule_that_never_ends():
         (("dualpipev", 2, 3, 4), r"dualpipev has 2 stages on each rank, not 3"),
         (("1f1b", 4, 1, 3), r"1f1b with mesh.pp=4 needs at least 4 micro-batches .* are 3"),
         (("dualpipev", 2, 2, 3), r"needs at least 4 micro-batches"),
-        (("interleaved_1f1b", 2, 2, 5), r"2 equal rounds, and 5 micro-batches .* Use 4 micro-batches"),
+        (
+            ("interleaved_1f1b", 2, 2, 5),
+            r"2 equal rounds, and 5 micro-batches .* Use 4 micro-batches",
+        ),
     ],
 )
 def test_refusals(arguments, message):
