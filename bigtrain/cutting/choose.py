@@ -19,7 +19,7 @@ from bigtrain.tracing.records import ForwardTrace
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device does in one second."""
+    """Rates of a device, in one second."""
 
     flops: float
     nbytes: float

@@ -90,7 +90,7 @@ class Cut:
                     raise ConfigError(
                         f"strategy.cut: stage {used[-1]} uses {name!r} "
                         f"{'in training' if training else 'in evaluation'} with these shapes, and "
-                        f"stage {self.owners[name][0]} has it. Name other places in "
+                        f"stage {self.owners[name][0]} owns it. Name other places in "
                         "strategy.cut.at."
                     )
             return stage_program

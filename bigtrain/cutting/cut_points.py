@@ -50,14 +50,16 @@ class OuterCalls:
         """Whether a cut goes through a call."""
         return call < 0 or self._trace.calls[call].name in self.names
 
-    def reaches(self, value: int, shown: dict[int, list[int]], given: dict[int, list[int]]) -> bool:
+    def reaches(
+        self, value: int, frames_of: dict[int, list[int]], calls_of: dict[int, list[int]]
+    ) -> bool:
         """Whether the outer code gets a value, as the result of a function or of a whole call."""
-        if any(self.contains(frame) for frame in shown.get(value, ())):
+        if any(self.contains(frame) for frame in frames_of.get(value, ())):
             return True
         calls = self._trace.calls
         return any(
             not self.contains(call) and self.contains(calls[call].parent)
-            for call in given.get(value, ())
+            for call in calls_of.get(value, ())
         )
 
 
@@ -88,7 +90,7 @@ class KnownValues:
     """The values that every stage has at a tick without receiving them."""
 
     def __init__(self, trace: ForwardTrace, outer: OuterCalls, tick: int) -> None:
-        self._trace, self._spine, self._tick = trace, outer, tick
+        self._trace, self._outer, self._tick = trace, outer, tick
         self._known: dict[int, bool] = {}
 
     def has(self, value: int) -> bool:
@@ -100,12 +102,12 @@ class KnownValues:
 
     def _computed(self, value: int) -> bool:
         traced = self._trace.values[value]
-        if not traced.root and not (traced.known and self._spine.contains(traced.frame)):
+        if not traced.root and not (traced.known and self._outer.contains(traced.frame)):
             return False
         if traced.root not in ("", "input", "constant"):
             return False
         return all(self.has(source) for source in traced.sources) and all(
-            self._spine.contains(write.frame)
+            self._outer.contains(write.frame)
             and not write.random
             and all(self.has(source) for source in write.sources)
             for write in self._trace.writes.get(storage_id(traced), ())
@@ -182,7 +184,7 @@ class CutRules:
 
     def __init__(self, trace: ForwardTrace) -> None:
         self._trace = trace
-        self.shown, self.given = visible_values(trace)
+        self.frames_of, self.calls_of = visible_values(trace)
         self._last = {storage: writes[-1].tick for storage, writes in trace.writes.items()}
         self._whole = [*trace.whole, *_changed_roots(trace)]
 
@@ -215,7 +217,7 @@ class CutRules:
         kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
         if traced.root == "input":
             return f"the input {kind} is changed in place before it, and used after it"
-        if not outer.reaches(value, self.shown, self.given):
+        if not outer.reaches(value, self.frames_of, self.calls_of):
             return (
                 f"a tensor {kind} that {self._origin(value)} is passed on past it, but not by "
                 "arguments and results: by an attribute, or by an object in which layers collect "
@@ -229,9 +231,9 @@ class CutRules:
 
     def _origin(self, value: int) -> str:
         """The module that a tensor comes from, as words for a message."""
-        givers = [call for call in self.given.get(value, ()) if self._trace.calls[call].name]
-        if givers:
-            return f"{self._trace.calls[givers[0]].name!r} returns"
+        sources = [call for call in self.calls_of.get(value, ()) if self._trace.calls[call].name]
+        if sources:
+            return f"{self._trace.calls[sources[0]].name!r} returns"
         name = self._trace.calls[max(0, self._trace.values[value].frame)].name
         return f"{name!r} makes" if name else "the model itself makes"
 

@@ -146,7 +146,7 @@ def _union(tensors: Sequence[tuple[int, Sequence[int]]], n: int) -> Integers:
 
 
 def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition | None:
-    """The best partition where each stage has its own limit in bytes."""
+    """The best partition in which each stage fits its limit in bytes; None if none fits."""
     lows = lowest_starts(tables, limits)
 
     def seconds(_stage: int, rows: slice, columns: slice) -> Floats:

@@ -51,7 +51,7 @@ class PlaceholderTensor(Tensor):
     _meta: Tensor
     _trained: bool
     _is_param: bool
-    """Whether it stands for an nn.Parameter: torch asks for this name."""
+    """Whether the real tensor is an nn.Parameter: torch reads this name."""
 
     @staticmethod
     def __new__(

@@ -47,7 +47,7 @@ from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.optim.whole import MakeOptimizer, WholeOptimizer, whole_optimizer
 from bigtrain.own_loop.evaluation import Metrics, check_metrics
-from bigtrain.own_loop.learning_rate import GivenRate, LearningRate
+from bigtrain.own_loop.learning_rate import LearningRate, RateArgument
 from bigtrain.own_loop.outputs import refuse_calls
 from bigtrain.own_loop.rank_rows import cut_rows
 from bigtrain.own_loop.states import LoopStates, RemovedCheckpoints
@@ -115,7 +115,7 @@ class Engine(SavedState):
         *,
         task: Task | None = None,
         example: MicroBatch | None = None,
-        learning_rate: GivenRate | None = None,
+        learning_rate: RateArgument | None = None,
         metrics: Metrics | None = None,
         resolved: ResolvedPlan | None = None,
     ) -> None:
@@ -195,7 +195,7 @@ class Engine(SavedState):
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
-    def _open_loop(self, learning_rate: GivenRate | None, metrics: Metrics | None) -> None:
+    def _open_loop(self, learning_rate: RateArgument | None, metrics: Metrics | None) -> None:
         """Make the metrics, the optimizer and the learning rate that the user's loop sees."""
         self._metrics = check_metrics(metrics, self.task.figures)
         if self.context.pp_size > 1:

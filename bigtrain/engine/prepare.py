@@ -35,10 +35,10 @@ from bigtrain.losses.tasks import Task
 from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.whole import MakeOptimizer, whole_optimizer
 from bigtrain.own_loop.evaluation import Metrics, check_metrics
-from bigtrain.own_loop.given_optimizer import check_optimizer_maker
 from bigtrain.own_loop.keys import check_keys
-from bigtrain.own_loop.learning_rate import GivenRate
+from bigtrain.own_loop.learning_rate import RateArgument
 from bigtrain.own_loop.model_inputs import ForwardFunction, set_model_inputs
+from bigtrain.own_loop.optimizer_argument import check_optimizer_maker
 from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
@@ -118,7 +118,7 @@ def prepare(
     strategy: str = "ddp",
     task: Task | None = None,
     example: tuple[Any, Any] | None = None,
-    learning_rate: GivenRate | None = None,
+    learning_rate: RateArgument | None = None,
     forward: ForwardFunction | None = None,
     metrics: Metrics | None = None,
     beside: Engine | None = None,
@@ -210,7 +210,7 @@ def _opened(
     example: tuple[Any, Any] | None,
     job: Job,
     task: Task | None,
-    learning_rate: GivenRate | None,
+    learning_rate: RateArgument | None,
     metrics: Metrics | None,
     beside: Engine | None,
 ) -> Engine:

@@ -1,4 +1,4 @@
-"""What a loop of the user's own calls of an engine besides `step`, `save` and `load`."""
+"""Calls of an engine in a custom training loop, besides `step`, `save` and `load`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from bigtrain.tensors.tree import tree_tensors
 
 
 class LoopCalls:
-    """Validation, outputs, data and states of a loop; an engine has what they need."""
+    """Validation, outputs, data and states of a loop; an engine has the fields below."""
 
     job: Job
     context: RunContext
@@ -50,7 +50,7 @@ class LoopCalls:
     _loop_states: LoopStates
 
     def _explaining(self, where: str | None = None) -> AbstractContextManager[None]:
-        """Say what the memory was made of where it runs out inside."""
+        """Explain an out-of-memory error that is raised inside."""
         raise NotImplementedError
 
     def _follow_loss(self, batch: Any) -> None:
@@ -58,20 +58,20 @@ class LoopCalls:
         raise NotImplementedError
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> dict[str, float]:
-        """Measure the task, and metrics, over batches. Collective; the same on every rank.
+        """Return the loss and metrics over batches. Collective; the same on every rank.
 
         Args:
-            batches: (inputs, targets) of this rank's rows, as `step` takes them; ranks that hold
-                parts of one model give the same. Of any sizes, and of another number on each rank.
-            metrics: by name a function of (outputs, targets): its mean over the rows of a batch,
-                averaged here by rows over the batches of all ranks; or (sum, count), which are
-                added up each before they are divided. Left out, those of `prepare`.
+            batches: (inputs, targets) of this rank's rows, as for `step`; ranks with parts of one
+                model pass the same. Sizes may differ, and so may the number of batches of a rank.
+            metrics: functions of (outputs, targets), by name. A function returns the mean over the
+                rows of a batch, which is averaged by rows over the batches of all ranks; or (sum,
+                count), which are summed before they are divided. By default those of `prepare`.
 
         Returns:
-            The loss as the mean over the valid targets of all batches, and the metrics.
+            The loss, as the mean over the valid targets of all batches, and the metrics.
 
         Raises:
-            ConfigError: a batch is no (inputs, targets), a metric gives no number.
+            ConfigError: a batch is not (inputs, targets), or a metric returns no number.
         """
         asked = self._metrics if metrics is None else check_metrics(metrics, self.task.figures)
         computes = self.plan.data_rank(self.context.dp_rank) is not None
@@ -128,28 +128,28 @@ class LoopCalls:
         workers: int = 0,
         pin_memory: bool = False,
     ) -> LoopLoader | EvaluationLoader:
-        """A data set, dealt out to the ranks: for `step`, or for `evaluate`.
+        """Return a loader of this rank's rows of a data set, for `step` or for `evaluate`.
 
         Args:
             dataset: map-style; `dataset[i]` is (input, target).
-            training: True: an epoch's global batches, each iteration from where training is
-                (`samples_seen`, which is saved and loaded). False: all rows once, from the first.
+            training: True: the global batches of an epoch; each iteration begins at the position
+                of training (`samples_seen`, which is saved and loaded). False: all rows once.
             shuffle: by the job's seed and the epoch.
-            drop_last: leave out what does not fill a global batch at the end of an epoch.
+            drop_last: drop the rows that do not fill a global batch at the end of an epoch.
             collate_fn: makes (inputs, targets) of a list of samples; None stacks them.
             workers: processes that read ahead.
-            pin_memory: put batches in page-locked memory, where there is a CUDA device.
+            pin_memory: put batches in page-locked memory, if there is a CUDA device.
 
         Raises:
-            ConfigError: it is no map-style data set, or no key says how large a batch is.
+            ConfigError: the data set is not map-style, or no key sets the batch size.
         """
         check_dataset(dataset)
-        batch, place = self.plan.batch, self.plan.data_rank(self.context.dp_rank)
+        batch, data_rank = self.plan.batch, self.plan.data_rank(self.context.dp_rank)
         train = self.job.train
         if train.micro_batch_size is None and train.global_batch_size is None:
             raise ConfigError(
-                "loader: no key says how large a batch is. Use prepare(..., "
-                "train__global_batch_size=64): its rows over all ranks."
+                "loader: no key sets the batch size. Use prepare(..., "
+                "train__global_batch_size=64): the rows of a batch over all ranks."
             )
         size = batch.global_size if training else 1
         order = GlobalOrder(len(dataset), size, self.job.train.seed, shuffle, drop_last)
@@ -160,7 +160,7 @@ class LoopCalls:
             training=training,
             collate_fn=collate_fn,
             count=lambda targets: self.loss.count(targets),
-            dp_rank=place,
+            dp_rank=data_rank,
             dp_size=batch.dp_size,
             micro_batch_size=batch.micro_size,
             workers=workers,
@@ -168,44 +168,47 @@ class LoopCalls:
         )
 
     def predict(self, inputs: Any) -> Any:
-        """The model's outputs for this rank's rows: no gradients, evaluation mode. Collective.
+        """Return the outputs for this rank's rows, in evaluation mode. Collective.
 
-        Every rank that gives rows gets the outputs of its rows, on its device; the ranks of a
-        pipeline, or of slices of one model, give the same rows and all get the same outputs. A
-        parameter server gets None. Ranks may give other numbers of rows, but all of them call.
+        Each rank gets the outputs of its rows, on its device. The ranks of a pipeline, or of slices
+        of one model, pass the same rows and get the same outputs. A parameter server gets None. The
+        number of rows may differ between ranks, but all ranks must call.
 
         Args:
             inputs: as in the (inputs, targets) of `step`.
+
+        Raises:
+            ConfigError: there is no tensor in `inputs`.
         """
         if not tree_tensors(inputs):
             raise ConfigError(
-                "predict: the inputs hold no tensor. Give what the model is called on."
+                "predict: the inputs hold no tensor. Give the inputs that the model is called with."
             )
         batch = MicroBatch(inputs, None, 0, count_rows(inputs, None))
         with evaluating(self.runner.module), self._explaining():
             self.meter.phase("evaluate")
-            found = self.runner.predict(batch)
-            return share_outputs(None if found is None else found[0], self.context)
+            prediction = self.runner.predict(batch)
+            return share_outputs(None if prediction is None else prediction[0], self.context)
 
     def attach(self, **objects: Any) -> None:
-        """Save and load these with the run, by their names: schedulers, counters, samplers.
+        """Save and load objects with the run, by their names: schedulers, counters, samplers.
 
         Args:
-            objects: each with `state_dict()` and `load_state_dict(state)`, in the same state on
-                every rank; plain values and small tensors in it.
+            objects: each has `state_dict()` and `load_state_dict(state)`, with plain values and
+                small tensors in it; their state is the same on every rank.
 
         Raises:
-            ConfigError: one has no such methods.
+            ConfigError: an object lacks one of these methods, or a name is taken.
         """
         self._loop_states.attach(objects)
 
     def newest(self, folder: str | Path) -> Path | None:
-        """The newest checkpoint below a folder that `save` was given; None where there is none.
+        """Return the newest checkpoint in a folder of `save`; None if there is none.
 
         Collective, and the same on every rank: rank 0 looks.
 
         Raises:
-            ConfigError: `folder` is no path.
-            CheckpointError: it may not be looked into; on all ranks.
+            ConfigError: `folder` is not a path.
+            CheckpointError: the folder cannot be read; on all ranks.
         """
         return newest_of_all(as_folder(folder, "newest"), self.context)

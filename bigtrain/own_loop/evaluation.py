@@ -1,4 +1,4 @@
-"""Figures of a validation in a loop of one's own, over the rows of all ranks."""
+"""The loss and metrics of a validation in a custom loop, over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _METRIC = "metric."
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards each module's own mode again."""
-    modes = [(one, one.training) for one in module.modules()]
+    """Set evaluation mode inside of a `with` block, and restore the mode of each module."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for one, training in modes:
-            one.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 def check_metrics(metrics: Any, figures: Iterable[str]) -> Metrics:
-    """The metrics as they are given, or none.
+    """Check the user's metrics and return them; None becomes an empty mapping.
 
     Args:
-        metrics: of the user.
-        figures: names that the task's own have.
+        metrics: functions by name.
+        figures: the names of the figures of the task.
 
     Raises:
         ConfigError: it is no mapping of names to functions, or a name is taken.
@@ -51,7 +51,7 @@ def check_metrics(metrics: Any, figures: Iterable[str]) -> Metrics:
     if metrics is None:
         return {}
     taken = set(figures)
-    if not isinstance(metrics, Mapping) or not all(callable(one) for one in metrics.values()):
+    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
         raise ConfigError(
             "metrics: give functions of (outputs, targets) by their names, as metrics="
             '{"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()}.'
@@ -66,14 +66,14 @@ def check_metrics(metrics: Any, figures: Iterable[str]) -> Metrics:
 
 
 class EvaluationSums:
-    """Sums over the batches of one rank: of the task, and of metrics with what they go by."""
+    """Sums over the batches of one rank: those of the task, and a sum and count of each metric."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._sums: dict[str, Tensor] = {}
 
     def add(self, task: Task, loss: Loss, batch: MicroBatch, prediction: tuple[Any, Any]) -> None:
-        """Take a batch in, with the outputs and targets of it.
+        """Add a batch, with its outputs and targets.
 
         Raises:
             ConfigError: a metric returns something else than a number or (sum, count).
@@ -82,40 +82,42 @@ class EvaluationSums:
         if isinstance(task, CustomTask) and isinstance(loss, GlobalMeanLoss):
             weight = loss.weight_of(batch)
         with torch.no_grad():
-            found = {key: one * weight for key, one in task.measure(*prediction).items()}
+            added = {key: value * weight for key, value in task.measure(*prediction).items()}
             for name, metric in self._metrics.items():
                 total, count = _parts(name, metric(*prediction), batch.rows)
-                found |= {f"{_METRIC}{name}.sum": total, f"{_METRIC}{name}.count": count}
-        for key, value in found.items():
+                added |= {f"{_METRIC}{name}.sum": total, f"{_METRIC}{name}.count": count}
+        for key, value in added.items():
             self._sums[key] = self._sums[key] + value if key in self._sums else value
 
     def figures(self, task: Task, context: RunContext) -> dict[str, float]:
-        """The figures of all ranks' batches; nan of a metric for which nothing was. Collective."""
-        gathered = context.gather_objects({key: one.cpu() for key, one in self._sums.items()})
+        """Return the figures over all ranks; nan for a metric without a count. Collective."""
+        gathered = context.gather_objects({key: value.cpu() for key, value in self._sums.items()})
         total: dict[str, Tensor] = {}
         for part in context.broadcast_object(gathered) or []:
-            for key, value in (part or {}).items():  # of a lost one there are none
+            for key, value in (part or {}).items():  # a lost rank sends none
                 total[key] = total[key] + value if key in total else value
-        own = {key: total.pop(key) for key in [*total] if key.startswith(_METRIC)}
-        found = task.summarize(total) if total else {}
+        of_metrics = {key: total.pop(key) for key in [*total] if key.startswith(_METRIC)}
+        figures = task.summarize(total) if total else {}
         for name in self._metrics:
-            part, whole = (float(own.get(f"{_METRIC}{name}.{k}", 0.0)) for k in ("sum", "count"))
-            found[name] = part / whole if whole else math.nan
-        return found
+            metric_sum = float(of_metrics.get(f"{_METRIC}{name}.sum", 0.0))
+            count = float(of_metrics.get(f"{_METRIC}{name}.count", 0.0))
+            figures[name] = metric_sum / count if count else math.nan
+        return figures
 
 
-def _parts(name: str, found: Any, rows: int) -> tuple[Tensor, Tensor]:
-    """What a metric returned as a sum and a count."""
-    total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, rows)
+def _parts(name: str, result: Any, rows: int) -> tuple[Tensor, Tensor]:
+    """The result of a metric as a sum and a count."""
+    total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, rows)
     numbers = _number(total), _number(count)
     if numbers[0] is None or numbers[1] is None:
-        shown = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ConfigError(
             f"metrics[{name!r}] returned {shown}, and one number is needed: the mean over the rows "
             "of the batch, as .float().mean(); or (sum, count)."
         )
-    whole = numbers[1].to(numbers[0].device)
-    return (numbers[0] if isinstance(found, tuple) else numbers[0] * whole), whole
+    denominator = numbers[1].to(numbers[0].device)
+    numerator = numbers[0] if isinstance(result, tuple) else numbers[0] * denominator
+    return numerator, denominator
 
 
 def _number(value: Any) -> Tensor | None:
@@ -130,19 +132,19 @@ def _number(value: Any) -> Tensor | None:
 def in_step(
     batches: Iterable[Any], context: RunContext, *, computes: bool = True
 ) -> Iterator[MicroBatch]:
-    """A rank's batches, as many on every rank: who has no more repeats one as padding.
+    """Yield the batches of this rank, the same number on every rank: padding repeats one.
 
-    Collective at each batch, so that no rank waits for a pass that another does not do.
+    Collective at each batch, so that no rank waits for a pass that another does not run.
 
     Args:
-        batches: (inputs, targets) of this rank's rows; or micro-batches, as many as all others
-            have, which are handed on as they are.
-        context: ranks that hold parts of one model give the same batches.
-        computes: False for a server, whose batches are not looked at.
+        batches: (inputs, targets) of this rank's rows; or micro-batches, whose number is the same
+            on all ranks already, and which are yielded unchanged.
+        context: of this rank; ranks with parts of one model pass the same batches.
+        computes: False for a server, whose batches are ignored.
 
     Raises:
-        ConfigError: on all ranks: ranks of one replica give other rows than each other; something
-            is no (inputs, targets).
+        ConfigError: on all ranks: ranks of one replica pass different rows, or a batch is not
+            (inputs, targets).
     """
     own = iter(batches)
     first = next(own, None)
@@ -154,16 +156,16 @@ def in_step(
     while True:
         problem, batch = "", None
         try:
-            given = next(own, None)
-            batch = None if given is None else _batch(given)
+            loop_batch = next(own, None)
+            batch = None if loop_batch is None else _batch(loop_batch)
         except ConfigError as error:
             problem = str(error)
-        told = (-1.0 if problem else 0.0) if batch is None else float(max(1, batch.rows))
-        places = (float(context.dp_rank), float(computes))
-        rows = context.all_gather_rows([told, *places])
+        # The rows of the batch; 0 for no more batches, -1 for a refused one.
+        state = (-1.0 if problem else 0.0) if batch is None else float(max(1, batch.rows))
+        rows = context.all_gather_rows([state, float(context.dp_rank), float(computes)])
         if any(row[0] < 0 for row in rows):
             raise ConfigError(problem or "evaluate: another rank refuses its batch; see its error.")
-        _check_alike(rows)
+        _check_same_rows(rows)
         if not any(row[0] for row in rows):
             return
         shown = batch or shown
@@ -176,44 +178,44 @@ def in_step(
             yield batch
 
 
-def _check_alike(rows: list[list[float]]) -> None:
+def _check_same_rows(rows: list[list[float]]) -> None:
     of_replica: dict[float, set[float]] = {}
-    for told, place, _ in rows:
-        of_replica.setdefault(place, set()).add(told)
-    for place, found in of_replica.items():
-        if len(found) > 1:
-            counts = " and ".join(f"{int(one)}" for one in sorted(found))
+    for state, replica, _ in rows:
+        of_replica.setdefault(replica, set()).add(state)
+    for replica, states in of_replica.items():
+        if len(states) > 1:
+            counts = " and ".join(f"{int(state)}" for state in sorted(states))
             raise ConfigError(
-                f"evaluate: the ranks of replica {int(place)} hold parts of one model, and give "
+                f"evaluate: the ranks of replica {int(replica)} hold parts of one model, and give "
                 f"batches of {counts} rows. Give each of them the same rows: those of "
                 "engine.context.dp_rank of engine.context.dp_size."
             )
 
 
 def _borrowed(shown: MicroBatch | None, context: RunContext) -> MicroBatch | None:
-    """A batch of another rank for one that never had any. Collective."""
-    everyone = context.all_gather_objects(shown and shown.to("cpu"))
-    return shown or next((one for one in everyone if one is not None), None)
+    """A batch of another rank for a rank that never had one. Collective."""
+    batches = context.all_gather_objects(shown and shown.to("cpu"))
+    return shown or next((batch for batch in batches if batch is not None), None)
 
 
-def _batch(given: Any) -> MicroBatch:
-    inputs, targets = as_pair(given, "evaluate")
+def _batch(loop_batch: Any) -> MicroBatch:
+    inputs, targets = as_pair(loop_batch, "evaluate")
     return MicroBatch(inputs, targets, 0, count_rows(inputs, targets))
 
 
-def as_pair(given: Any, where: str) -> tuple[Any, Any]:
-    """A batch of a loop as inputs and targets.
+def as_pair(batch: Any, where: str) -> tuple[Any, Any]:
+    """Return a batch of a loop as (inputs, targets).
 
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        return given[0], given[1]
-    shown = f"a {type(given).__name__}"
-    if isinstance(given, (tuple, list)):
-        shown += f" of {len(given)} things"
-    if isinstance(given, Mapping):
-        shown += f" with {', '.join(map(repr, list(given)[:4]))}"
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    shown = f"a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)):
+        shown += f" of {len(batch)} things"
+    if isinstance(batch, Mapping):
+        shown += f" with {', '.join(map(repr, list(batch)[:4]))}"
     raise ConfigError(
         f"{where}: got {shown}, and (inputs, targets) is needed. Take it apart, as "
         f'engine.{where}(...) of (batch["inputs"], batch["targets"]); inputs may be a dict.'

@@ -1,4 +1,4 @@
-"""Which keys of a job `prepare` follows, and what says the others in a loop of one's own."""
+"""The keys of a job that `prepare` follows, and what to write for the others in a custom loop."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ FOLLOWED = frozenset(
         "device",
     }
 )
-"""By their dotted names; the options of techniques below `strategy` are theirs to check."""
+"""By their dotted names; techniques check their options below `strategy` themselves."""
 
-_MODEL = "what it says is said by model here: prepare(model, ...)"
+_MODEL = "the model is an argument here: prepare(model, ...)"
 _CHUNKED = "a chunked loss is bigtrain.ChunkedCrossEntropy(head=...) as the second argument"
 _OPTIMIZER = (
-    "what it says is said by optimizer here: prepare(model, loss, "
+    "the optimizer is an argument here: prepare(model, loss, "
     "functools.partial(torch.optim.AdamW, lr=1e-3))"
 )
 _RATE = (
-    "the rate of each step is said by prepare(..., learning_rate=lambda optimizer: "
+    "the rate of each step is an argument: prepare(..., learning_rate=lambda optimizer: "
     "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS))"
 )
-_LENGTH = "the loop says how long it goes on: for batch in batches: engine.step(batch)"
+_LENGTH = "the loop decides its length: for batch in batches: engine.step(batch)"
 _LOG = (
-    "the loop writes what it wants of what engine.step returns, as "
+    "the loop logs the results of engine.step, as "
     'SummaryWriter().add_scalar("loss", result.loss, result.step)'
 )
 INSTEAD = {
@@ -53,7 +53,7 @@ INSTEAD = {
     "data.name": "the data are the loop's own: engine.loader(dataset)",
     "data.path": "the data are the loop's own: engine.loader(dataset)",
     "data.args": "the data are the loop's own: engine.loader(dataset)",
-    "data.workers": "processes that read are said by engine.loader(dataset, workers=...)",
+    "data.workers": "it is an argument of the loader: engine.loader(dataset, workers=...)",
     **dict.fromkeys(
         (
             *("optim.name", "optim.lr", "optim.weight_decay", "optim.betas", "optim.eps"),
@@ -72,17 +72,17 @@ INSTEAD = {
     ),
     "train.steps": _LENGTH,
     "train.epochs": _LENGTH,
-    "train.eval_every": "the loop calls engine.evaluate(batches) when it wants to",
-    "checkpoint.every": "the loop calls engine.save(folder) when it wants to",
-    "checkpoint.at_end": "the loop calls engine.save(folder) when it wants to",
+    "train.eval_every": "the loop calls engine.evaluate(batches)",
+    "checkpoint.every": "the loop calls engine.save(folder)",
+    "checkpoint.at_end": "the loop calls engine.save(folder)",
     "checkpoint.best": (
         "the loop calls engine.save(folder, best=figures) where engine.evaluate was better"
     ),
-    "checkpoint.resume": "the loop calls engine.load(folder), where engine.newest(folder) is one",
+    "checkpoint.resume": "the loop calls engine.load(engine.newest(folder))",
     **dict.fromkeys(("log.dir", "log.name", "log.every", "log.tensorboard"), _LOG),
     "log.accuracy": "it is a metric: engine.evaluate(batches, metrics={...})",
 }
-"""What is to be written in the place of a key, by its dotted name."""
+"""The code that replaces a key, by its dotted name."""
 
 
 def check_keys(keys: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ def check_keys(keys: Mapping[str, Any]) -> None:
         keys: of `prepare`, with two underscores for the dot.
 
     Raises:
-        ConfigError: with what to write in its place.
+        ConfigError: with the code to write instead.
     """
     for key, value in keys.items():
         name = key.replace("__", ".")

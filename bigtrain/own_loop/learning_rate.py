@@ -1,4 +1,4 @@
-"""The rate of each step: a number, a function of the step, or a scheduler of torch."""
+"""The learning rate of each step: a number, a function of the step, or a scheduler of torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from bigtrain.errors import ConfigError
 from bigtrain.optim.loop_optimizer import LoopOptimizer
 
-GivenRate = float | Callable[[int], float | Sequence[float]] | Callable[[Any], Any]
-"""A rate, a function from the step (from 0) to its rate, or from an optimizer to a scheduler."""
+RateArgument = float | Callable[[int], float | Sequence[float]] | Callable[[Any], Any]
+"""A rate; a function of the step, from 0, that returns its rate; or a function of the optimizer
+that returns a scheduler."""
 _FORMS = (
     "Give a number; a function of the step, as learning_rate=lambda step: 1e-3 * 0.99**step; or "
-    "what makes a scheduler, as learning_rate=lambda optimizer: "
+    "a function that makes a scheduler, as learning_rate=lambda optimizer: "
     "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)."
 )
 
@@ -24,40 +25,40 @@ class LearningRate:
     """Sets the rate of each step on the optimizer of a loop.
 
     Args:
-        given: see `GivenRate`; None leaves the rate to the loop.
+        argument: see `RateArgument`; None leaves the rate to the loop.
         optimizer: of the loop.
 
     Raises:
-        ConfigError: it is none of these, or a scheduler that a function of the loop has to step.
+        ConfigError: it is none of these, or a scheduler that the loop itself must step.
     """
 
-    def __init__(self, given: GivenRate | None, optimizer: LoopOptimizer) -> None:
+    def __init__(self, argument: RateArgument | None, optimizer: LoopOptimizer) -> None:
         self._optimizer = optimizer
         self._function: Callable[[int], float | Sequence[float]] | None = None
         self.scheduler: Any = None
-        if given is None:
+        if argument is None:
             return
-        if isinstance(given, (int, float)) and not isinstance(given, bool):
-            rate = float(given)
+        if isinstance(argument, (int, float)) and not isinstance(argument, bool):
+            rate = float(argument)
             self._set(rate)
-        elif callable(given):
-            self._take(given)
+        elif callable(argument):
+            self._take(argument)
         else:
-            raise ConfigError(f"learning_rate: got {_shown(given)}. {_FORMS}")
+            raise ConfigError(f"learning_rate: got {_shown(argument)}. {_FORMS}")
 
-    def _take(self, given: Callable[[Any], Any]) -> None:
+    def _take(self, argument: Callable[[Any], Any]) -> None:
         problem: Exception | None = None
         try:
-            first = given(0)
-        except Exception as error:  # noqa: BLE001 - what makes a scheduler takes no number
+            first = argument(0)
+        except Exception as error:  # noqa: BLE001 - a function that makes a scheduler takes no number
             problem = error
         else:
             if _rates(first) is not None:
-                self._function = given
+                self._function = argument
                 self._set(first)
                 return
         try:
-            scheduler = given(self._optimizer)
+            scheduler = argument(self._optimizer)
         except Exception as error:
             if isinstance(error, ConfigError):
                 raise
@@ -71,7 +72,7 @@ class LearningRate:
             raise ConfigError(
                 "learning_rate: ReduceLROnPlateau steps by a figure of the loop, and not after "
                 "every step. Make it on engine.optimizer, call its step(figure) after "
-                "engine.evaluate, and engine.attach(scheduler=...) to have it saved."
+                "engine.evaluate, and engine.attach(scheduler=...) to save it."
             )
         self.scheduler = scheduler
 
@@ -86,31 +87,31 @@ class LearningRate:
             self._set(self._function(step))
 
     def after_step(self) -> None:
-        """Let a scheduler go on by one step."""
+        """Step the scheduler, if there is one."""
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _set(self, found: Any) -> None:
-        groups, rates = self._optimizer.param_groups, _rates(found)
+    def _set(self, result: Any) -> None:
+        groups, rates = self._optimizer.param_groups, _rates(result)
         if rates is None or len(rates) not in (1, len(groups)):
             raise ConfigError(
-                f"learning_rate: it gave {_shown(found)} for {len(groups)} parameter groups. "
+                f"learning_rate: it gave {_shown(result)} for {len(groups)} parameter groups. "
                 "Return one number for all of them, or a list with one for each."
             )
         for number, group in enumerate(groups):
             group["lr"] = rates[number if len(rates) > 1 else 0]
 
     def state(self) -> dict[str, Any] | None:
-        """The position of a scheduler; a function of the step needs none."""
+        """The state of a scheduler; None for a function of the step, which has none."""
         if self.scheduler is None:
             return None
         return {"kind": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
 
     def load_state(self, saved: Mapping[str, Any] | None, steps_done: int) -> str | None:
-        """Go on from a position; where another kind of schedule or none was saved, by the steps.
+        """Load the state of a scheduler; if another kind or none was saved, step it instead.
 
         Returns:
-            A line that says so, where it is worth one.
+            A line on the stepping, or None.
         """
         if self.scheduler is None:
             return None
@@ -118,7 +119,7 @@ class LearningRate:
         if saved is not None and saved["kind"] == kind:
             self.scheduler.load_state_dict(saved["state"])
             return None
-        with warnings.catch_warnings():  # that no update came between
+        with warnings.catch_warnings():  # of steps without an update of the optimizer
             warnings.simplefilter("ignore")
             for group in self._optimizer.param_groups:
                 group["lr"] = group.get("initial_lr", group["lr"])
@@ -131,14 +132,14 @@ class LearningRate:
         )
 
 
-def _rates(found: Any) -> list[float] | None:
-    """One number or several, as floats; None where it is something else."""
-    several = list(found) if isinstance(found, (list, tuple)) else [found]
+def _rates(result: Any) -> list[float] | None:
+    """One number or several as floats; None for anything else."""
+    values = list(result) if isinstance(result, (list, tuple)) else [result]
     try:
-        numbers = [float(one) for one in several if not isinstance(one, (str, bool))]
+        numbers = [float(value) for value in values if not isinstance(value, (str, bool))]
     except (TypeError, ValueError):
         return None
-    return numbers if numbers and len(numbers) == len(several) else None
+    return numbers if numbers and len(numbers) == len(values) else None
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A data set for a loop of one's own: each rank's rows of each global batch, and the position."""
+"""A data set for a custom loop: each rank's rows of each global batch, and the position."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from bigtrain.own_loop.evaluation import as_pair
 
 
 class LoopLoader:
-    """The steps of an epoch, for `engine.step`; iterating anew goes on where training is.
+    """The steps of an epoch, for `engine.step`; each iteration begins at the position of training.
 
     The order depends on the seed and the epoch alone, and the position is counted in samples of
-    the global order. So a run that goes on from a checkpoint, under another strategy or on another
-    number of ranks, goes on with the next sample.
+    the global order. So a run that resumes under another strategy, or on another number of ranks,
+    continues with the next sample.
 
     Args:
-        dataset: `dataset[i]` is (input, target).
         order: the global order.
-        position: how many samples of it are done.
+        position: returns how many samples of it are done.
         read: makes the steps of this rank from a position.
     """
 
@@ -37,15 +36,15 @@ class LoopLoader:
 
     @property
     def epoch(self) -> int:
-        """Passes over the data set that are done: the number of the one that comes, from 0."""
+        """The number of the current epoch, from 0."""
         return self._position() // self._order.samples_per_epoch
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """The number of steps in an epoch."""
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Step]:
-        """What is left of the epoch."""
+        """The remaining steps of the epoch."""
         for step in self._read(self._position()):
             yield step
             if step.last_in_epoch:
@@ -56,24 +55,24 @@ class EvaluationLoader:
     """The rows of a data set in order, each once over all ranks, for `engine.evaluate`.
 
     Args:
-        read: makes this rank's micro-batches, as many on every rank.
-        batches: how many.
+        read: makes the micro-batches of this rank, whose number is the same on every rank.
+        batches: their number.
     """
 
     def __init__(self, read: Callable[[], Iterator[MicroBatch]], batches: int) -> None:
         self._read, self._batches = read, batches
 
     def __len__(self) -> int:
-        """Batches on each rank."""
+        """The number of batches on each rank."""
         return self._batches
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """From the first row on."""
+        """All batches, from the first row."""
         return self._read()
 
 
 class _Pairs:
-    """A collate function whose result is checked to be (inputs, targets)."""
+    """A collate function whose result must be (inputs, targets)."""
 
     def __init__(self, collate: Collate | None) -> None:
         self._collate = collate or default_collate
@@ -83,15 +82,15 @@ class _Pairs:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse what has no length and no places.
+    """Refuse a data set without `len` or without `dataset[i]`.
 
     Raises:
-        ConfigError: with what to use in its place.
+        ConfigError: with the code to use instead.
     """
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             "loader: got a DataLoader, and a data set is needed: engine.loader(loader.dataset, "
-            "collate_fn=...). A DataLoader of your own needs "
+            "collate_fn=...). A custom DataLoader needs "
             "sampler=DistributedSampler(dataset, num_replicas=engine.context.dp_size, "
             "rank=engine.context.dp_rank), and goes to engine.step batch by batch."
         )
@@ -99,9 +98,9 @@ def check_dataset(dataset: Any) -> None:
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
         raise ConfigError(
-            f"loader: a {type(dataset).__name__} has no dataset[i] and len(dataset), by which rows "
-            "are dealt out and a run goes on where it was. Give a map-style data set; or read the "
-            "stream by a DataLoader of your own that skips the rows of other ranks "
+            f"loader: a {type(dataset).__name__} has no dataset[i] and len(dataset), which are "
+            "needed to divide rows among ranks and to resume. Give a map-style data set; or read "
+            "the stream by a custom DataLoader that skips the rows of other ranks "
             "(engine.context.dp_rank of engine.context.dp_size)."
         )
 
@@ -115,7 +114,7 @@ def make_loader(
     collate_fn: Collate | None,
     **layout: Any,
 ) -> LoopLoader | EvaluationLoader:
-    """The loader of a data set: of steps, or of micro-batches to evaluate.
+    """Make a loader of a data set: of training steps, or of micro-batches to evaluate.
 
     Args:
         dataset: map-style.

@@ -1,7 +1,7 @@
-"""What a model is called with: one value, names from a dict, or whatever the user's function does.
+"""The arguments of a model: one value, keywords from a dict, or those of the user's function.
 
-All of bigtrain calls a model with the inputs of a batch as its one argument: wrappers, traces,
-forecasts. So a model that takes its inputs by name gets a forward of its own that hands them on.
+bigtrain calls a model with the inputs of a batch as the only argument: in wrappers, traces and
+forecasts. So a model that takes its inputs by name gets a `forward` that unpacks them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.blueprint import Blueprint
 
 ForwardFunction = Callable[[Any, Any], Any]
-"""(model, inputs) -> outputs; `model` can be called as the user wrote it."""
+"""(model, inputs) -> outputs; calling `model` runs the user's `forward`."""
 _USERS, _FUNCTION = "_forward_of_the_user", "_forward_function"
 
 
 def goes_by_name(forward: Callable[..., Any], inputs: Any) -> bool:
-    """Whether inputs are a mapping whose items a forward takes by name.
+    """Whether a forward takes the items of a mapping by name.
 
-    It has to take all of them so, and has to name one of them itself, or to take nothing but
-    `**kwargs`: any other gets the mapping as its first argument.
+    It must take all of them by name, and have a parameter with the name of one, or `**kwargs` only.
+    Otherwise the mapping is its first argument.
     """
     if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
         return False
@@ -39,8 +39,8 @@ def goes_by_name(forward: Callable[..., Any], inputs: Any) -> bool:
     kinds = inspect.Parameter
     named = [
         name
-        for name, one in signature.parameters.items()
-        if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
     ]
     return not named or any(name in inputs for name in named)
 
@@ -48,16 +48,15 @@ def goes_by_name(forward: Callable[..., Any], inputs: Any) -> bool:
 def set_model_inputs(
     blueprint: Blueprint, forward: ForwardFunction | None, inputs: Any = None
 ) -> ExitStack:
-    """Let a model take its inputs by name, or by the user's own function.
+    """Change how a model takes the inputs of a batch: by name, or by the user's function.
 
     Args:
-        blueprint: the model; those that it makes later are changed as well.
-        forward: calls the model on the inputs of a batch; None: by name where that fits.
-        inputs: of an example; where they are no mapping and there is no function, nothing is
-            changed.
+        blueprint: the model; models that it makes later are changed as well.
+        forward: calls the model on the inputs of a batch; None: by name if the names fit.
+        inputs: of an example; if they are no mapping and there is no function, nothing is changed.
 
     Returns:
-        Leaving it puts the model back.
+        A context that restores the model on exit.
 
     Raises:
         ConfigError: `forward` cannot be called with two arguments.
@@ -78,7 +77,7 @@ def set_model_inputs(
         return made
 
     blueprint.change(change)
-    undo.callback(_put_back, model)
+    undo.callback(_restore, model)
     return undo
 
 
@@ -93,7 +92,7 @@ def _check_forward(forward: Any) -> None:
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In place of the user's own forward, of which it hands on what that takes."""
+    """The `forward` that replaces the user's and passes the inputs on to it."""
     users = vars(self).get(_USERS) or type(self).forward.__get__(self)
     if len(args) == 1 and not kwargs:
         function: ForwardFunction | None = vars(self).get(_FUNCTION)
@@ -104,11 +103,11 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return users(*args, **kwargs)
 
 
-_forward.__name__ = "forward"  # what a pickle of the model looks for
+_forward.__name__ = "forward"  # a pickle of the model looks for this name
 
 
 class _AsWritten:
-    """A model inside of its own call: calling it computes, and enters no wrapper again."""
+    """A model inside of its call: calling it runs the user's forward without wrappers."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward
@@ -120,7 +119,7 @@ class _AsWritten:
         return getattr(self._model, name)
 
 
-def _put_back(model: nn.Module) -> None:
+def _restore(model: nn.Module) -> None:
     before = vars(model).pop(_USERS, None)
     vars(model).pop(_FUNCTION, None)
     vars(model).pop("forward", None)

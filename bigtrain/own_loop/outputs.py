@@ -1,4 +1,4 @@
-"""A model's outputs for a loop of one's own, on every rank that has the rows."""
+"""The outputs of a model in a custom loop, on every rank with the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.tracing.call_hooks import is_watched
 
 
 def share_outputs(outputs: Any, context: RunContext) -> Any:
-    """What the rank of the last stage has, on all ranks of its pipeline. Collective over them.
+    """Broadcast the outputs of the last stage to all ranks of its pipeline. Collective over them.
 
     Args:
         outputs: on one rank of the pp axis; None on the others.
@@ -23,18 +23,18 @@ def share_outputs(outputs: Any, context: RunContext) -> Any:
     """
     if context.pp_size == 1:
         return outputs
-    having = context.all_gather_numbers(float(outputs is not None), "pp").index(1.0)
-    source, group = context.ranks_of("pp")[having], context.pp_group
-    form: list[Any] = [None if outputs is None else map_tensors(outputs, _without_values)]
-    dist.broadcast_object_list(form, src=source, group=group, device=context.device)
-    mine = [tensor.contiguous() for tensor in tree_tensors(outputs)]
+    last_stage = context.all_gather_numbers(float(outputs is not None), "pp").index(1.0)
+    source, group = context.ranks_of("pp")[last_stage], context.pp_group
+    template: list[Any] = [None if outputs is None else map_tensors(outputs, _without_values)]
+    dist.broadcast_object_list(template, src=source, group=group, device=context.device)
+    tensors = [tensor.contiguous() for tensor in tree_tensors(outputs)]
     if outputs is None:
-        empty = tree_tensors(form[0])
-        mine = [torch.empty(t.shape, dtype=t.dtype, device=context.device) for t in empty]
-    for tensor in mine:
+        empty = tree_tensors(template[0])
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device=context.device) for t in empty]
+    for tensor in tensors:
         dist.broadcast(tensor, src=source, group=group)
-    arrived = iter(mine)
-    return outputs if outputs is not None else map_tensors(form[0], lambda _: next(arrived))
+    received = iter(tensors)
+    return outputs if outputs is not None else map_tensors(template[0], lambda _: next(received))
 
 
 def _without_values(tensor: Tensor) -> Tensor:
@@ -42,15 +42,14 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def refuse_calls(model: nn.Module) -> Any:
-    """Refuse calls of a model of which this rank has one stage; what it returns takes that back."""
-    this = id(model)
+    """Refuse calls of a model of which this rank has one stage; return the hook's handle."""
+    model_id = id(model)
 
     def refuse(module: nn.Module, _: Any) -> None:
-        if id(module) == this and not is_watched():
+        if id(module) == model_id and not is_watched():
             raise ConfigError(
-                "engine.model(...): this rank has one stage of the model, which alone computes "
-                "nothing. Call engine.predict(inputs) on all ranks; engine.save(folder) writes the "
-                "whole model."
+                "engine.model(...): this rank has one stage of the model only. Call "
+                "engine.predict(inputs) on all ranks; engine.save(folder) writes the whole model."
             )
 
     return model.register_forward_pre_hook(refuse)

@@ -23,46 +23,49 @@ FindDims = Callable[[Any, Any, int], BatchDims]
 def cut_rows(
     batch: Any, loss: Loss, job: Job, plan: Plan, context: RunContext, find_dims: FindDims
 ) -> tuple[list[MicroBatch], int]:
-    """Micro-batches of a batch, as many on every replica, and the rows of the global batch.
+    """Cut a batch into micro-batches, the same number on every replica. Collective.
 
-    A replica with fewer rows than others (the last batch of an epoch) gets padding, which counts
-    nothing: sharded parameters are gathered by all ranks in every pass. Collective.
+    A replica with fewer rows than others (in the last batch of an epoch) gets padding with no valid
+    target, because sharded parameters are gathered by all ranks in every pass.
 
     Args:
         batch: (inputs, targets) of this rank.
         loss: counts targets.
-        job: says how many rows there may be.
-        plan: made from it.
+        job: sets the most rows.
+        plan: made from the job.
         context: of this rank.
-        find_dims: along which dims tensors are cut.
+        find_dims: returns the dim along which each tensor is cut.
+
+    Returns:
+        The micro-batches, and the rows of the global batch.
 
     Raises:
-        ConfigError: it is no such pair, it has no row, or more than the job's keys say.
+        ConfigError: the batch is no pair, has no row, or more rows than the job's keys allow.
     """
     inputs, targets = as_pair(batch, "step")
     if not tree_tensors(inputs):
         raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
     train, steps = job.train, plan.batch.accumulation_steps
-    said = train.micro_batch_size is not None or train.global_batch_size is not None
-    size = plan.batch.micro_size if said else None
+    is_set = train.micro_batch_size is not None or train.global_batch_size is not None
+    size = plan.batch.micro_size if is_set else None
     rows = count_rows(inputs, targets, size * steps if size else None)
     if not rows:
         raise ConfigError(
             "step: the batch of this rank has no row. Give every rank at least one; engine.loader "
-            "deals the rows out so that it is right."
+            "gives each rank its rows."
         )
     size = size or -(-rows // steps)
-    if rows > size * steps:  # gradients and the predicted peak were arranged for so many
+    if rows > size * steps:  # the strategy and the predicted peak are for so many rows
         raise ConfigError(_too_many(rows, size, steps, job, plan))
     whole = MicroBatch(inputs, targets, 0, rows, dims=find_dims(inputs, targets, rows))
-    pieces = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
-    counts = count_targets(loss, [piece.targets for piece in pieces])
-    micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
-    sharing = plan.batch.dp_size  # what servers are given counts nothing
-    told = context.all_gather_rows([float(rows), float(len(pieces))], "dp")[-sharing:]
-    missing = int(max(number for _, number in told)) - len(micro_batches)
+    parts = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
+    counts = count_targets(loss, [part.targets for part in parts])
+    micro_batches = [replace(part, count=n) for part, n in zip(parts, counts, strict=True)]
+    num_replicas = plan.batch.dp_size  # servers, which have no rows, are the first ranks
+    gathered = context.all_gather_rows([float(rows), float(len(parts))], "dp")[-num_replicas:]
+    missing = int(max(number for _, number in gathered)) - len(micro_batches)
     micro_batches += [replace(micro_batches[0], count=0, rows=0)] * max(0, missing)
-    return micro_batches, round(sum(own for own, _ in told))
+    return micro_batches, round(sum(rank_rows for rank_rows, _ in gathered))
 
 
 def _too_many(rows: int, size: int, steps: int, job: Job, plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What a loop keeps beside model and optimizer, in a checkpoint and back."""
+"""The state of a loop in a checkpoint, besides model and optimizer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bigtrain.optim.loop_optimizer import LoopOptimizer
 from bigtrain.own_loop.learning_rate import LearningRate
 
 SAVED_AS = "loop"
-"""Its name among what a checkpoint says of itself."""
+"""The key of this state in the manifest of a checkpoint."""
 
 
 class LoopStates:
-    """The settings of parameter groups, the schedule, and objects of the user's own.
+    """The settings of parameter groups, the schedule, and the attached objects of the user.
 
     Args:
         optimizer: of the loop.
-        rate: of it.
+        rate: its learning rate.
     """
 
     def __init__(self, optimizer: LoopOptimizer, rate: LearningRate) -> None:
@@ -30,29 +30,29 @@ class LoopStates:
         self._attached: dict[str, Any] = {}
 
     def attach(self, objects: Mapping[str, Any]) -> None:
-        """Save and load these with the run.
+        """Save and load these objects with the run.
 
         Raises:
-            ConfigError: one has no `state_dict` and `load_state_dict`, or the name is taken.
+            ConfigError: one has no `state_dict` or `load_state_dict`, or the name is taken.
         """
-        for name, one in objects.items():
-            if not callable(getattr(one, "state_dict", None)) or not callable(
-                getattr(one, "load_state_dict", None)
+        for name, attached in objects.items():
+            if not callable(getattr(attached, "state_dict", None)) or not callable(
+                getattr(attached, "load_state_dict", None)
             ):
                 raise ConfigError(
-                    f"attach({name}=...): a {type(one).__name__} has no state_dict() and "
+                    f"attach({name}=...): a {type(attached).__name__} has no state_dict() and "
                     "load_state_dict(state). Give a scheduler or another object that has both, or "
                     f"hand plain values to engine.save(folder, extra={{{name!r}: ...}})."
                 )
-            if self._attached.get(name, one) is not one:
+            if self._attached.get(name, attached) is not attached:
                 raise ConfigError(f"attach({name}=...): the name is taken. Use another one.")
         self._attached.update(objects)
 
     def state(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """All of it as JSON keeps it; the same on every rank.
+        """Return all of it as plain values for JSON; the same on every rank.
 
         Raises:
-            ConfigError: something of it cannot be kept.
+            ConfigError: a value cannot be saved.
         """
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigError(
@@ -65,39 +65,39 @@ class LoopStates:
             "groups": to_plain(groups, "engine.optimizer.param_groups"),
             "rate": to_plain(self._rate.state(), "learning_rate.state_dict()"),
             "attached": {
-                name: to_plain(one.state_dict(), f"{name}.state_dict()")
-                for name, one in self._attached.items()
+                name: to_plain(attached.state_dict(), f"{name}.state_dict()")
+                for name, attached in self._attached.items()
             },
             "extra": to_plain(dict(extra or {}), "extra"),
         }
 
-    def load(self, kept: Any, steps_done: int) -> tuple[dict[str, Any], list[str]]:
-        """Take it over, of a checkpoint that may have been written without any.
+    def load(self, saved: Any, steps_done: int) -> tuple[dict[str, Any], list[str]]:
+        """Load the state of a checkpoint, which may have none.
 
         Returns:
-            What `save` was given as `extra`; lines on what was not as the loop has it.
+            The argument `extra` of `save`; lines on differences from this loop.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        kept = {} if kept is None else kept
-        if not isinstance(kept, Mapping):
+        saved = {} if saved is None else saved
+        if not isinstance(saved, Mapping):
             raise CheckpointError("the checkpoint's state of the loop is no mapping. Use another.")
-        lines = list(self._load_groups(from_plain(kept.get("groups", []))))
-        line = self._rate.load_state(from_plain(kept.get("rate")), steps_done)
+        lines = list(self._load_groups(from_plain(saved.get("groups", []))))
+        line = self._rate.load_state(from_plain(saved.get("rate")), steps_done)
         lines += [] if line is None or not steps_done else [line]
-        attached = kept.get("attached", {})
-        for name, one in self._attached.items():
-            if name in attached:
-                one.load_state_dict(from_plain(attached[name]))
+        states = saved.get("attached", {})
+        for name, attached in self._attached.items():
+            if name in states:
+                attached.load_state_dict(from_plain(states[name]))
             else:
                 lines.append(f"the checkpoint has no state of {name}, which stays as it is")
-        for name in sorted(set(attached) - set(self._attached)):
+        for name in sorted(set(states) - set(self._attached)):
             lines.append(
                 f"the checkpoint has a state of {name}, which is not used: call "
                 f"engine.attach({name}=...) before engine.load"
             )
-        extra: dict[str, Any] = from_plain(kept["extra"]) if "extra" in kept else {}
+        extra: dict[str, Any] = from_plain(saved["extra"]) if "extra" in saved else {}
         return extra, lines
 
     def _load_groups(self, saved: list[dict[str, Any]]) -> Iterator[str]:
@@ -113,25 +113,24 @@ class LoopStates:
 
 
 class RemovedCheckpoints:
-    """Says it when an older checkpoint was removed, the first time.
+    """Reports the first time that an older checkpoint was removed.
 
     Args:
         keep: how many of the newest stay.
     """
 
     def __init__(self, keep: int) -> None:
-        self._keep, self._told = keep, False
-        self._there: set[str] = set()
+        self._keep, self._reported = keep, False
+        self._existing: set[str] = set()
 
     def tell(self, folder: Path) -> None:
-        """Look at a folder after a save."""
-        there = {path.name for path in checkpoints_of(folder)}
-        gone = sorted(self._there - there)
-        if gone and not self._told:
+        """Look at a folder after a save, and report the first removal."""
+        existing = {path.name for path in checkpoints_of(folder)}
+        removed = sorted(self._existing - existing)
+        if removed and not self._reported:
             sys.stderr.write(
-                f"bigtrain: {folder / gone[0]} was removed, as those before the newest "
-                f"{self._keep} are from here on; prepare(..., checkpoint__keep={10 * self._keep}) "
-                "keeps more\n"
+                f"bigtrain: {folder / removed[0]} was removed: only the newest {self._keep} "
+                f"checkpoints stay; prepare(..., checkpoint__keep={10 * self._keep}) keeps more\n"
             )
-            self._told = True
-        self._there = there
+            self._reported = True
+        self._existing = existing

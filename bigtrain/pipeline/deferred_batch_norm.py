@@ -1,7 +1,7 @@
-"""BatchNorm over micro-batches: running statistics of the whole batch of a step, at its end.
+"""BatchNorm over micro-batches: running statistics of the whole batch, updated once a step.
 
-Each micro-batch is normalised by its own statistics, as it must be while the others are on their
-way; what evaluation uses follows the mean and variance over all of them, once a step.
+Each micro-batch is normalised by its own statistics, because the others are not computed yet. The
+running statistics, which evaluation uses, follow the mean and variance over all of them.
 
 Source: torchgpipe (Kim et al. 2020, arXiv 2004.09910), section 2.2.3, deferred batch norm.
 """
@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class DeferredBatchNorm:
-    """Keeps the running statistics of these modules' BatchNorms still, until `commit`.
+    """Delays the update of the running statistics of BatchNorms until `commit`.
 
     Args:
-        modules: the stages of a rank; hooks are put on the BatchNorms in them.
+        modules: the stages of a rank; their BatchNorms get hooks.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -32,13 +32,13 @@ class DeferredBatchNorm:
         ]
 
     def commit(self) -> None:
-        """Let the running statistics follow all that was seen since the last time."""
+        """Update the running statistics by all inputs since the last call."""
         for seen in self._seen:
             seen.commit()
 
 
 class _BatchNormSums:
-    """The sums of one BatchNorm's inputs, in float64 on their device."""
+    """Sums of the inputs of one BatchNorm, in float64 on their device."""
 
     def __init__(self, norm: _NormBase) -> None:
         self._norm = norm
@@ -49,7 +49,7 @@ class _BatchNormSums:
         norm.register_forward_hook(self._after, always_call=True)
 
     def _before(self, norm: Any, inputs: tuple[Any, ...]) -> None:
-        # Without a counter it is being computed again for the backward pass: seen already.
+        # Without a counter it is recomputed for the backward pass: its inputs are counted already.
         if not norm.training or norm.num_batches_tracked is None:
             return
         with torch.no_grad():
@@ -89,7 +89,7 @@ class _BatchNormSums:
 
 
 def has_running_statistics(model: nn.Module) -> bool:
-    """Whether a model has a BatchNorm that keeps any."""
+    """Whether a model has a BatchNorm with running statistics."""
     return any(_tracks(module) for module in model.modules())
 
 

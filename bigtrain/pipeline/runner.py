@@ -48,8 +48,8 @@ class PipelineRunner(StepRunner):
     """The stages of one rank, and their optimizer.
 
     Args:
-        assembly: sharded or not; `average` is called where no wrapper averages.
-        stages: this rank's, as `orders.stage_ranks` lays them.
+        assembly: sharded or not; `average` is called if no wrapper averages gradients.
+        stages: those of this rank, by `orders.stage_ranks`.
         schedule: one of `orders.SCHEDULES`.
         ties: parameters that several stages use.
     """
@@ -78,8 +78,9 @@ class PipelineRunner(StepRunner):
             name = assembly.plan.techniques["replicate"].name
             raise ConfigError(
                 f"strategy.replicate: {name} sets Assembly.sync, which "
-                "surrounds the micro-batches of the plain loop, and a pipeline has its own order. "
-                "Let it set Assembly.average, which all of them call after the micro-batches."
+                "surrounds the micro-batches of the plain loop, and a pipeline orders them "
+                "otherwise. Let it set Assembly.average, which every runner calls after the "
+                "micro-batches."
             )
         super().__init__(assembly, trained)
         self._named = trained
@@ -119,7 +120,7 @@ class PipelineRunner(StepRunner):
         return loss
 
     def _mean_loss(self, own_sum: float) -> float:
-        """Each pipeline's last stage has `scale` times its sum, the other ranks have nothing."""
+        """The last stage of each pipeline has `scale` times its sum, other ranks have 0."""
         rows = self.context.all_gather_rows([own_sum, *self.participation.row()])
         self.participation.check([row[1:] for row in rows], of_all=True)
         sums = {rank: row[0] for rank, row in enumerate(rows)}
@@ -131,11 +132,11 @@ class PipelineRunner(StepRunner):
                 stage.train(training)
 
     def _groups(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """Neighbours of one shape together."""
+        """Group neighbouring micro-batches of one shape."""
         signatures = [_signature(m) for m in micro_batches]
         breaks = [a != b for a, b in zip(signatures, signatures[1:], strict=False)]
         if self._sharded and breaks:
-            # Replicas exchange in every pass, so all of them must take these in one order.
+            # Replicas exchange in every pass, so all of them must use the same groups.
             breaks_of_replicas = self.context.all_gather_rows(breaks, "dp")
             breaks = [any(column) for column in zip(*breaks_of_replicas, strict=True)]
         groups = [[micro_batches[0]]]
@@ -160,6 +161,7 @@ class PipelineRunner(StepRunner):
             loop = self._loop(part, in_schedule=in_schedule > 0)
             self._worker.begin(part, scale, final=final and num_done == len(group))
             losses += loop.run()
+            self._worker.end()
         return losses
 
     def _largest(self, available: int) -> int:
@@ -211,13 +213,13 @@ class PipelineRunner(StepRunner):
                 own_fingerprint = int(fingerprint(placed)[:12], 16)
             if len(set(self.context.all_gather_numbers(own_fingerprint, "pp"))) > 1:
                 raise ConfigError(
-                    "strategy.cut: the ranks of the pipeline do not go through the model alike. "
-                    "Let them all run the same code, model.args and versions."
+                    "strategy.cut: the ranks of the pipeline trace the model differently. Run the "
+                    "same code, model.args and versions on all of them."
                 )
         return shapes
 
     def norm(self) -> Tensor:
-        """The norm over all stages; a tied parameter counts once. Collective."""
+        """The gradient norm over all stages; a tied parameter counts once. Collective."""
         elsewhere = self._ties.owned_elsewhere
         counted = [p for name, p in self._named.items() if name not in elsewhere]
         own_norm = self.norm_of(counted).to(self.context.device)
@@ -237,6 +239,7 @@ class PipelineRunner(StepRunner):
         self._worker.begin([placed])
         with torch.no_grad():
             outputs = loop.run()
+        self._worker.end()
         return (outputs[0], placed.targets) if outputs else None
 
     def state(self) -> dict[str, StateTensor]:
@@ -244,10 +247,8 @@ class PipelineRunner(StepRunner):
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
         tensors: dict[str, StateTensor] = {}
         for stage in self._stages.values():
-            state, named = (
-                module_tensors(stage.state_dict()),
-                stage.named_parameters(remove_duplicate=False),
-            )
+            state = module_tensors(stage.state_dict())
+            named = stage.named_parameters(remove_duplicate=False)
             for name, tensor in model_state(state, named, masters).items():
                 tensors.setdefault(f"model.{name}", tensor)
         for key, tensor in self._update.state().items():
@@ -271,6 +272,6 @@ class PipelineRunner(StepRunner):
 
 
 def _signature(micro_batch: MicroBatch) -> str:
-    """What decides the shapes inside the model: those of a batch, and what in it is no tensor."""
-    both = (micro_batch.inputs, micro_batch.targets)
-    return repr(map_tensors(both, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
+    """Text that decides the shapes in the model: the shapes of a batch, and its other values."""
+    batch = (micro_batch.inputs, micro_batch.targets)
+    return repr(map_tensors(batch, lambda tensor: (tensor.dtype, tuple(tensor.shape))))

@@ -1,6 +1,6 @@
 """Forward and backward passes of one stage, and the graphs that are saved between them.
 
-Runs and memory forecasts both compute a stage here, so a forecast holds what a run holds.
+A run and its memory forecast compute a stage by the same code, so they save the same tensors.
 """
 
 from __future__ import annotations

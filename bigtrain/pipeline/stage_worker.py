@@ -49,6 +49,11 @@ class StageWorker:
         self._micro_batches, self._scale, self._final = micro_batches, scale, final
         self._placed.clear()  # a step that failed may have left some
 
+    def end(self) -> None:
+        """Release the micro-batches once their passes are done."""
+        self._micro_batches = ()
+        self._placed.clear()
+
     def forward(self, stage: StageModule, number: int, inputs: Sequence[Tensor]) -> Any:
         """Run a stage's forward pass of a micro-batch; return whatever the stage returns."""
         self._runner.meter.phase("forward")

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other of the stages that each holds."""
+"""Gather names and objects of all stages over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from bigtrain.ranks.context import RunContext
 
 
-def gather_names(context: RunContext, mine: Iterable[str]) -> set[str]:
-    """The names that any rank of the pipeline has. Collective over the pp axis."""
-    return {name for part in gather_over_stages(context, list(mine)) for name in part}
+def gather_names(context: RunContext, names: Iterable[str]) -> set[str]:
+    """The union of the names of all ranks of the pipeline. Collective over the pp axis."""
+    return {name for part in gather_over_stages(context, list(names)) for name in part}
 
 
 def gather_over_stages(context: RunContext, value: Any) -> list[Any]:
-    """Every rank's object in the order of the pp axis, on every rank of the pipeline."""
+    """The objects of all ranks of the pipeline, in their order. Collective over the pp axis."""
     if context.pp_group is None:
         return [value]
-    everyone: list[Any] = [None] * context.pp_size
-    dist.all_gather_object(everyone, value, group=context.pp_group)
-    return everyone
+    gathered: list[Any] = [None] * context.pp_size
+    dist.all_gather_object(gathered, value, group=context.pp_group)
+    return gathered

@@ -1,4 +1,4 @@
-"""Parameters that several stages of a pipeline use: each has a copy, and all stay equal."""
+"""Parameters that stages on several ranks use: each rank has a copy, and all stay equal."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Shared:
 
 
 class TiedGradients:
-    """The sums over the copies of tied parameters' gradients.
+    """Sums the gradients of tied parameters over their copies.
 
     Args:
         ties: all ties of the model.
-        ranks: for each stage its pp rank.
-        parameters: this rank's, by their first names.
+        ranks: the pp rank of each stage.
+        parameters: those of this rank, by their first names.
         context: this rank, and the pp group.
     """
 
@@ -52,13 +52,14 @@ class TiedGradients:
 
     @property
     def owned_elsewhere(self) -> set[str]:
-        """Names that another rank answers for: in the norm, and in a checkpoint."""
+        """Names that another rank counts in the norm and writes to a checkpoint."""
         return {s.name for s in self._shared if s.owners[0] != self._context.pp_rank}
 
     def sum_gradients(self) -> None:
-        """Make each copy's gradient the sum over all copies, in the same order on each rank.
+        """Set the gradient of each copy to the sum over all copies, in one order on all ranks.
 
-        Each rank sends its own to the others: for two, as they mostly are, as little as can be.
+        Each rank sends its gradient to all others. For two ranks, the usual case, no exchange sends
+        fewer bytes.
         """
         for shared in self._shared:
             if shared.parameter.grad is None:

@@ -16,7 +16,7 @@ from bigtrain.schedules.events import StepEvent
 
 @dataclass
 class _Message:
-    """Tensors that are being sent or received, or are to be sent; alive until it is dropped."""
+    """Tensors that are sent, or received, or posted for a send; alive as long as this object."""
 
     tensors: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)

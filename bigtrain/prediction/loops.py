@@ -224,8 +224,7 @@ class StageLoop(LoopRunner):
         self.only_sent = sum(size for key, size in sent.items() if not self._tracker.lives(key))
         self.meter.phase("backward")
         gradients = [
-            self._received(meta).requires_grad_(False) if meta.requires_grad else None
-            for meta in passes.outgoing
+            self._received(meta) if meta.requires_grad else None for meta in passes.outgoing
         ]
         if self._stage.last:
             gradients = [None]

@@ -107,9 +107,9 @@ def _in_order(orders: Orders) -> list[tuple[int, int, int, int, int]]:
                 next_action[rank] += 1
                 progressed = True
     stuck = [
-        actions[place]
-        for actions, place in zip(orders, next_action, strict=True)
-        if actions[place:]
+        actions[position]
+        for actions, position in zip(orders, next_action, strict=True)
+        if actions[position:]
     ]
     if stuck:
         raise ValueError(f"the schedule never reaches {stuck[0]}")

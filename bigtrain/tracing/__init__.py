@@ -1,6 +1,6 @@
 """A forward pass on fake tensors, recorded.
 
-What is seen of a model: calls of modules, tensors with their makers and users, in-place writes,
-state of modules, costs of operations; which
-parameters the loss does not reach.
+A trace has calls of modules, tensors with their origins and uses, in-place writes, state of modules
+and costs of operations. Also here: the parameters that the loss does not reach, and modules that
+only some passes call.
 """

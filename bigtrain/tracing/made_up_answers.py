@@ -1,8 +1,8 @@
-"""Values where there are none: a forward pass goes on where its way depends on numbers.
+"""Made-up results for operations that need values, so that a pass without values goes on.
 
-A tensor without numbers has no answer to `item`, `nonzero` or a mask. Here it gets one: nothing,
-everything, or something by chance. So each pass takes a way that some values may lead to, and
-what all of them call is called whatever the values are.
+A tensor without values has no result for `item`, `nonzero` or a mask. Here it gets one: nothing,
+everything, or something at random. So each pass takes a route that some values lead to, and the
+modules that all passes call are called whatever the values are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class MadeUpAnswers(TorchDispatchMode):
-    """Answers what is asked of values, and tells of each such question.
+    """Makes up results of operations that need values, and reports each of them.
 
     Args:
-        answer: of which kind.
-        draw: where it is by chance.
-        on_question: told the name of the operation that asks.
+        answer: the kind of result.
+        draw: for results at random.
+        on_question: called with the name of the operation.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MadeUpAnswers(TorchDispatchMode):
         if func in (_OPS.index.Tensor, _OPS.index_put.default, _OPS.index_put_.default):
             args = self._without_masks(func, args)
         elif any(tag in func.tags for tag in _TAGS):
-            self._ask(func)  # there is no answer to it: the pass ends here, and says why
+            self._ask(func)  # no result can be made up: the pass ends here, and the reason is known
         return func(*args, **kwargs)
 
     def _ask(self, func: Any) -> None:
@@ -92,8 +92,8 @@ class MadeUpAnswers(TorchDispatchMode):
         return tensor.new_empty((self._rows(tensor), tensor.dim()), dtype=torch.int64)
 
     def _rows(self, mask: Tensor) -> int:
-        """How many places a mask has."""
-        # One of rows has at most as many; of more dims it most often has one in a row.
+        """How many elements a mask selects."""
+        # A mask of rows selects at most all rows; one of more dims selects mostly one in a row.
         return self._count(mask.shape[0] if mask.dim() else 1)
 
     def _unique(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,10 +109,10 @@ class MadeUpAnswers(TorchDispatchMode):
         return tensor.new_empty(shape), inverse, tensor.new_empty(number, dtype=torch.int64)
 
     def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Places in place of masks, whose number is made up."""
+        """Replace masks by index tensors of a made-up length."""
         if not any(_is_mask(index) for index in args[1]):
             return args
-        if func is not _OPS.index.Tensor:  # what is written to keeps its shape
+        if func is not _OPS.index.Tensor:  # a write leaves the shape as it is
             return args
         self._ask(_OPS.nonzero.default)
         indices: list[Tensor | None] = []
@@ -130,16 +130,16 @@ def _is_mask(index: Any) -> bool:
 
 
 def _has_numbers(tensor: Any) -> bool:
-    """Whether it is a tensor like any other, whose answer is known."""
+    """Whether it is a real tensor with values."""
     return type(tensor) is Tensor and not tensor.is_meta
 
 
 @contextmanager
 def made_up_chance(answer: Answer, seed: int) -> Iterator[Callable[[], bool]]:
-    """Let Python's and numpy's random numbers be as low, or as high, as they get.
+    """Make the random numbers of Python and numpy as low, or as high, as possible.
 
     Yields:
-        Whether any was drawn since.
+        A function that says whether any was drawn since.
     """
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     before, numpy_before = random.getstate(), None if numpy is None else numpy.get_state()
@@ -160,24 +160,24 @@ def made_up_chance(answer: Answer, seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _place(numpy: Any) -> tuple[int, int]:
-    """Where numpy's generator is in its words, and a word by which other seeds are told apart."""
+    """The position of numpy's generator, and a word that differs between seeds."""
     state = numpy.get_state()
     return int(state[2]), int(state[1][0])
 
 
 def _word_that_gives_ones() -> int:
-    """The word of a Mersenne Twister's state that it gives out as 32 ones."""
+    """The state word for which a Mersenne Twister returns 32 ones: its tempering inverted."""
     ones = 0xFFFFFFFF
     y = ones ^ (ones >> 18)
     y ^= (y << 15) & 0xEFC60000
-    found = y
+    word = y
     for _ in range(5):
-        found = y ^ ((found << 7) & 0x9D2C5680)
-    y = found & ones
-    found = y
+        word = y ^ ((word << 7) & 0x9D2C5680)
+    y = word & ones
+    word = y
     for _ in range(3):
-        found = y ^ (found >> 11)
-    return found & ones
+        word = y ^ (word >> 11)
+    return word & ones
 
 
 _HIGHEST = _word_that_gives_ones()

@@ -1,7 +1,7 @@
-"""What a forward pass leaves in its modules: numbers, tensors and lists that a later one reads.
+"""State that a forward pass leaves in its modules: numbers, tensors and lists for a later one.
 
-A stage that skips a module's call would miss what the call leaves behind. So attributes that
-change in a forward pass are found, and then those who read and write them are watched.
+A stage that skips the call of a module would miss the state that the call leaves. So attributes
+that change in a forward pass are found first; then their reads and writes are recorded.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError
 
 Attribute = tuple[str, str]
-"""A module's name, and its attribute's; `config.kind` for a field of an object that it holds."""
+"""Names of a module and of its attribute; `config.kind` for a field of an object in it."""
 TABLES = ("_parameters", "_buffers", "_modules")
 UNTRACED = {*TABLES, "_compiled_call_impl", "training"}
 
 
 @dataclass
 class ChangedObject:
-    """An object that modules hold, and what of it changes in a forward pass."""
+    """An object in attributes of modules that changes in a forward pass."""
 
     value: Any
     fields: set[str]
-    """Empty for a list or a mapping."""
+    """The fields that change; empty for a list or a mapping."""
     holders: set[Attribute]
-    """All that hold it."""
+    """All attributes that refer to it."""
 
     def names(self) -> dict[str, Attribute]:
-        """What each field is called, behind the first that holds the object."""
+        """The name of each field, after the first attribute that refers to the object."""
         owner, key = min(self.holders)
         return {field: (owner, f"{key}.{field}") for field in self.fields}
 
 
 class ModuleSnapshot:
-    """All that the modules hold by reference, to be compared and put back."""
+    """The attributes of all modules, by reference, to be compared and restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._held = {
+        self._before = {
             name: {key: (value, _contents(value)) for key, value in _attributes(module)}
             for name, module in self._modules.items()
         }
 
     def changed(self) -> set[Attribute]:
-        """The attributes that hold something else now."""
+        """The attributes that have changed since."""
         changed_attributes: set[Attribute] = set()
         for name, module in self._modules.items():
-            current, before = dict(_attributes(module)), self._held[name]
+            current, before = dict(_attributes(module)), self._before[name]
             for key in {*current, *before}:
                 if key not in current or key not in before:
                     changed_attributes.add((name, key))
@@ -65,19 +65,19 @@ class ModuleSnapshot:
         return changed_attributes
 
     def changed_objects(self) -> list[ChangedObject]:
-        """The objects, lists and mappings that modules hold, and of which the contents changed.
+        """The objects, lists and mappings in attributes whose contents have changed.
 
-        A configuration is held by many modules and read by all of them, and a field of it
-        that changes often by one: so fields are told apart. What a module holds no longer is
-        not among them.
+        Many modules refer to one configuration object, and often only one of them uses the field
+        that changes: so fields are recorded one by one. An object that its attribute no longer
+        refers to is left out.
         """
-        found: dict[int, ChangedObject] = {}
+        objects_by_id: dict[int, ChangedObject] = {}
         for name, key in sorted(self.changed()):
-            value, before = self._held[name].get(key, (None, None))
+            value, before = self._before[name].get(key, (None, None))
             contents = _contents(value)
             if contents is None or dict(_attributes(self._modules[name])).get(key) is not value:
                 continue
-            entry = found.setdefault(id(value), ChangedObject(value, set(), set()))
+            entry = objects_by_id.setdefault(id(value), ChangedObject(value, set(), set()))
             entry.holders.add((name, key))
             if fields_of(value) is not None:
                 gone = {field for field in before if field not in contents}
@@ -86,18 +86,18 @@ class ModuleSnapshot:
                     for field in contents
                     if field not in before or not _same(before[field], contents[field])
                 }
-        return list(found.values())
+        return list(objects_by_id.values())
 
     def restore(self) -> None:
-        """Put all back."""
+        """Restore all attributes."""
         for name, key in self.changed():
-            module, held = self._modules[name], self._held[name]
+            module, before = self._modules[name], self._before[name]
             tables = [table for t in TABLES if key in (table := module.__dict__[t])]
             table = tables[0] if tables else module.__dict__
-            if key not in held:
+            if key not in before:
                 del table[key]
                 continue
-            value, contents = held[key]
+            value, contents = before[key]
             _refill(value, contents)
             if not tables and isinstance(value, Tensor):
                 table = next((t for t in (module._parameters, module._buffers) if key in t), table)
@@ -113,7 +113,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(value: Any) -> Any:
-    """A container's contents, one level deep; None for what is none."""
+    """The contents of a container, one level deep; None if it is no container."""
     if isinstance(value, (Tensor, nn.Module, type, FunctionType)):
         return None
     if isinstance(value, (list, set, tuple)):
@@ -124,11 +124,11 @@ def _contents(value: Any) -> Any:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """A copy of the fields of a plain object; None for what has none, and for tensors and types."""
+    """A copy of the fields of a plain object; None for a tensor, a type, or without fields."""
     if isinstance(value, (Tensor, nn.Module, type, list, set, tuple, dict)) or callable(value):
         return None
     try:
-        fields = object.__getattribute__(value, "__dict__")  # unseen by those who watch reads
+        fields = object.__getattribute__(value, "__dict__")  # not recorded as a read
     except AttributeError:
         return None
     return dict(fields) if isinstance(fields, dict) else None
@@ -165,36 +165,38 @@ def traced_attributes(
     objects: Sequence[ChangedObject],
     touched: Callable[[Attribute, bool], None],
 ) -> Iterator[None]:
-    """Say so whenever one of these attributes is read or written, inside of a `with` block.
+    """Record each read and write of these attributes inside of a `with` block.
 
     Args:
-        model: whose modules hold them.
+        model: the model with the modules.
         attributes: of modules.
-        objects: of which fields are watched in place of the attributes that hold them. Where
-            an object's class allows no watching, these attributes are watched instead.
-        touched: is called with the attribute, or with a field's name behind its holder's, and
+        objects: their fields are recorded instead of the attributes that refer to them. If the
+            class of an object cannot be derived from, the attributes are recorded after all.
+        touched: called with the attribute, or the name of a field after that of its attribute, and
             with whether it is written.
 
     Raises:
-        ConfigError: a module's class allows no watching.
+        ConfigError: the class of a module cannot be derived from.
     """
     modules = dict(model.named_modules())
     classes: list[tuple[Any, type]] = []
     attributes = set(attributes)
     called: dict[Attribute, Attribute] = {}
-    """What several modules hold bears one name."""
+    """One name for an object that several attributes refer to."""
     try:
-        for held in objects:
-            called |= dict.fromkeys(held.holders, min(held.holders))
-            if not held.fields:
+        for changed in objects:
+            called |= dict.fromkeys(changed.holders, min(changed.holders))
+            if not changed.fields:
                 continue
-            classes.append((held.value, type(held.value)))
+            classes.append((changed.value, type(changed.value)))
             try:
-                watching = _watching_class(type(held.value), held.names(), touched)
-                object.__setattr__(held.value, "__class__", watching)  # of frozen ones, too
+                watching = _watching_class(type(changed.value), changed.names(), touched)
+                object.__setattr__(
+                    changed.value, "__class__", watching
+                )  # also of a frozen dataclass
             except Exception:  # noqa: BLE001 - a class of C, or one that cannot be derived from
                 continue
-            attributes -= held.holders
+            attributes -= changed.holders
         for name in sorted({name for name, _ in attributes}):
             module = modules[name]
             own = {
@@ -205,8 +207,8 @@ def traced_attributes(
                 module.__class__ = _watching_class(type(module), own, touched)
             except TypeError as error:
                 raise ConfigError(
-                    f"strategy.cut: the forward pass changes {sorted(own)} of {name!r}, and who "
-                    f"reads it cannot be watched ({error}). Use a strategy without a cut."
+                    f"strategy.cut: the forward pass changes {sorted(own)} of {name!r}, whose "
+                    f"reads cannot be recorded ({error}). Use a strategy without a cut."
                 ) from error
         yield
     finally:
@@ -218,9 +220,9 @@ def traced_attributes(
 def _watching_class(
     base: Any, names: Mapping[str, Attribute], touched: Callable[[Attribute, bool], None]
 ) -> type:
-    """A class whose objects tell of each use of some names; of all, where an object is taken apart.
+    """A class whose objects report each use of some names, or of all if `__dict__` is read.
 
-    A module's own `__dict__` is read at every turn by torch, and is not among them.
+    The `__dict__` of a module is not reported: torch reads it all the time.
     """
     apart = not issubclass(base, nn.Module)
 
@@ -250,7 +252,7 @@ def _watching_class(
 
 @contextmanager
 def refuse_host_randomness() -> Iterator[None]:
-    """Refuse random numbers of Python and numpy: each stage would draw its own.
+    """Refuse random numbers of Python and numpy: each stage would draw others.
 
     Raises:
         ConfigError: some were drawn.
@@ -281,10 +283,10 @@ def _equal_states(one: Any, other: Any) -> bool:
 
 
 def check_closures(model: nn.Module) -> None:
-    """Refuse functions that hold a module of the model: in a copy they would still hold it.
+    """Refuse functions with a module of the model in their closure: a copy would still use it.
 
     Raises:
-        ConfigError: with the module's name, and where the function is kept.
+        ConfigError: with the name of the module, and the attribute with the function.
     """
     names = {id(module): name for name, module in model.named_modules()}
     for owner, module in model.named_modules():
@@ -300,9 +302,8 @@ def check_closures(model: nn.Module) -> None:
                     if module_name is not None:
                         raise ConfigError(
                             f"strategy.cut: a function in {key!r} of {owner or 'the model'!r} "
-                            f"holds the module {module_name or 'the model'!r} from outside; in a "
-                            "copy of "
-                            "the model it would still be this one's. Use a method instead."
+                            f"holds the module {module_name or 'the model'!r} in its closure; a "
+                            "copy of the model would still call that one. Use a method instead."
                         )
 
 
@@ -310,14 +311,14 @@ def _functions(value: Any) -> list[FunctionType]:
     if isinstance(value, FunctionType):
         return [value]
     if isinstance(value, dict):
-        return [found for item in value.values() for found in _functions(item)]
+        return [function for item in value.values() for function in _functions(item)]
     if isinstance(value, (list, tuple)):
-        return [found for item in value for found in _functions(item)]
+        return [function for item in value for function in _functions(item)]
     return []
 
 
 def constant_tensors(model: nn.Module) -> list[Tensor]:
-    """Tensors that modules hold as plain attributes, or in lists, tuples and dicts."""
+    """Tensors in plain attributes of modules, or in lists, tuples and dicts there."""
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     constants_by_id: dict[int, Tensor] = {}
 

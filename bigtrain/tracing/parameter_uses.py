@@ -1,4 +1,4 @@
-"""What a forward pass does with parameters beside computing with them, seen without numbers."""
+"""Uses of parameters in a forward pass: writes, sparse gradients, gradients of gradients."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from bigtrain.tensors.tree import tree_tensors
 from bigtrain.tracing.unreached import graph_leaves
 
 _EMBEDDINGS = {"aten::embedding": (0, 4), "aten::_embedding_bag": (0, 5)}
-"""Places of the weight, and of what says that its gradient is sparse."""
+"""Positions of the weight, and of the flag for a sparse gradient, among the arguments."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """A parameter is written in place in a forward pass."""
+    """An in-place write to a parameter in a forward pass."""
 
     name: str
     of_parameters: bool
-    """What is written follows from parameters alone, not from the batch."""
+    """Whether the written values depend on parameters alone, and not on the batch."""
     inside: tuple[str, ...]
-    """The modules that were at work, from the outermost on; the model itself is ''."""
+    """The modules whose calls are active, from the outermost; '' is the model itself."""
 
 
 @dataclass(frozen=True)
 class ParameterUses:
-    """What was seen of a model in one forward pass of training."""
+    """The uses of parameters in one forward pass of training."""
 
     writes: tuple[Write, ...] = ()
     sparse: tuple[str, ...] = ()
-    """Parameters whose gradients will be sparse, in one of their uses at least."""
+    """Parameters whose gradient is sparse in at least one of their uses."""
     sparse_and_dense: tuple[str, ...] = ()
-    """Of these, those that are used otherwise, too: what comes together is dense."""
+    """Those of them with other uses as well: the sum of the gradients is dense."""
     called: frozenset[str] = frozenset()
     """Modules whose forward pass ran."""
     used: frozenset[str] = frozenset()
-    """Parameters that some operation was given."""
+    """Parameters that are arguments of some operation."""
     graph_in_forward: str | None = None
-    """The module whose forward pass asks for a gradient with a graph, so that another can
-    be taken of it; '' for the model's own, None where there is none."""
+    """The module whose forward pass computes a gradient with a graph, for a second derivative;
+    '' for the model itself, None if there is none."""
     graph_in_loss: bool = False
-    """Whether the loss asks for a gradient, of whatever kind: it goes back through the output."""
+    """Whether the loss computes a gradient of any kind, through the model's output."""
     reached: frozenset[str] | None = None
     """Parameters in the graph of the loss; None without a loss, or where the graph hides some."""
 
     def only_used(self, named: Iterable[tuple[str, nn.Module]]) -> list[str]:
-        """Of some modules those that are never called, and of which parameters are used.
+        """The modules that are never called although their parameters are used.
 
-        Their methods are called, or modules inside them, or their parameters are taken.
+        Other methods of them are called, or modules inside of them, or parameters are read.
         """
         return [
             name
@@ -72,15 +72,15 @@ class ParameterUses:
 def parameter_uses(
     model: nn.Module, example: MicroBatch, loss: Loss | None = None
 ) -> ParameterUses | None:
-    """See what a forward pass does with a model's parameters.
+    """Run a forward pass and return how it uses the model's parameters.
 
     Args:
-        model: on any device; a copy without numbers runs.
+        model: on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-        loss: of its output, where what it does is looked at, too.
+        loss: of the model's output; None to leave it out.
 
     Returns:
-        None where the model does not run without its numbers.
+        None if the model does not run without values.
     """
     try:
         with kept_random_state():
@@ -101,7 +101,7 @@ def _seen(
     reached: frozenset[str] | None = None
     with watch, in_forward:
         output = twin.train()(batch.inputs)
-    with suppress(Exception), in_loss:  # a loss may want values, which says nothing of the model
+    with suppress(Exception), in_loss:  # a loss may need values although the model needs none
         if loss is not None and batch.targets is not None:
             reached = _reached(twin, loss(output, batch.targets, max(1, batch.count)))
     sparse = tuple(dict.fromkeys(watch.sparse))
@@ -125,7 +125,7 @@ def _reached(twin: nn.Module, total: Any) -> frozenset[str] | None:
 
 
 class _Graphs(TorchFunctionMode):
-    """Sees gradients that are asked for, of all kinds or with a graph of their own."""
+    """Records where a gradient is computed: any, or only one with a graph."""
 
     def __init__(self, watch: _Watch, *, all_kinds: bool) -> None:
         super().__init__()
@@ -135,33 +135,33 @@ class _Graphs(TorchFunctionMode):
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ASKING and self.where is None:
-            place = _ASKING[func]
-            with_graph = kwargs.get("create_graph") or any(args[place : place + 1])
+            position = _ASKING[func]
+            with_graph = kwargs.get("create_graph") or any(args[position : position + 1])
             if self._all_kinds or with_graph:
                 self.where = self._watch.innermost
         return func(*args, **kwargs)
 
 
 _ASKING = {torch.autograd.grad: 4, torch.autograd.backward: 3, Tensor.backward: 3}
-"""What asks for gradients, and the place of `create_graph` among its arguments."""
+"""Functions that compute gradients, and the position of `create_graph` among their arguments."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on the tensors of a model."""
+    """Records every operation on the tensors of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held = {_place(p): name for name, p in model.named_parameters()}
+        self._held = {_storage_of(p): name for name, p in model.named_parameters()}
         self._keep: list[Tensor] = list(model.parameters())
         self._pure = set(self._held)
-        """Memory whose contents follow from parameters alone."""
+        """Storages whose contents depend on parameters alone."""
         self._inside: list[str] = []
         self.called: set[str] = set()
         self.used: set[str] = set()
         self.writes: list[Write] = []
         self.sparse: list[str] = []
         self.dense: set[str] = set()
-        """Parameters that get another gradient than of an embedding with sparse ones."""
+        """Parameters with a use other than in an embedding with sparse gradients."""
 
     def enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         self._inside.append(name)
@@ -169,7 +169,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def innermost(self) -> str:
-        """The module that is at work, '' for the model itself and outside of it."""
+        """The module whose call is active; '' for the model itself and outside of it."""
         return self._inside[-1] if self._inside else ""
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -178,20 +178,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = tree_tensors((args, kwargs))
-        names = {self._held[_place(t)] for t in given if _place(t) in self._held}
+        operands = tree_tensors((args, kwargs))
+        names = {self._held[_storage_of(t)] for t in operands if _storage_of(t) in self._held}
         self.used |= names
-        pure = all(_place(tensor) in self._pure for tensor in given)
+        pure = all(_storage_of(tensor) in self._pure for tensor in operands)
         for tensor in _written(func, args, kwargs):
-            name = self._held.get(_place(tensor))
+            name = self._held.get(_storage_of(tensor))
             if name is not None and tensor.numel():
                 self.writes.append(Write(name, pure, tuple(self._inside)))
-        if pure and given:  # of the made ones, too: their memory must not come again meanwhile
+        if pure and operands:  # results are kept alive, so that no other storage gets their address
             made = tree_tensors(result)
             self._keep += made
-            self._pure.update(map(_place, made))
-        places = _EMBEDDINGS.get(func._schema.name)
-        if places is None:
+            self._pure.update(map(_storage_of, made))
+        positions = _EMBEDDINGS.get(func._schema.name)
+        if positions is None:
             if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
                 self.dense |= names
         else:
@@ -200,14 +200,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for number, argument in enumerate(func._schema.arguments)
                 if argument.name in kwargs
             }
-            weight, is_sparse = values[places[0]], values.get(places[1], False)
-            if _place(weight) in self._held:
-                name = self._held[_place(weight)]
+            weight, is_sparse = values[positions[0]], values.get(positions[1], False)
+            if _storage_of(weight) in self._held:
+                name = self._held[_storage_of(weight)]
                 self.sparse.append(name) if is_sparse else self.dense.add(name)
         return result
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 

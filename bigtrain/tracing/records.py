@@ -1,4 +1,4 @@
-"""What is written down of one run of a model: calls, values, who makes and who uses them.
+"""The record of one run of a model: its calls and values, with their origins and uses.
 
 A *call* is one call of one module; a *value* is one tensor object; a *tick* is one operation or
 the beginning or end of one call.
@@ -20,15 +20,15 @@ class ModuleCall:
 
     name: str
     number: int
-    """The how manieth call of this module, from 0."""
+    """The number of this call among those of the module, from 0."""
     parent: int
-    """The call within which it happens; -1 for the model's own."""
+    """The call that makes it; -1 for the call of the model."""
     begin: int
     end: int = END_OF_PASS
     outputs: list[int] = field(default_factory=list)
-    """Values in what it returns, in the order of `map_tensors`."""
+    """The values in its result, in the order of `map_tensors`."""
     argument_values: list[int] = field(default_factory=list)
-    """Values in its arguments."""
+    """The values in its arguments."""
     result: Any = None
 
 
@@ -38,15 +38,15 @@ class TracedValue:
 
     tensor: Tensor
     root: str
-    """'input', 'parameter', 'buffer', 'constant' (a real tensor that the code has at hand), or ''
-    for what is computed."""
+    """'input', 'parameter', 'buffer', 'constant' (a real tensor that the code refers to), or '' for
+    a computed value."""
     name: str
     born: int
     frame: int
-    """The call within which it was made."""
+    """The call in which it was made."""
     uses: list[int] = field(default_factory=list)
     changed: int = -1
-    """The last tick at which it was changed in place."""
+    """The last tick at which it was changed in place; -1 for none."""
     known: bool = False
     """Computed from the inputs and constants alone, without parameters or random numbers."""
     sources: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class TracedValue:
 
 @dataclass(frozen=True)
 class InPlaceWrite:
-    """A change of a storage in place."""
+    """An in-place change of a storage."""
 
     tick: int
     frame: int
@@ -65,45 +65,45 @@ class InPlaceWrite:
 
 @dataclass(frozen=True)
 class UncuttableRange:
-    """A stretch of a forward pass that must be within one stage."""
+    """An interval of a forward pass that must be in one stage."""
 
     first: int
     last: int
-    """Ticks: no cut c may be with first <= c < last."""
+    """Ticks: a cut c with first <= c < last is not legal."""
     why: str
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """One operation's work, forward only."""
+    """The work of one operation of a forward pass."""
 
     tick: int
     flops: int
     nbytes: int
-    """Read and written."""
+    """Bytes that it reads and writes."""
 
 
 @dataclass
 class ForwardTrace:
-    """All that was seen."""
+    """The trace of one forward pass."""
 
     calls: list[ModuleCall]
     values: list[TracedValue]
     events: list[tuple[int, int, tuple[int, ...]]]
-    """In order: (frame, call, ()) at the beginning of a call, (frame, -1, values) where a
-    function of torch has returned tensors to a frame's own code."""
+    """In order: (frame, call, ()) at the begin of a call, (frame, -1, values) where a function of
+    torch has returned tensors to the code of a frame."""
     costs: list[OpCost]
     saved: dict[int, tuple[int, list[int]]]
-    """By storage: bytes, and the ticks at which autograd kept it for the backward pass."""
+    """By storage: its bytes, and the ticks at which autograd saved it for the backward pass."""
     output: Any
     writes: dict[int, list[InPlaceWrite]] = field(default_factory=dict)
     """By storage."""
     whole: list[UncuttableRange] = field(default_factory=list)
     sealed: dict[int, str] = field(default_factory=dict)
-    """Calls that no cut may go through, and why."""
+    """The calls that no cut may go through, and the reasons."""
     enclosed: dict[int, str] = field(default_factory=dict)
-    """Calls before which, too, none may stand."""
+    """The calls before which, too, no cut may be, and the reasons."""
     random: set[int] = field(default_factory=set)
-    """Frames in which random numbers are drawn."""
+    """The frames in which random numbers are drawn."""
     backward: list[tuple[int, int]] = field(default_factory=list)
-    """Tick and frame of each backward pass within the forward pass."""
+    """Tick and frame of each backward pass inside of the forward pass."""

@@ -1,6 +1,6 @@
-"""Which modules each pass calls, and which only some do: experts, towers, layers left out.
+"""Modules that only some passes call: experts, towers, skipped layers.
 
-Where that depends on values or on chance, the ranks of a step may call different ones.
+If that depends on values or on random numbers, the ranks of a step may call different ones.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ from bigtrain.tracing.watch import CallLog, log_calls
 
 _CHANCE: tuple[Answer, ...] = ("chance",)
 _PASSES: tuple[Answer, ...] = ("everything", "nothing", *_CHANCE * 6)
-"""The first two answer a pass that asks nothing of values: it can only go by its own count."""
+"""A pass that needs no values runs with the first two only: it can only depend on a counter."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What some passes in training call and others do not, as far as passes without numbers show.
+    """The modules that some passes in training call and others do not, found without values.
 
-    Nothing is said of a model that does not run so.
+    Empty for a model that does not run without values.
     """
 
     modules: tuple[str, ...] = ()
-    """The outermost modules that are not called equally often by every pass."""
+    """The outermost modules that passes do not call equally often."""
     parameters: tuple[str, ...] = ()
-    """Trained parameters that take part in some passes only."""
+    """Trained parameters that only some passes use."""
     cause: str | None = None
-    """What makes the ways of two ranks differ; None where all take the same, if not always."""
+    """The operation by which the routes of two ranks differ; None if all ranks take the same."""
     called: frozenset[str] = frozenset()
-    """Modules that every pass calls, and equally often."""
+    """Modules that all passes call equally often."""
     only_used: tuple[str, ...] = ()
-    """Blocks that no pass calls, though it uses their parameters: see `ParameterUses`."""
+    """Blocks that are never called although their parameters are used: see `ParameterUses`."""
 
     @property
     def differ(self) -> bool:
-        """Whether the ranks of a step may take different ways."""
+        """Whether the ranks of a step may take different routes."""
         return self.cause is not None and bool(self.modules or self.parameters)
 
     @property
     def vary(self) -> bool:
-        """Whether some parameter takes part in some steps only, or on some ranks."""
+        """Whether some parameter is used in some steps or on some ranks only."""
         return bool(self.modules or self.parameters)
 
     @property
     def names(self) -> str:
-        """The modules, or else the parameters, as messages name them."""
+        """The modules, or else the parameters, for messages."""
         names = self.modules or self.parameters
         shown = ", ".join(names[:3])
         return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
     def has(self, name: str) -> bool:
-        """Whether a module of this name is one of those that some passes call, or inside one."""
+        """Whether a module is one that only some passes call, or inside of one."""
         return any(f"{name}.".startswith(f"{module}.") for module in self.modules)
 
     def calls(self, name: str) -> bool:
-        """Whether every pass calls a module, as far as passes show."""
+        """Whether every pass calls a module."""
         return name not in self.only_used and not (self.differ and self.has(name))
 
 
@@ -78,15 +78,15 @@ class _Pass(CallLog):
 
     reached: frozenset[str] = frozenset()
     question: str | None = None
-    """The first operation that asked for values."""
+    """The first operation that needed values."""
     asked_in: str = ""
-    """The module whose code it was in."""
+    """The module whose code called it."""
     called_before: frozenset[str] = frozenset()
     drew: bool = False
     ended: bool = False
 
     def ask(self, operation: str) -> None:
-        """Note a question."""
+        """Record an operation that needs values."""
         if self.question is None:
             self.question = operation
             self.asked_in = self.stack[-1] if self.stack else ""
@@ -94,14 +94,11 @@ class _Pass(CallLog):
 
 
 def find_routes(model: nn.Module, example: MicroBatch) -> Routes:
-    """Run a copy of the model, in training, with several answers to what it asks of values.
+    """Run a copy of the model in training, with several made-up answers where it needs values.
 
     Args:
-        model: on any device; a copy without numbers runs.
+        model: on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-
-    Returns:
-        Nothing varies where no pass shows that it does.
     """
     try:
         with kept_random_state():
@@ -116,57 +113,57 @@ def _routes(model: nn.Module, example: MicroBatch, device: torch.device) -> Rout
     passes: list[_Pass] = []
     error: Exception | None = None
     for number, answer in enumerate(_PASSES):
-        found = _Pass()
+        this_pass = _Pass()
         try:
-            _run(twin, batch, answer, number, found)
+            _run(twin, batch, answer, number, this_pass)
         except Exception as failed:  # noqa: BLE001 - made-up answers may contradict each other
             error = failed
-            if "numpy" in str(failed):  # its values are asked for by no operation
-                found.ask("numpy")
-        passes.append(found)
+            if "numpy" in str(failed):  # a conversion to numpy needs values and is no operation
+                this_pass.ask("numpy")
+        passes.append(this_pass)
         if len(passes) > 1 and not any(p.question or p.drew for p in passes):
             break
-    ended = [one for one in passes if one.ended]
-    asked = next((one for one in passes if one.question), None)
+    ended = [each for each in passes if each.ended]
+    asked = next((each for each in passes if each.question), None)
     if not ended and error is not None and (asked is None or device.type == "meta"):
         raise error  # fake tensors have kernels that the meta device lacks
     cause = None
     if asked is not None:
         cause = f"{asked.question} in {asked.asked_in or 'the model'}"
-    elif any(one.drew for one in passes):
+    elif any(each.drew for each in passes):
         cause = "a random number of Python"
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     owners = [n for n, m in twin.named_modules() if n and _is_trained(m)]
     if ended:
-        varying = {n for n in owners if len({one.calls[n] for one in ended}) > 1}
-        every = frozenset.intersection(*(one.reached for one in ended))
-        some = frozenset.union(*(one.reached for one in ended)) - every
+        varying = {n for n in owners if len({each.calls[n] for each in ended}) > 1}
+        every = frozenset.intersection(*(each.reached for each in ended))
+        some = frozenset.union(*(each.reached for each in ended)) - every
     elif asked is not None:
         varying, some = set(_behind(twin, asked, owners)), frozenset()
     else:
         varying, some = set(), frozenset()
-    ways = [one.calls for one in ended] or [Counter(one.called_before) for one in passes[:1]]
-    called = {n for n in ways[0] if len({way[n] for way in ways}) == 1}
+    counts = [each.calls for each in ended] or [Counter(each.called_before) for each in passes[:1]]
+    called = {n for n in counts[0] if len({count[n] for count in counts}) == 1}
     outermost = [n for n in owners if n in varying and not _inside(n, varying)]
     inside = {n for n in trained if any(n.startswith(f"{m}.") for m in outermost)}
-    known = [n for n, p in model.named_parameters() if n in (some | inside) & trained]
-    return Routes(tuple(outermost), tuple(known), cause, frozenset(called))
+    parameters = [n for n, p in model.named_parameters() if n in (some | inside) & trained]
+    return Routes(tuple(outermost), tuple(parameters), cause, frozenset(called))
 
 
-def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, found: _Pass) -> None:
-    """One forward pass; what it does is noted as it goes."""
+def _run(twin: nn.Module, batch: MicroBatch, answer: Answer, seed: int, this_pass: _Pass) -> None:
+    """Run one forward pass and record it in `this_pass`, also if it fails."""
     with ExitStack() as watching:
-        watching.enter_context(log_calls(twin, found))
+        watching.enter_context(log_calls(twin, this_pass))
         drew = watching.enter_context(made_up_chance(answer, seed))
-        watching.callback(lambda: setattr(found, "drew", drew()))
-        watching.enter_context(MadeUpAnswers(answer, random.Random(seed), found.ask))
+        watching.callback(lambda: setattr(this_pass, "drew", drew()))
+        watching.enter_context(MadeUpAnswers(answer, random.Random(seed), this_pass.ask))
         output = twin(batch.inputs)
-    found.reached = _reached(twin, output)
-    found.ended = True
+    this_pass.reached = _reached(twin, output)
+    this_pass.ended = True
 
 
 def _reached(twin: nn.Module, output: object) -> frozenset[str]:
-    """The trained parameters in the graph of what a model returns; none if it hides some."""
+    """The trained parameters in the graph of an output; none if the graph hides some."""
     leaves: set[int] = set()
     for tensor in tree_tensors(output):
         own, is_whole = graph_leaves(tensor)
@@ -177,14 +174,14 @@ def _reached(twin: nn.Module, output: object) -> frozenset[str]:
 
 
 def _behind(twin: nn.Module, asked: _Pass, owners: list[str]) -> Iterator[str]:
-    """What may be called or not where no pass came to its end: below the module that asks.
+    """The modules that may be called or not, if no pass has ended: those inside of the asking one.
 
-    Modules of its class ask as it does.
+    Modules of its class ask for values as it does.
     """
     kind = type(twin.get_submodule(asked.asked_in))
-    alike = [n for n, m in twin.named_modules() if type(m) is kind]
+    same_class = [n for n, m in twin.named_modules() if type(m) is kind]
     for name in owners:
-        is_below = any(name.startswith(f"{one}.") or not one for one in alike)
+        is_below = any(name.startswith(f"{other}.") or not other for other in same_class)
         if is_below and name not in asked.called_before:
             yield name
 
@@ -194,6 +191,6 @@ def _inside(name: str, others: set[str]) -> bool:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether it trains something; what is never called itself (a list of modules) is none."""
+    """Whether a module has trained parameters and a forward pass: a list of modules has none."""
     is_called = type(module).forward is not nn.Module.forward
     return is_called and any(p.requires_grad for p in module.parameters())

@@ -1,7 +1,7 @@
-"""Runs a model on fake tensors and writes down what it does.
+"""Trace a forward pass on fake tensors.
 
-Nothing is known of the model but that it is a module: the user's own code runs, and modules,
-functions and operations are watched at three heights.
+The model may be any module: the user's code runs, and calls of modules, functions and operations
+are recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def trace_forward(
     inputs: Any,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ForwardTrace:
-    """Run a model of fake tensors once.
+    """Trace one forward pass of a model of fake tensors.
 
     Args:
         model: of fake tensors of `mode`; it is left as it is.
@@ -60,7 +60,7 @@ def trace_forward(
         around: entered around the forward pass, as autocast is.
 
     Raises:
-        ConfigError: the model cannot run without values; the message names the submodule.
+        ConfigError: the model does not run on tensors without values; the message names the module.
     """
     snapshot = ModuleSnapshot(model)
     recorder = _Recorder(model, inputs)
@@ -118,10 +118,10 @@ def _watch_state(
     changed: set[Attribute],
     objects: Sequence[ChangedObject],
 ) -> None:
-    """Run twice more, the second time with what the first has left, and see who reads it.
+    """Run twice more, the second time with the state that the first has left, and record its uses.
 
-    Each attribute that changes must be of one stage. A module whose code goes another way the
-    second time cannot be cut through: the first program would not fit.
+    Each attribute that changes must belong to one stage. A module whose code takes another path the
+    second time cannot be cut through: the program of the first pass would not fit.
     """
     touches: dict[Attribute, list[tuple[int, int]]] = {}
     written: set[Attribute] = set()
@@ -143,18 +143,18 @@ def _watch_state(
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
         label = f"{name}.{key}" if name else key
-        if first != second:  # ticks differ: take the calls around, as they were the first time
+        if first != second:  # ticks differ: use those of the calls around in the first run
             ticks = [edge for _, frame in touched_at for edge in _edges(recorder, frame, recorders)]
         recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(repr(label))))
-    for held in objects:
-        for owner, key in held.names().values():
-            if (owner, key) not in written and not held.holders & {*touches}:
-                label = f"{owner}.{key}" if owner else key  # written past its class: nobody saw it
+    for changed_object in objects:
+        for owner, key in changed_object.names().values():
+            if (owner, key) not in written and not changed_object.holders & {*touches}:
+                label = f"{owner}.{key}" if owner else key  # written past its class
                 recorder.whole.append(UncuttableRange(0, END_OF_PASS, _CHANGES.format(repr(label))))
 
 
 def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple[int, int]:
-    """Begin and end of the call in which code was, in the first run."""
+    """The begin and end, in the first run, of the call in which code was."""
     for repeat in recorders:
         if 0 <= frame < len(repeat.calls):
             call_site = (repeat.calls[frame].name, repeat.calls[frame].number)
@@ -165,7 +165,7 @@ def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple
 
 
 class _Recorder(ForwardObserver):
-    """Watches calls, functions and operations; see `ForwardTrace`."""
+    """Records calls, functions and operations; see `ForwardTrace`."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.calls: list[ModuleCall] = []
@@ -184,7 +184,7 @@ class _Recorder(ForwardObserver):
         self._numbers: dict[str, int] = {}
         self._stack: list[int] = []
         self._reach: list[set[int]] = [set()]
-        """For each frame of the stack the values that its code has got."""
+        """For each frame of the stack the values that its code has received."""
         self._own: set[int] = set()
         self._storages: dict[int, int] = {}
         self._modules = dict(model.named_modules())
@@ -198,7 +198,7 @@ class _Recorder(ForwardObserver):
             self.add(tensor, "constant", known=True)
 
     def add(self, tensor: Tensor, root: str = "", name: str = "", *, known: bool = False) -> int:
-        """Note a tensor object; the index of its value."""
+        """Add a tensor object, if it is new; return the index of its value."""
         index = self._index.get(id(tensor))
         if index is None:
             if not root and not isinstance(tensor, FakeTensor):
@@ -212,7 +212,7 @@ class _Recorder(ForwardObserver):
         return index
 
     def finish(self, output: Any) -> ForwardTrace:
-        """All that was seen."""
+        """Return the trace."""
         for index, storage in self._storages.items():
             value = self.values[index]
             if value.uses and value.tensor.untyped_storage()._cdata != storage:
@@ -234,7 +234,7 @@ class _Recorder(ForwardObserver):
         )
 
     def signatures(self) -> dict[tuple[str, int], list[object]]:
-        """For each call what its own code does, and the plain values that calls return to it."""
+        """The events of the code of each call, and the plain values that calls return to it."""
         behaviour: dict[tuple[str, int], list[object]] = {}
         for frame, index, values in self.events:
             call = self.calls[frame] if frame >= 0 else None
@@ -273,7 +273,7 @@ class _Recorder(ForwardObserver):
         self._stack.append(len(self.calls))
         self._reach.append(set(call.argument_values))
         self.calls.append(call)
-        held = container_contents((args, kwargs))
+        contents = container_contents((args, kwargs))
         try:
             result = run(*args, **kwargs)
         except Exception:
@@ -285,10 +285,10 @@ class _Recorder(ForwardObserver):
             raise
         self.clock += 1
         call.end = self.clock
-        # In containers of its own: the caller may change what was returned to it.
+        # In new containers: the caller may change those that were returned to it.
         call.result = map_tensors(result, lambda tensor: tensor)
         call.outputs = self.ids_of(result)
-        if container_contents((args, kwargs)) != held:
+        if container_contents((args, kwargs)) != contents:
             self.whole.append(UncuttableRange(self.clock, END_OF_PASS, _GIVEN))
         self._note_uses(call.outputs)
         self._stack.pop()
@@ -313,7 +313,7 @@ class _Recorder(ForwardObserver):
                 self.backward.append((self.clock, self.frame))
 
     def _note_uses(self, values: Iterable[int]) -> None:
-        """Note which of these values the current frame's code has otherwise than by its calls."""
+        """Record values that the code of the frame has, and not as results of its calls."""
         frame, reach = self.frame, self._reach[-1]
         for value in values:
             traced = self.values[value]
@@ -364,16 +364,16 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 _STRAY = "a tensor from before it is read after it by another module, from an attribute or a list"
-_GIVEN = "a module before it changes a list or mapping that it is given"
-_CHANGES = "what changes in {} is needed before and after it"
+_GIVEN = "a module before it changes a list or mapping among its arguments"
+_CHANGES = "{} changes in the forward pass and is used before and after it"
 _IN_FORWARD = "a gradient is asked for or changed in the forward pass"
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, *_HOOKS)
-"""Functions that look at the graph behind their arguments: it must be in one stage."""
+"""Functions that use the graph behind their arguments: it must be in one stage."""
 
 
 def container_contents(structure: Any) -> list[object]:
-    """What lists, mappings and objects hold, by identity; plain numbers by their value."""
+    """The contents of lists, mappings and objects, by identity; plain numbers by their value."""
     entries: list[object] = []
 
     def collect(value: Any) -> None:
@@ -397,13 +397,13 @@ def container_contents(structure: Any) -> list[object]:
 
 
 def why_sealed(module: nn.Module) -> str:
-    """Why no cut may go through a module's calls, or ''."""
+    """The reason why no cut may go through a module's calls; "" if it may."""
     hooked = module._backward_hooks or module._backward_pre_hooks
     return "a backward hook is on a module around it" if hooked else ""
 
 
 def why_enclosed() -> str:
-    """Why the frame that makes a call cannot be left and entered there, or ''."""
+    """The reason why the frame that makes a call cannot be left and entered there; "" if it can."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _Recorder.call.__code__:
         code = frame.f_code

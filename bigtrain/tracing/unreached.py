@@ -1,4 +1,4 @@
-"""Parameters that the loss does not reach: they are left out of a run before it is planned."""
+"""Parameters that the loss does not reach: they are frozen before a run is planned."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bigtrain.tensors.fake import fake_model, run_without_numbers
 from bigtrain.tracing.watch import CallLog, log_calls
 
 MORE_PASSES = 8
-"""In training, before a parameter is said to be out of reach: a model may leave a layer out by
-chance, or every other time."""
+"""Passes in training before a parameter counts as not reached: a model may skip a layer at random,
+or every other time."""
 
 
 def freeze_unreached(
@@ -29,21 +29,21 @@ def freeze_unreached(
     loss: Loss,
     reached: frozenset[str] | None = None,
 ) -> tuple[str, ...]:
-    """Stop training what gets no gradient: one process would not update it either.
+    """Freeze parameters that get no gradient: one process would not update them either.
 
     A parameter is frozen if the graph of the loss misses it in every pass, in training and in
-    evaluation. Of a model that does not run without its numbers nothing is known.
+    evaluation. If the model does not run without values, nothing is frozen.
 
     Args:
-        model: on any device; a copy without numbers runs.
+        model: on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-        loss: of its output.
+        loss: of the model's output.
         reached: parameters that one pass in training is known to reach (`ParameterUses.reached`);
-            the model is not run where these are all that are trained.
+            if they are all trained parameters, the model is not run.
 
     Returns:
-        The names that were frozen, each module of them guarded: where none of the passes has
-        called it, a call in training raises BigtrainError.
+        The names that were frozen. If no pass has called the module of one, a later call of it in
+        training raises BigtrainError.
     """
     if reached is not None:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -51,8 +51,7 @@ def freeze_unreached(
             return ()
     try:
         with kept_random_state():
-            found = partial(_unreached, model, example, loss)
-            names, called = run_without_numbers(found)
+            names, called = run_without_numbers(partial(_unreached, model, example, loss))
     except Exception:  # noqa: BLE001 - user code of any kind runs here
         return ()
     for name in names:
@@ -64,7 +63,7 @@ def freeze_unreached(
 
 
 def freeze_empty(model: nn.Module) -> tuple[str, ...]:
-    """Stop training parameters without elements, of which no engine makes pieces; their names."""
+    """Freeze parameters without elements, which engines cannot shard; return their names."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not p.numel()]
     for _, parameter in named:
         parameter.requires_grad_(False)
@@ -72,7 +71,7 @@ def freeze_empty(model: nn.Module) -> tuple[str, ...]:
 
 
 def unfreeze(model: nn.Module, names: Collection[str]) -> None:
-    """Train these parameters again, as far as they are still there by their names."""
+    """Train these parameters again; names that no longer exist are ignored."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(True)
@@ -85,17 +84,17 @@ def unfreeze(model: nn.Module, names: Collection[str]) -> None:
 def _unreached(
     model: nn.Module, example: MicroBatch, loss: Loss, device: torch.device
 ) -> tuple[list[str], frozenset[str]]:
-    """Names of trained parameters, and of the modules that were called."""
+    """The names of trained parameters that no pass reached, and of the modules called."""
     twin, batch = fake_model(model, device, double=False), example.fake(device)
     log = CallLog()
-    pairs = {  # a loss may know the parameters of the model itself
+    pairs = {  # a loss may refer to the parameters of the model itself
         name: (own, copy)
         for (name, own), copy in zip(model.named_parameters(), twin.parameters(), strict=True)
         if own.requires_grad
     }
     trained = len(pairs)
     for mode in chain([True, False], repeat(True, MORE_PASSES)):
-        # Without targets for a head: its logits are whole, which costs nothing here.
+        # No targets are passed to a head: whole logits cost nothing without values.
         with log_calls(twin, log):
             output = twin.train(mode)(batch.inputs)
         total = loss(output, batch.targets, max(1, batch.count))
@@ -106,14 +105,14 @@ def _unreached(
             pairs = {n: pair for n, pair in pairs.items() if pair[1].grad is None}
         if not pairs:
             break
-    # Where nothing at all is reached the loss is at fault, and its own backward pass says so.
+    # If no parameter is reached, the loss is wrong; its backward pass in the run will say so.
     return [*pairs] if len(pairs) < trained else [], frozenset(log.calls)
 
 
 def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
-    """The ids of the leaves of a graph, and whether it shows all of them.
+    """The ids of the leaves of a graph, and whether the graph shows all of them.
 
-    A function of one's own may hold parameters that are seen in its backward pass only, as
+    A `torch.autograd.Function` may use parameters that only its backward pass shows, as
     `torch.utils.checkpoint` with use_reentrant=True does.
     """
     if not loss.requires_grad:
@@ -132,9 +131,9 @@ def graph_leaves(loss: Tensor) -> tuple[set[int], bool]:
 
 
 class _Guard:
-    """Refuses a call of a module whose parameters were left out because nothing called it.
+    """Refuses a call of a module whose parameters were frozen because nothing called it.
 
-    An object and no closure: it is copied with the model.
+    An object and not a closure, so that it is copied with the model.
     """
 
     def __init__(self, name: str) -> None:
@@ -144,7 +143,7 @@ class _Guard:
         if module.training and torch.is_grad_enabled():
             raise BigtrainError(
                 f"{self._name} is used in this step, and was left out of training: no pass over "
-                "the first micro-batch came by it. Use --strategy ddp with "
+                "the first micro-batch used it. Use --strategy ddp with "
                 "strategy.replicate.find_unused_parameters=true, or first samples (example=...) "
-                "by which every layer is used."
+                "with which every layer is used."
             )

@@ -77,7 +77,7 @@ def watch_forward(
 
     Args:
         model: of fake tensors of `mode`.
-        observer: is told what happens.
+        observer: its methods are called.
         mode: the fake mode.
         around: entered around the forward pass, as autocast is.
     """
@@ -111,7 +111,7 @@ def fake_twin(
     Args:
         model: on any device; it is left as it is.
         device: of the copy.
-        double: whether it is in fp64 in place of lower precision.
+        double: whether floating-point tensors of the copy are fp64.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

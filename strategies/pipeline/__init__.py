@@ -1,11 +1,11 @@
-"""The model cut into stages, one or more to a rank; micro-batches flow through them in turn.
+"""The model cut into stages, one or more on each rank; micro-batches pass through them.
 
-Memory: parameters, gradients and optimizer state of the rank's own stages, and the activations
-of the micro-batches in flight there: all m with `gpipe`, at most p - stage with `1f1b`, one with
-`naive`, where one stage works at a time.
+Memory: parameters, gradients and optimizer state of the rank's stages, and the activations of the
+micro-batches in flight there: all m with `gpipe`, at most p - stage with `1f1b`, one with `naive`,
+where one stage computes at a time.
 Communication: the tensors that cross a cut, forward and backward, for each micro-batch.
-Constraints: a module that runs on shapes alone; idle time (p-1)/(m+p-1) for m micro-batches on p
-stages, less when a rank has several stages. Which schedules and replicas, the engine says.
+Constraints: the model runs on tensors without values; idle time (p-1)/(m+p-1) for m micro-batches
+on p stages, less with several stages on a rank. Schedules and replicas depend on the engine.
 Example: deepspeed --num_accelerators 2 bigtrain/train.py --strategy 1f1b
 
 Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021, Megatron-LM (arXiv
@@ -55,14 +55,14 @@ _OFFERED = {
     "zbv_zero_bubble": "zbv",
     "interleaved_zero_bubble": "zero_bubble",
 }
-"""Of the schedules those that differ in what they are good for (time, memory, or both), and the
+"""The schedules that are offered to the planner, each best in time or in memory somewhere, and the
 words of their presets."""
 
 
 class Pipeline(CutStrategy):
-    """Stages on the pp axis of the mesh, or on the devices of a process: the engine says.
+    """Stages on the pp axis of the mesh, or on the devices of a process, by engine.
 
-    These are the keys, and what engines share; a subclass for each engine runs the stages
+    The keys, and the code that engines share. A subclass for each engine runs the stages
     (`registry.TECHNIQUES`).
     """
 
@@ -80,23 +80,23 @@ class Pipeline(CutStrategy):
         "zbv_zero_bubble",
         "dualpipev",
     ] = "1f1b"
-    """In which order a rank takes the forward and backward passes of its micro-batches; `naive`:
-    one micro-batch goes through all stages and back, then the next."""
+    """The order of a rank's forward and backward passes. `naive`: a micro-batch runs forward and
+    backward through all stages, then the next."""
     engine: Literal["torch", "fairscale", "deepspeed"] = "torch"
-    """Whose implementation: torch.distributed.pipelining, fairscale's Pipe, DeepSpeed's engine."""
+    """The implementation: torch.distributed.pipelining, fairscale's Pipe, DeepSpeed's engine."""
     devices: int | None = Field(None, ge=2)
-    """Devices of one process that the stages are laid on: with the schedule naive, or by fairscale,
-    which needs it."""
+    """Devices of one process for the stages: with schedule naive, or with engine fairscale, which
+    needs it."""
     stages_per_rank: int | None = Field(None, ge=1)
-    """Stages on each rank; left out, as the schedule needs: 1, or 2."""
+    """Stages on each rank; by default 1 or 2, as the schedule needs."""
     at: tuple[str, ...] = ()
-    """Modules before which the cuts stand; left out, the stages are balanced."""
+    """Modules at which the second and later stages begin; by default the stages are balanced."""
     checkpoint: StageRecompute = "never"
-    """Which micro-batches keep only a stage's inputs and compute the rest again (GPipe)."""
+    """Micro-batches that save only a stage's inputs and recompute the rest (GPipe)."""
     batch_norm: Literal["micro_batch", "deferred"] = "micro_batch"
-    """Running statistics follow each micro-batch, or the whole batch of a step at its end."""
+    """Running statistics follow each micro-batch, or the whole batch at the end of a step."""
     memory: Bytes | None = Field(None, gt=0)
-    """What the states and activations of a rank may take when the stages are chosen."""
+    """Bytes for the states and activations of a rank, a limit when the stages are chosen."""
 
     def per_rank(self) -> int:
         """Stages on each rank."""
@@ -115,7 +115,7 @@ class Pipeline(CutStrategy):
         )
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """See `Strategy.variants`: torch's schedules, as far as the blocks suffice."""
+        """See `Strategy.variants`: torch's schedules for which there are enough blocks."""
         if shape.pp == 1:
             return
         most = (shape.num_blocks + 1) // shape.pp
@@ -127,7 +127,7 @@ class Pipeline(CutStrategy):
                 if most >= 2:
                     yield Variant(word, options)
             elif shape.micro_batches >= shape.pp:
-                # With whole backward passes one that splits them is interleaved_1f1b.
+                # With whole backward passes a split schedule is interleaved_1f1b.
                 splits = schedule in SPLIT_BACKWARD_SCHEDULES
                 for count in (count for count in (2, 4) if count <= most):
                     label = f"{word}_{count}" if count > 2 else word
@@ -135,16 +135,18 @@ class Pipeline(CutStrategy):
 
     @property
     def place(self) -> str:
-        """What the stages run on: the engine, or the devices of a process without one."""
-        alone = self.engine == "torch" and self.schedule == "naive" and self.devices is not None
-        return "devices" if alone else self.engine
+        """The engine, or `devices` for stages on the devices of a process with torch."""
+        on_devices = (
+            self.engine == "torch" and self.schedule == "naive" and self.devices is not None
+        )
+        return "devices" if on_devices else self.engine
 
     def micro_batches(self, pp: int) -> int:
-        """See `CutStrategy.micro_batches`: without a pipeline there is nothing to fill."""
+        """See `CutStrategy.micro_batches`: `naive` has no pipeline to fill."""
         return 1 if self.schedule == "naive" else 4 * (self.devices or pp)
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
-        """For each stage its pp rank, or its device."""
+        """The pp rank, or device, of each stage."""
         return tuple(range(plan.pp))
 
     def lay_out(self, workload: Workload, plan: Plan) -> Layout:
@@ -170,41 +172,41 @@ class Pipeline(CutStrategy):
             choose_cut(traced_model, workload.micro_batch, request),
             ranks,
             "pp rank" if self.traits.is_distributed else "device",
-            BATCH_NORM[self.batch_norm] if self._says_statistics(workload.model) else "",
+            BATCH_NORM[self.batch_norm] if self._changes_statistics(workload.model) else "",
         )
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """What crosses the cuts of a stage, for each micro-batch, and tied gradients once.
+        """Boundary tensors of a stage for each micro-batch, and tied gradients once a step.
 
-        Of a stage without wires and ties nothing. The gradients of tied parameters go in the shards
-        that replicas keep of them.
+        Empty for a stage without either. Gradients of tied parameters are sent in the shards that
+        replicas have of them.
         """
         crossing, messages = profile.crossing, []
         tied = sum(_own_rows(rows, plan) * nbytes for rows, nbytes in crossing.tied)
-        ways: tuple[tuple[TrafficKind, int], ...] = (
+        directions: tuple[tuple[TrafficKind, int], ...] = (
             ("send", crossing.sent),
             ("receive", crossing.received),
         )
-        for kind, nbytes in ways:
+        for kind, nbytes in directions:
             if nbytes:
                 messages.append(Traffic(kind, nbytes, 1, "micro_batch", "schedule", 2, plan.tp))
             if tied:
                 messages.append(Traffic(kind, tied, 1, "step", "schedule", 2, plan.tp))
         return tuple(messages)
 
-    def _says_statistics(self, model: nn.Module) -> bool:
-        """Whether something is to be told: one micro-batch at a time is as in one process."""
+    def _changes_statistics(self, model: nn.Module) -> bool:
+        """Whether BatchNorm statistics differ from those of one process."""
         usual = self.schedule == "naive" and self.batch_norm == "micro_batch"
         return not usual and has_running_statistics(model)
 
     def apply(self, assembly: Assembly) -> None:
-        """To be called when the stages are made: deferred statistics follow at a step's end."""
+        """Update deferred statistics at the end of each step; called when the stages exist."""
         if self.batch_norm == "deferred":
             assembly.before_update.append(DeferredBatchNorm(assembly.roots).commit)
 
 
 def _own_rows(rows: int, plan: Plan) -> int:
-    """Rows of a gradient that a replica has: where it is sharded, the first ones have most."""
+    """Rows of a gradient on a replica: if it is sharded, the first replicas have most."""
     if plan.replicate.optimizer_gets != "shards":
         return rows
     share = -(-rows // plan.state_ranks)
@@ -212,14 +214,14 @@ def _own_rows(rows: int, plan: Plan) -> int:
 
 
 def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:
-    """Refuse a mesh without a pp axis, and devices beside it.
+    """Refuse a mesh without a pp axis, and the key `devices`.
 
     Raises:
-        ConfigError: stages are wanted on ranks, and there is one.
+        ConfigError: the pp axis has one rank, or `devices` is set.
     """
     if options.devices is not None:
         raise ConfigError(
-            f"strategy.cut.devices={options.devices} lays the stages on devices of one process, "
+            f"strategy.cut.devices={options.devices} puts the stages on devices of one process, "
             f"which engine=fairscale does, and engine is {options.engine}. Leave it out, or set "
             "strategy.cut.engine=fairscale."
         )
@@ -233,15 +235,15 @@ def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:
 
 
 def refuse_wrong_places(options: Pipeline, stages: int, where: str) -> None:
-    """Refuse more or fewer places than there are cuts.
+    """Refuse a key `at` that does not name one module for each cut.
 
     Args:
-        options: the technique's keys.
-        stages: how many there are.
-        where: on what they are laid, for the message.
+        options: the keys of the technique.
+        stages: the number of stages.
+        where: the key that sets this number, for the message.
 
     Raises:
-        ConfigError: `at` names another number.
+        ConfigError: `at` names another number of modules.
     """
     if options.at and len(options.at) != stages - 1:
         raise ConfigError(
@@ -251,25 +253,25 @@ def refuse_wrong_places(options: Pipeline, stages: int, where: str) -> None:
 
 
 def refuse_missing_devices(devices: int, plan: Plan) -> None:
-    """Refuse more devices than there are.
+    """Refuse more devices than the machine has.
 
     Raises:
         ConfigError: with both numbers.
     """
-    found = devices if plan.device_type == "cpu" else device_count()
-    if found < devices:
+    available = devices if plan.device_type == "cpu" else device_count()
+    if available < devices:
         raise ConfigError(
-            f"strategy.cut.devices={devices}, and there are {found} GPUs. "
-            f"Use strategy.cut.devices={found}."
+            f"strategy.cut.devices={devices}, and there are {available} GPUs. "
+            f"Use strategy.cut.devices={available}."
         )
 
 
 def local_devices(assembly: Assembly, count: int) -> list[torch.device]:
-    """The devices of this process, all of which are measured: on GPUs those after other ranks'."""
-    here = assembly.context.device
-    if not is_accelerator(here):
-        return [here] * count
+    """The devices of this process, whose memory is then measured: each rank has `count` GPUs."""
+    device = assembly.context.device
+    if not is_accelerator(device):
+        return [device] * count
     first = assembly.context.local_rank * count
-    found = [torch.device(here.type, first + number) for number in range(count)]
-    assembly.meter.add_devices(found)
-    return found
+    devices = [torch.device(device.type, first + number) for number in range(count)]
+    assembly.meter.add_devices(devices)
+    return devices

@@ -179,6 +179,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         engine.module.train(self.module.training)
         run_schedule(engine, len(group))
         self._batches = []
+        self._worker.end()
         losses, self._losses = self._losses, []
         return losses
 

@@ -2,23 +2,23 @@
 
 Facts of fairscale 0.4.13 under torch 2.15 that this answers:
 
-* `Pipe.forward` cuts a batch along dim 0 and puts the outputs together again: one more copy of the
-  batch and of all outputs, and no two sizes in a step. The micro-batches, which are there already,
-  go straight into its pipeline, and the last stage computes its own loss.
-* Its worker threads have none of the caller's modes: no autocast, no tracked memory; and the random
-  numbers that they draw come in no fixed order. Here each task is done where it is given, in the
-  order of the clock. The kernels of several GPUs overlap all the same, being asynchronous.
-* Its checkpointing pairs gradients with outputs by position, and counts those that want none only
-  on one side: integers and what is not trained fail. Behind a first output that wants no gradient
-  nothing is computed again in time. So all that crosses a cut is floating point, what is trained
-  stands first, and what only rides along wants a gradient, too, in a second pass.
-* The second pass moves BatchNorm's running statistics a second time, and autocast is not entered
-  in it: see `_Part`.
-* The first pass of what is computed again runs without gradients: nothing may be worked out in it
-  for the first time that depends on them.
-* `Pipeline.__del__` waits for its workers, so the queues here answer a farewell.
-* Its DeferredBatchNorm is another module with other buffers, has the biased variance, and waits
-  for as many micro-batches as it was told of, also in a step with fewer. It is not used.
+* `Pipe.forward` splits a batch along dim 0 and concatenates the outputs: one more copy of the batch
+  and of all outputs, and one size of micro-batch in a step. Here the micro-batches, which exist
+  already, are passed to its pipeline directly, and the last stage computes the loss.
+* Its worker threads have none of the caller's modes (no autocast, no tracked memory), and draw
+  random numbers in no fixed order. Here each task runs in the calling thread, in the order of the
+  clock. The kernels of several GPUs overlap all the same, because they are asynchronous.
+* Its checkpointing pairs gradients with outputs by position, and skips those without a gradient on
+  one side only: integers and untrained tensors fail. After a first output without a gradient it
+  recomputes too late. So all boundary tensors are floating point, those with a gradient come first,
+  and in a recomputing pass the others require one, too.
+* The recomputing pass updates BatchNorm's running statistics a second time, and does not enter
+  autocast: see `_Part`.
+* The first pass of a recomputed stage runs without gradients: programs that depend on gradients
+  must exist before.
+* `Pipeline.__del__` waits for its workers, so the queues here answer its last message.
+* Its DeferredBatchNorm is another module with other buffers, has the biased variance, and waits for
+  a fixed number of micro-batches, also in a step with fewer. It is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bigtrain.tensors.not_a_child import NotAChild
 
 
 class _StepState:
-    """What the parts need to know of the step that is done."""
+    """The micro-batches and the scale of the current step."""
 
     def __init__(self) -> None:
         self.batches: Sequence[MicroBatch] = ()
@@ -52,36 +52,36 @@ class _StepState:
 
 
 class _Part(nn.Module):
-    """A stage as Pipe calls it: one tuple of tensors in, one out.
+    """A stage as Pipe calls it: from one tuple of tensors to another.
 
-    The last tensor is a mark without numbers: the length of its first dim is the how manieth
-    micro-batch this is, which costs no read from a device.
+    The last tensor is a marker without elements: the length of its first dim is the number of the
+    micro-batch, which needs no read from a device.
     """
 
     def __init__(
         self,
         stage: Stage,
         device: torch.device,
-        now: _StepState,
+        step: _StepState,
         around: AbstractContextManager[Any],
     ) -> None:
         super().__init__()
         self.stage = stage
-        self._device, self._now, self._around = device, now, around
+        self._device, self._step, self._around = device, step, around
 
     def forward(self, boundary: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the stage's part for the micro-batch of the mark."""
+        """Compute the stage's part of the micro-batch of the marker."""
         stage, recomputing = self.stage, is_second_pass()
-        *sent, mark = boundary
-        batch = self._now.batches[mark.shape[0]].to(self._device, non_blocking=True)
+        *sent, marker = boundary
+        batch = self._step.batches[marker.shape[0]].to(self._device, non_blocking=True)
         with self._around, freeze_running_statistics(stage) if recomputing else nullcontext():
-            wires = BoundaryFormat(stage.incoming(batch)).unpack(sent)
-            output = stage(*wires, micro_batch=batch, scale=self._now.scale)
+            inputs = BoundaryFormat(stage.incoming(batch)).unpack(sent)
+            output = stage(*inputs, micro_batch=batch, scale=self._step.scale)
             if stage.last:
                 sent = [output]
             else:
                 sent = BoundaryFormat(stage.outgoing(batch)).pack(output)
-        sent.append(mark.detach())
+        sent.append(marker.detach())
         if recomputing:
             sent = [t if t.requires_grad else t.detach().requires_grad_() for t in sent]
         return tuple(sent)
@@ -92,10 +92,10 @@ class PipedStages(StageChain):
 
     Args:
         stages: of the whole model; their parameters are moved to their devices.
-        devices: one for each.
-        model: whose tensors these are.
+        devices: one for each stage.
+        model: the whole model with these tensors.
         chunks: the most micro-batches of a step.
-        checkpoint: Pipe's: which micro-batches are computed again.
+        checkpoint: the micro-batches that Pipe recomputes.
         autocast: whether stages compute in bf16.
     """
 
@@ -112,16 +112,18 @@ class PipedStages(StageChain):
         from fairscale.nn.pipe import Pipe
 
         super().__init__(stages, devices, model)
-        self._now = _StepState()
+        self._step = _StepState()
         self._checkpoint, self._home = checkpoint, devices[0]
         parts = [
-            _Part(stage, device, self._now, torch.autocast(device.type, torch.bfloat16))
+            _Part(stage, device, self._step, torch.autocast(device.type, torch.bfloat16))
             if autocast
-            else _Part(stage, device, self._now, nullcontext())
+            else _Part(stage, device, self._step, nullcontext())
             for stage, device in zip(stages, devices, strict=True)
         ]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it has moved to torch, where it is no more
+            warnings.simplefilter(
+                "ignore"
+            )  # it says that it has moved to torch, which has dropped it
             pipe = Pipe(
                 nn.Sequential(*parts),
                 balance=[1] * len(parts),
@@ -148,17 +150,17 @@ class PipedStages(StageChain):
         if scale is None:
             return super().forward(inputs)
         self.follow_mode()
-        for batch in inputs:  # a shape is rehearsed once: here, where gradients are wanted
+        for batch in inputs:  # traced here, where gradients are enabled, once for each shape
             self._stages[-1].incoming(batch)
-        self._now.batches, self._now.scale = inputs, scale
-        number = len(inputs)
-        recomputed = {"never": 0, "except_last": number - 1, "always": number}[self._checkpoint]
-        marks = [torch.empty((place, 0), device=self._home) for place in range(number)]
-        return torch.stack(run_pipe(self._pipe.module, marks, recomputed))
+        self._step.batches, self._step.scale = inputs, scale
+        count = len(inputs)
+        recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._checkpoint]
+        markers = [torch.empty((number, 0), device=self._home) for number in range(count)]
+        return torch.stack(run_pipe(self._pipe.module, markers, recomputed))
 
 
 class FairscaleRunner(LoopRunner):
-    """All micro-batches of a step through a `PipedStages`, wrapped or not, and back."""
+    """Runs all micro-batches of a step by one call of `PipedStages`, wrapped or not."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
@@ -168,7 +170,7 @@ class FairscaleRunner(LoopRunner):
         placed = [self.place_batch(micro_batch) for micro_batch in micro_batches]
         for micro_batch in (*micro_batches, *placed):
             self.label_batch(micro_batch)
-        with self._sync(True):  # noqa: FBT003 - the last one of the step, and the only one
+        with self._sync(True):  # noqa: FBT003 - it is the last and only one of the step
             losses = self._wrapped(placed, scale)
             self.meter.phase("backward")
             losses.sum().backward()

@@ -1,11 +1,11 @@
-"""One stage on each rank under DeepSpeed's pipeline engine (PipelineModule), in its order, 1F1B.
+"""One stage on each rank under DeepSpeed's pipeline engine (PipelineModule), in 1F1B order.
 
-Memory: as `1f1b` on torch; with ZeRO's stage 1 the optimizer's state is sharded over the replicas.
+Memory: as `1f1b` on torch; with ZeRO stage 1 the optimizer state is sharded over the replicas.
 Communication: the tensors that cross a cut; the replicas' gradients once a step, after all of its
 micro-batches.
-Constraints: one stage on a rank; fp64 without ZeRO alone. ZeRO's stages 2 and 3 shard gradients
-while micro-batches are under way, and DeepSpeed refuses them in a pipeline: its passes add up whole
-gradients, which its schedule reduces at the end.
+Constraints: one stage on a rank; fp64 only without ZeRO. DeepSpeed refuses ZeRO stages 2 and 3 in a
+pipeline: they shard gradients in each micro-batch, while its pipeline sums whole gradients and
+reduces them at the end of a step.
 
 Source: DeepSpeed, runtime/pipe; Narayanan et al. 2019, PipeDream (arXiv 1806.03377).
 """
@@ -26,11 +26,11 @@ from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong
 
 
 class DeepSpeedPipeline(Pipeline):
-    """DeepSpeed's engine around this rank's stage; it owns the step."""
+    """Runs the stage of this rank by DeepSpeed's engine, which owns the step."""
 
     @property
     def traits(self) -> CutTraits:
-        """See `Strategy.traits`: ZeRO on DeepSpeed is done by the same engine."""
+        """See `Strategy.traits`: ZeRO on DeepSpeed shares the engine."""
         hooks: frozenset[Oddity] = frozenset({"gradient_hooks", "accumulate_hooks"})
         traits = super().traits
         return replace(
@@ -45,10 +45,10 @@ class DeepSpeedPipeline(Pipeline):
         return DEEPSPEED.warning()
 
     def check(self, plan: Plan) -> None:
-        """Refuse what DeepSpeed's pipelines cannot do."""
+        """Refuse options that DeepSpeed's pipelines lack."""
         if "schedule" in self.model_fields_set and self.schedule != "1f1b":
             raise ConfigError(
-                f"strategy.cut.schedule={self.schedule}: DeepSpeed's pipelines have 1f1b alone. "
+                f"strategy.cut.schedule={self.schedule}: DeepSpeed's pipelines have 1f1b only. "
                 "Set strategy.cut.schedule=1f1b, or strategy.cut.engine=torch."
             )
         if self.stages_per_rank not in (None, 1):
@@ -59,12 +59,13 @@ class DeepSpeedPipeline(Pipeline):
         refuse_no_ranks(self, plan)
         refuse_wrong_places(self, plan.pp, f"mesh.pp={plan.pp}")
         self._check_replicas(plan)
-        away = plan.offload_tiers
-        if (away.optimizer, away.parameters) != ("device", "device"):
+        tiers = plan.offload_tiers
+        if (tiers.optimizer, tiers.parameters) != ("device", "device"):
             raise ConfigError(
                 "strategy.cut.engine=deepspeed keeps all its states on the device, and "
-                f"strategy.offload wants optimizer={away.optimizer} parameters={away.parameters}. "
-                "Leave strategy.offload out, or set strategy.cut.engine=torch."
+                f"strategy.offload asks for optimizer={tiers.optimizer} "
+                f"parameters={tiers.parameters}. Leave strategy.offload out, or set "
+                "strategy.cut.engine=torch."
             )
         require_deepspeed(
             plan.device_type, "strategy.cut.engine=deepspeed", "set strategy.cut.engine=torch"
@@ -83,14 +84,14 @@ class DeepSpeedPipeline(Pipeline):
             )
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """As many as there are stages from here on."""
+        """The number of stages from this one to the last, with 1F1B."""
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:
-        """DeepSpeed's TrainSchedule: rank s of p has F at the ticks 2i + s, B at 2i + 2p - 1 - s.
+        """DeepSpeed's TrainSchedule: rank s of p runs F at the ticks 2i + s, B at 2i + 2p - 1 - s.
 
-        That is 1F1B's order, also with fewer micro-batches than stages.
+        That is the order of 1F1B, also with fewer micro-batches than stages.
         """
         steps, stages = plan.batch.accumulation_steps, plan.pp
         ticks = [(2 * number + pp_rank, Action(pp_rank, "F", number)) for number in range(steps)]
@@ -101,7 +102,7 @@ class DeepSpeedPipeline(Pipeline):
         return RankActions([action for _, action in sorted(ticks)])
 
     def apply(self, assembly: Assembly) -> None:
-        """Make this rank's stage, and let DeepSpeed own the step."""
+        """Make the stage of this rank, and let DeepSpeed own the step."""
         layout = assembly.layout
         if layout is None:
             return
@@ -120,13 +121,13 @@ class DeepSpeedPipeline(Pipeline):
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """Clipping is ours, over all stages; bf16 is autocast."""
+    """DeepSpeed's settings; clipping is done here over all stages, and bf16 by autocast."""
     batch = plan.batch
     return {
         "train_batch_size": batch.micro_size * batch.accumulation_steps * plan.dp,
         "train_micro_batch_size_per_gpu": batch.micro_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
-        "gradient_clipping": 0.0,  # left out, it would clip at 1
+        "gradient_clipping": 0.0,  # its default clips at 1
         "steps_per_print": None,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},

@@ -1,9 +1,9 @@
-"""The stages on several devices of one process, one at work at a time: naive model parallelism.
+"""Stages on several devices of one process, one computing at a time: naive model parallelism.
 
-The plain loop calls a chain of them, so that each kind of replica of a whole model goes with it.
+The plain loop calls a chain of them, so every kind of replica of a whole model is possible.
 
-Source: Krizhevsky et al. 2012 laid layers over two GPUs; Huang et al. 2019 (arXiv 1811.06965),
-figure 2b, shows what is idle.
+Source: Krizhevsky et al. 2012 put layers on two GPUs; Huang et al. 2019 (arXiv 1811.06965),
+figure 2b, shows the idle time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class DevicePipeline(Pipeline):
         return replace(super().traits, owns_step=False, is_distributed=False)
 
     def check(self, plan: Plan) -> None:
-        """Refuse more devices than there are, and what stages on ranks alone have."""
+        """Refuse more devices than the machine has, and options of stages on ranks."""
         for key, neutral in (("stages_per_rank", None), ("checkpoint", "never")):
             value = getattr(self, key)
             if value != neutral:
                 raise ConfigError(
                     f"strategy.cut.{key}={value} is for stages on ranks, and "
-                    f"strategy.cut.devices={self.devices} lays them on devices of one process. "
+                    f"strategy.cut.devices={self.devices} puts them on devices of one process. "
                     "Leave it out, or leave strategy.cut.devices out."
                 )
         if plan.dp > 1 and is_accelerator(plan.device_type):
@@ -57,7 +57,7 @@ class DevicePipeline(Pipeline):
         return tuple(range(self.devices or 1))
 
     def apply(self, assembly: Assembly) -> None:
-        """Chain the stages on this process's devices."""
+        """Chain the stages on the devices of this process."""
         if assembly.layout is None or self.devices is None:
             return
         stages = assembly.make_stages(range(self.devices))

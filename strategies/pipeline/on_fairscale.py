@@ -1,7 +1,7 @@
 """GPipe on fairscale's Pipe: the stages on several devices of one process.
 
-Memory: all states of the model, each stage's on its device; the activations of all micro-batches
-of a step, or, with `checkpoint`, what crosses the cuts and one stage's activations at a time.
+Memory: all states of the model, those of a stage on its device; the activations of all
+micro-batches of a step, or, with `checkpoint`, boundary tensors and the activations of one stage.
 Communication: copies between the devices of the process; over replicas, DDP's.
 Constraints: the schedule gpipe; replicas by `single` or, on the CPU, `ddp`.
 
@@ -30,7 +30,7 @@ from bigtrain.strategies.pipeline import (
 
 
 class FairscalePipe(Pipeline):
-    """Pipe around the stages; it owns the step."""
+    """Runs the stages by fairscale's Pipe, which owns the step."""
 
     @property
     def traits(self) -> CutTraits:
@@ -42,15 +42,15 @@ class FairscalePipe(Pipeline):
         return FAIRSCALE.warning()
 
     def check(self, plan: Plan) -> None:
-        """Refuse what Pipe cannot do."""
+        """Refuse options that Pipe lacks."""
         if "schedule" in self.model_fields_set and self.schedule != "gpipe":
             raise ConfigError(
-                f"strategy.cut.schedule={self.schedule}: fairscale's Pipe has gpipe alone. "
+                f"strategy.cut.schedule={self.schedule}: fairscale's Pipe has gpipe only. "
                 "Set strategy.cut.schedule=gpipe, or strategy.cut.engine=torch."
             )
         if self.devices is None:
             raise ConfigError(
-                "strategy.cut.engine=fairscale lays the stages on several devices of one process, "
+                "strategy.cut.engine=fairscale puts the stages on several devices of one process, "
                 "and strategy.cut.devices does not say on how many. Set strategy.cut.devices=2, "
                 "or, for stages on ranks, strategy.cut.engine=torch."
             )
@@ -74,8 +74,8 @@ class FairscalePipe(Pipeline):
             )
         if plan.dp > 1 and self.checkpoint != "never":
             raise ConfigError(
-                f"strategy.cut.checkpoint={self.checkpoint}: Pipe computes a stage again inside of "
-                "the backward pass, where DistributedDataParallel takes no second gradient of a "
+                f"strategy.cut.checkpoint={self.checkpoint}: Pipe recomputes a stage inside of the "
+                "backward pass, where DistributedDataParallel takes no second gradient of a "
                 f"parameter, and mesh.dp={plan.dp}. Leave it out and set strategy.recompute=full, "
                 "or use mesh.dp=1."
             )
@@ -91,29 +91,29 @@ class FairscalePipe(Pipeline):
         return tuple(range(self.devices or 1))
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:
-        """All of a step."""
+        """All micro-batches of a step."""
         return (plan.batch.accumulation_steps,) * (self.devices or 1)
 
     def predicts_by_stage(self, plan: Plan) -> bool:
-        """See `CutStrategy.predicts_by_stage`: what is handed on is in the process once."""
+        """See `CutStrategy.predicts_by_stage`: boundary tensors are in the process once."""
         return self.checkpoint != "never" or plan.dp > 1
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
-        """Gradients are summed as they come; where a stage is computed again, that comes before.
+        """Add the sums of gradients, or with `checkpoint` the recomputation of each stage.
 
-        All micro-batches go back in one call, and each parameter has the sum of theirs at its end.
-        While tensors are tracked autograd sums into a new one: that and both that are added up.
-        A stage that is computed again goes back in a call of its own, and adds in place.
+        One backward call runs all micro-batches. While tensors are tracked, autograd sums two
+        gradients into a new tensor, so three are alive. A recomputed stage has a backward call of
+        its own, which adds in place.
         """
         if self.checkpoint == "never":
             return forecast.with_passes(later=_with_sums(forecast.passes))
-        split = {f"{w}_split": _cut_at_highest(profile.passes[w]) for w in ("first", "later")}
-        return forecast.with_passes(**split)
+        recomputed = {f"{w}_split": _cut_at_highest(profile.passes[w]) for w in ("first", "later")}
+        return forecast.with_passes(**recomputed)
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:  # noqa: ARG002
-        """Pipe's clock: in each cycle all stages that have something to do; then all of it back.
+        """The order of Pipe's clock cycles: all forward, then all backward in reverse.
 
-        What is computed again is so for all stages of a cycle, before any of them goes back.
+        All stages of a cycle are recomputed before the backward pass of any of them.
         """
         num_micro_batches = plan.batch.accumulation_steps
         stages = (self.devices or 1) if self.predicts_by_stage(plan) else 1
@@ -137,7 +137,7 @@ class FairscalePipe(Pipeline):
         return RankActions(actions)
 
     def apply(self, assembly: Assembly) -> None:
-        """Put Pipe around the stages, before a replicate technique wraps the whole."""
+        """Put Pipe around the stages, before a replicate technique wraps all of it."""
         if assembly.layout is None or self.devices is None:
             return
         from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedStages
@@ -154,10 +154,10 @@ class FairscalePipe(Pipeline):
 
 
 def _with_sums(passes: Passes) -> Timeline:
-    """The pass of a later micro-batch, with the sum beside each gradient when it is added."""
+    """The pass of a later micro-batch, with a new sum at the moment when each gradient is added."""
     first, later = (sorted(passes[w].spans, key=lambda s: s.birth) for w in ("first", "later"))
     if [span.nbytes for span in first] != [span.nbytes for span in later]:
-        return passes["later"]  # which are gradients is not known
+        return passes["later"]  # the gradients cannot be recognised
     sums = (
         Span(now.nbytes, "temporary", now.death - 1, now.death)
         for was, now in zip(first, later, strict=True)
@@ -167,12 +167,12 @@ def _with_sums(passes: Passes) -> Timeline:
 
 
 def _cut_at_highest(timeline: Timeline) -> Timeline:
-    """The same with the backward pass cut at its highest moment: there all is computed again."""
+    """Split the backward pass at its highest moment, where all is recomputed."""
     return replace(timeline, phases=(*timeline.phases, (_highest(timeline), "backward")))
 
 
 def _highest(timeline: Timeline) -> int:
-    """The tick of the backward pass at which most is alive."""
+    """The tick of the backward pass with the most bytes alive."""
     begin = timeline.phases[-1][0]
     changes: dict[int, int] = {}
     for span in timeline.spans:

@@ -1,7 +1,7 @@
-"""The stages on the ranks of the pp axis, under the schedules of torch.distributed.pipelining.
+"""Stages on the ranks of the pp axis, on the schedules of torch.distributed.pipelining.
 
-One stage on a rank, or several with the interleaved and the V-shaped schedules. It takes replicas
-of every kind: DDP's averaging, ZeRO on torch's own parts at every stage.
+One stage on a rank, or several with the interleaved and the V-shaped schedules. Replicas of every
+kind are possible: DDP's averaging, and ZeRO on torch at every stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 
 
 class TorchPipeline(Pipeline):
-    """PipelineRunner on torch's schedules."""
+    """Runs stages by `PipelineRunner`."""
 
     @cached_property
     def traits(self) -> CutTraits:
@@ -39,13 +39,13 @@ class TorchPipeline(Pipeline):
         return replace(super().traits, splits_backward=splits, cannot_hold=sparse | others)
 
     def check(self, plan: Plan) -> None:
-        """Refuse no pp axis, micro-batches that do not suit, a torch that gets gradients wrong."""
+        """Refuse no pp axis, a wrong number of micro-batches, a torch with wrong gradients."""
         refuse_no_ranks(self, plan)
         per_rank = self.per_rank()
         if self.traits.splits_backward and not SPLITS_BACKWARD:
             raise ConfigError(
-                f"strategy.cut: schedule={self.schedule} computes the gradients of weights by "
-                f"themselves, and torch {TORCH[0]}.{TORCH[1]} counts some of them twice. Run: pip "
+                f"strategy.cut: schedule={self.schedule} computes the gradients of weights "
+                f"separately, and torch {TORCH[0]}.{TORCH[1]} counts some of them twice. Run: pip "
                 "install 'torch>=2.13', or set strategy.cut.schedule=interleaved_1f1b."
             )
         check_schedule(self.schedule, plan.pp, per_rank, plan.batch.accumulation_steps)
@@ -63,12 +63,15 @@ class TorchPipeline(Pipeline):
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:
         """See `CutStrategy.actions`."""
-        schedule = (self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
-        way = (transfers(*schedule, pp_rank), backward_starts(*schedule, pp_rank))
-        return RankActions(rank_order(*schedule, pp_rank), *way)
+        pp, per_rank, steps = plan.pp, self.per_rank(), plan.batch.accumulation_steps
+        return RankActions(
+            rank_order(self.schedule, pp, per_rank, steps, pp_rank),
+            transfers(self.schedule, pp, per_rank, steps, pp_rank),
+            backward_starts(self.schedule, pp, per_rank, steps, pp_rank),
+        )
 
     def apply(self, assembly: Assembly) -> None:
-        """Make this rank's stages, and let the schedule own the step."""
+        """Make the stages of this rank, and let the schedule own the step."""
         layout = assembly.layout
         if layout is None:
             return

@@ -1,4 +1,4 @@
-"""What cuts own and leave, what they refuse and why, and that a stage says where it goes astray."""
+"""Cuts: the owners of tensors, refusals with reasons, and stages that leave the traced path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def unchanged(model: Any, x: Tensor) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Four layers; `interpolate_sections` is done to what the second returns."""
+    """Four layers; `between` is called with the output of the second."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_autocast_gives_the_same_numbers() -> None:
         for point in points:
             cut = cut_at(found, [point.call], traced_model)
             compare(model, cut, [batch(inputs)])
-            dtypes |= {wire.dtype for wire in stages_of(cut, model)[0].outgoing(batch(inputs))}
+            dtypes |= {tensor.dtype for tensor in stages_of(cut, model)[0].outgoing(batch(inputs))}
         assert torch.bfloat16 in dtypes
 
 
@@ -149,12 +149,16 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
     ("make", "offered", "why"),
     [
         (Cached, {"writer", "head", "head.1", "head.2"}, "read after it by another module"),
-        (Counting, {"last", "last.1"}, r"what changes in 'scaled.calls' is needed"),
-        (ConfiguredEarly, {"head"}, "what changes in 'config.kind' is needed"),
-        (ConfiguredTaken, {"head"}, "what changes in 'config.kind' is needed"),
-        (ConfiguredFrozen, set(), "what changes in 'config.kind' is needed"),
-        (ConfiguredNamespace, {"head"}, "what changes in 'config' is needed"),
-        (ConfiguredMapping, {"writer", "head"}, "what changes in 'reader.seen' is needed"),
+        (Counting, {"last", "last.1"}, r"'scaled.calls' changes in the forward pass and is used"),
+        (ConfiguredEarly, {"head"}, "'config.kind' changes in the forward pass and is used"),
+        (ConfiguredTaken, {"head"}, "'config.kind' changes in the forward pass and is used"),
+        (ConfiguredFrozen, set(), "'config.kind' changes in the forward pass and is used"),
+        (ConfiguredNamespace, {"head"}, "'config' changes in the forward pass and is used"),
+        (
+            ConfiguredMapping,
+            {"writer", "head"},
+            "'reader.seen' changes in the forward pass and is used",
+        ),
     ],
 )
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
@@ -273,8 +277,8 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
     with pytest.raises(ConfigError) as raised:
         choose_cut(traced_model, batches[0], CutRequest(2))
     assert str(raised.value) == (
-        "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. None can "
-        "stand before 'middle' and 1 others: the model's own code does other things from call to "
+        "strategy.cut: 2 stages, and the model can be cut at 0 places: at most 1 stages. It cannot "
+        "be cut before 'middle' and 1 others: the model's own code does other things from call to "
         "call. Use a strategy without a cut."
     )
     _, traced_model, batches = traced(Case(Chain, rows))
@@ -285,7 +289,7 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
 
 
 class Swallows(nn.Module):
-    """Catches what it should not."""
+    """Catches an exception that it should pass on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cut modules compute what the whole computes: at every place, in training and in evaluation."""
+"""Cut models compute the same as whole ones: at every cut point, in both modes."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def example(name: str) -> MicroBatch:
 
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
-    """Cuts where as much is computed and moved before as after."""
+    """Cuts into stages with equal FLOPs and bytes."""
     found, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
     there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
@@ -101,12 +101,12 @@ def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) ->
 
 def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
     """Stage after stage; the loss in training, else the output."""
-    wires: Any = ()
+    boundary: Any = ()
     for stage in stages:
         expected = stage.train(training).incoming(micro_batch)
-        assert [(w.shape, w.dtype) for w in wires] == [(e.shape, e.dtype) for e in expected]
-        wires = stage(*wires, micro_batch=micro_batch, scale=1.0 if training else None)
-    return wires
+        assert [(t.shape, t.dtype) for t in boundary] == [(e.shape, e.dtype) for e in expected]
+        boundary = stage(*boundary, micro_batch=micro_batch, scale=1.0 if training else None)
+    return boundary
 
 
 def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:

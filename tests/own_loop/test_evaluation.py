@@ -1,4 +1,4 @@
-"""Figures and outputs in a loop of one's own, in one process: `evaluate` and `predict`."""
+"""Figures and outputs in a custom loop, in one process: `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def spread(outputs: Tensor, targets: Tensor) -> tuple[float, int]:
-    """What goes by something else than rows: of the first class alone."""
+    """A metric over something other than rows: of the first class alone."""
     of_first = outputs[targets == 0]
     return float(of_first.abs().sum()), of_first.numel()
 

@@ -52,7 +52,7 @@ def test_what_is_not_followed_is_refused_by_its_name(key: str) -> None:
 def test_a_whole_section_is_looked_into() -> None:
     more: dict[str, Any] = {"train": {"epochs": 3}}
     with pytest.raises(
-        ConfigError, match=r"train__epochs=\.\.\.\) would be ignored: the loop says"
+        ConfigError, match=r"train__epochs=\.\.\.\) would be ignored: the loop decides"
     ):
         bigtrain.prepare(linear, F.cross_entropy, sgd, **more)
 

@@ -1,4 +1,4 @@
-"""Rates in a loop of one's own: torch's schedulers on the engine's optimizer, and `learning_rate`.
+"""Learning rates in a custom loop: torch's schedulers on engine.optimizer, and `learning_rate`.
 
 In one process, held against a plain loop of torch; under strategies: `test_ranks_schedules.py`.
 """

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG005
-"""What a model is called with: a dict by name where its forward takes the names."""
+"""The arguments of a model: a dict is passed by name if its forward takes the names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGETS = torch.tensor([0, 1, 2, 0])
 
 
 class Named(nn.Module):
-    """As models of transformers: what it takes has names."""
+    """A model with named inputs, as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints in a loop of one's own: paths as text, the newest, errors alike on all ranks."""
+"""Checkpoints in a custom loop: paths as text, the newest, equal errors on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net(nn.Linear):
 
 
 def kept(context: RunContext, folder: str) -> list[Any]:
-    """With text in the place of paths; wrong arguments first, after which all goes on."""
+    """With text instead of paths; wrong arguments come first, and the loop continues."""
     job = job_from_keys("ddp", {"train.global_batch_size": 8, **UNSEEN})
     said: list[Any] = []
     with Engine(Net, F.cross_entropy, sgd, job, context) as engine:
@@ -78,7 +78,7 @@ def test_a_removed_checkpoint_is_told_of_once(
             engine.save(tmp_path)
     said = capsys.readouterr().err
     assert said.count("was removed") == 1
-    assert f"{tmp_path / 'step-1'} was removed, as those before the newest 2" in said
+    assert f"{tmp_path / 'step-1'} was removed: only the newest 2 checkpoints stay" in said
     assert "checkpoint__keep=20" in said
 
 

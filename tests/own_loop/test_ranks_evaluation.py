@@ -86,7 +86,7 @@ def measured(context: RunContext, strategy: str) -> dict[str, Any]:
 
 
 def alone(parts: int) -> dict[str, Any]:
-    """What a plain loop of torch has of the same rows."""
+    """The figures of a plain torch loop over the same rows."""
     model = describe(net).materialize("cpu", seed=0)
     optimizer = sgd(model.parameters())
     given = [rows(n) for n in ((9, 2, 5, 4) if parts > 1 else (9, 2, 5))]

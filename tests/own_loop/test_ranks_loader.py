@@ -182,6 +182,6 @@ def test_samples_that_are_no_pairs_and_a_batch_of_no_size_are_said() -> None:
             next(iter(engine.loader(dicts)))
     with (
         bigtrain.prepare(net, F.cross_entropy, sgd) as engine,
-        pytest.raises(ConfigError, match=r"no key says how large a batch is.*global_batch_size=64"),
+        pytest.raises(ConfigError, match=r"no key sets the batch size.*global_batch_size=64"),
     ):
         engine.loader(Rows())

@@ -1,4 +1,4 @@
-"""A dict of inputs by name, and a forward of the user's own, where a model is cut and sharded."""
+"""A dict of inputs by name, and a custom forward, with a cut and sharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every block of the page on loops of one's own, one after the other, as the script that it is."""
+"""Every block of the page on custom loops, run in order as one script."""
 
 from __future__ import annotations
 

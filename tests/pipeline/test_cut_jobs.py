@@ -1,4 +1,4 @@
-"""Jobs with a cut model: what is refused before the ranks connect."""
+"""Jobs with a cut model that are refused before the ranks connect."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def test_replicas_that_there_are_none_of_are_told_of(
     job = job_from_keys(strategy, {"train.global_batch_size": 32, **words})
     plan = make_plan(job, 4, "cpu")
     workload = Workload(TinyLM(), language_example(), CrossEntropy(), sgd)
-    # Four stages of so small a model are uneven, which is told of, too.
+    # Four stages of so small a model are uneven, and there is a line on it, too.
     notes = [line for line in resolve_plan(plan, workload).notes if line.startswith("mesh: ")]
     assert notes == note
 
 
 class LooksAtValues(TinyLM):
-    """What it does depends on a value."""
+    """A model whose path depends on a value."""
 
     def forward(self, tokens: Any) -> Any:
         x = self.norm(self.embedding(tokens))
@@ -145,7 +145,7 @@ def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:
 
 @pytest.mark.parametrize("strategy", ["layer_split_devices", "gpipe_fairscale"])
 def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
-    """ResNet's blocks change what they are given: alone that is a copy's business, not in a cut."""
+    """ResNet's blocks change their inputs in place: whole blocks may, a recomputed cut may not."""
     words = ["model.name=resnet18", "data.name=synthetic", "data.args.input_shape=[3,32,32]"]
     words += ["data.args.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2"]
     words += ["strategy.cut.devices=2", "strategy.cut.at=[layer1.0.bn2]", "strategy.recompute=full"]

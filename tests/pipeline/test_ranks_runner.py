@@ -1,4 +1,4 @@
-"""Pipelines of every schedule: the numbers of one process, failures, peaks, what is in flight."""
+"""Pipelines of every schedule: the numbers of one process, failures, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -310,7 +310,11 @@ def in_flight(context: RunContext, schedule: str, per_rank: int) -> dict[int, tu
         held = helds[index] = Held()
         layer = next(iter(stage.layers.values()))
         layer.register_forward_hook(lambda _m, _i, out, held=held: Mark.apply(out, held))
-    runner.forward_backward(steps([[(2, 5)] * 6], 0)[0])
+    batches = steps([[(2, 5)] * 6], 0)[0]
+    inputs = weakref.ref(batches[0].inputs)
+    runner.forward_backward(batches)
+    del batches
+    assert inputs() is None  # no step keeps its batch alive
     return {index: (held.most, held.alive) for index, held in helds.items()}
 
 

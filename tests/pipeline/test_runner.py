@@ -1,4 +1,4 @@
-"""What a pipeline is given and refuses, before there are ranks."""
+"""Options that a pipeline refuses before the ranks connect."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_the_forms_refuse_what_the_schedules_refuse():
     ):
         with pytest.raises(ConfigError, match="needs at least 4 micro-batches"):
             call()
-    with pytest.raises(ValueError, match="has no closed form; play it through with schedules.bubb"):
+    with pytest.raises(ValueError, match="has no closed form; use schedules.bubble"):
         bubble_share("zbv_zero_bubble", 4, 8, 2, 1, 2, 1)
 
 

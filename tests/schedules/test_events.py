@@ -1,4 +1,4 @@
-"""What a rank sends and receives beside its actions, and when it lets go of it."""
+"""Sends, receives and waits of a rank in the order of its step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words(row):
 
 
 def test_a_rank_in_the_middle_of_one_forward_one_backward():
-    """As the loop of torch's class: messages that meet begin together."""
+    """As in the loop of torch's class, a send and the receive from the same rank begin together."""
     rows = schedule_events("1f1b", 3, 1, 4)
     assert words(rows[1]) == (
         "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1WAIT_SEND_F0 "
@@ -51,7 +51,7 @@ def test_a_rank_in_the_middle_of_one_forward_one_backward():
     )
 
 
-def test_messages_stand_where_torch_2_15_has_them():
+def test_messages_are_placed_as_by_torch_2_15():
     """Earlier versions ask for the last gradient after the action before it."""
     row = words(schedule_events("zbv_zero_bubble", 3, 2, 8)[0])
     assert row.startswith(
@@ -85,9 +85,7 @@ def test_one_micro_batch_at_a_time_leaves_one_send_open():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (3, 12), (4, 8)])
-def test_every_message_is_received_and_let_go_and_no_rank_waits_for_ever(
-    schedule, pp, micro_batches
-):
+def test_every_message_is_received_and_waited_for_without_a_deadlock(schedule, pp, micro_batches):
     """Ranks that go on as far as they can, with messages between two of them in order."""
     arguments = (schedule, pp, per_rank(schedule), micro_batches)
     done = played(schedule_events(*arguments), stage_ranks(*arguments[:3]))
@@ -138,7 +136,7 @@ def played(rows, ranks):
 
 
 def may_begin(event, ranks, arrived):
-    """An action has what it computes from, and a wait ends when the other side has it."""
+    """Whether an action has its inputs, or a wait's message has arrived."""
     stage, kind, number = event
     if kind == "F" and stage and ranks[stage - 1] != ranks[stage]:
         return StepEvent(stage, "RECV_F", number) in arrived
@@ -151,7 +149,7 @@ def may_begin(event, ranks, arrived):
 
 
 def pass_on(event, ranks, underway, asked, arrived):
-    """Messages between two ranks are taken in the order in which they are sent."""
+    """Messages between two ranks are received in the order in which they are sent."""
     stage, kind, number = event
     if kind in PEERS:
         receive, step = PEERS[kind]
@@ -170,11 +168,12 @@ def pass_on(event, ranks, underway, asked, arrived):
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (3, 12)])
-def test_what_is_said_to_be_under_way_is_what_the_events_are(schedule, pp, micro_batches):
+def test_messages_in_transit_follow_from_the_events(schedule, pp, micro_batches):
     for rank, row in enumerate(schedule_events(schedule, pp, 1, micro_batches)):
-        ends = [way for way, at in (("SEND_B", 0), ("SEND_F", pp - 1)) if rank == at]
-        said = [
-            {way: n for way, n in there.items() if n and way[1] not in ends}
-            for there in transfers(schedule, pp, 1, micro_batches, rank)
+        # The first rank sends no gradients, and the last one no outputs.
+        never = [kind for kind, end in (("SEND_B", 0), ("SEND_F", pp - 1)) if rank == end]
+        expected = [
+            {message: n for message, n in in_transit.items() if n and message[1] not in never}
+            for in_transit in transfers(schedule, pp, 1, micro_batches, rank)
         ]
-        assert said == list(_in_transit(row))
+        assert expected == list(_in_transit(row))

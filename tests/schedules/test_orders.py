@@ -54,7 +54,7 @@ def stage(pp, count, index):
 
 @pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
 def test_torch_runs_its_tables_in_this_order(schedule):
-    """The lowered table, with all sends and receives: what torch's runtime goes through."""
+    """The table with all sends and receives, which torch's runtime executes."""
     made = getattr(torch_schedules, TORCH_SCHEDULES[schedule])([stage(4, 8, 0), stage(4, 8, 4)], 8)
     for rank, actions in enumerate(schedule_orders(schedule, 4, 2, 8)):
         lowered = []
@@ -71,7 +71,7 @@ def test_torch_runs_its_tables_in_this_order(schedule):
 )
 @pytest.mark.parametrize("micro_batches", [4, 7])
 def test_torch_runs_one_stage_in_this_order(schedule, name, micro_batches):
-    """The loop of torch's class, with a stage that notes what it is asked to do."""
+    """The loop of torch's class, with a stage that records its calls."""
     for rank in range(4):
         single = MagicMock(group_size=4, num_stages=4, stage_index=rank, is_last=rank == 3)
         for ops in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
@@ -162,7 +162,10 @@ def test_a_schedule_that_never_ends():
         (("dualpipev", 2, 3, 4), r"dualpipev has 2 stages on each rank, not 3"),
         (("1f1b", 4, 1, 3), r"1f1b with mesh.pp=4 needs at least 4 micro-batches .* are 3"),
         (("dualpipev", 2, 2, 3), r"needs at least 4 micro-batches"),
-        (("interleaved_1f1b", 2, 2, 5), r"5 micro-batches to 2 rounds.* Use 4 micro-batches"),
+        (
+            ("interleaved_1f1b", 2, 2, 5),
+            r"2 equal rounds, and 5 micro-.* Use 4 micro-batches",
+        ),
     ],
 )
 def test_refusals(arguments, message):

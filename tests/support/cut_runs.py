@@ -73,28 +73,28 @@ def stages_of(cut: Cut, model: nn.Module) -> list[Stage]:
 
 
 def train_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> float:
-    """Forward and backward, stage after stage, joined by nothing but the wires."""
+    """Forward and backward, stage after stage, passing boundary tensors only."""
     sent: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-    wires: tuple[Tensor, ...] = ()
+    boundary: tuple[Tensor, ...] = ()
     for stage in stages:
         mine = own(micro_batch)
         expected = stage.incoming(mine)
-        assert [(w.shape, w.dtype) for w in wires] == [(e.shape, e.dtype) for e in expected]
+        assert [(t.shape, t.dtype) for t in boundary] == [(e.shape, e.dtype) for e in expected]
         incoming = tuple(
             w.detach().clone().requires_grad_(e.requires_grad)
-            for w, e in zip(wires, expected, strict=True)
+            for w, e in zip(boundary, expected, strict=True)
         )
         with around():
             output = stage(*incoming, micro_batch=mine, scale=1.0)
-        wires = output if not stage.last else (output,)
-        sent.append((incoming, wires))
-    loss = float(wires[0].detach())
+        boundary = output if not stage.last else (output,)
+        sent.append((incoming, boundary))
+    loss = float(boundary[0].detach())
     gradients: list[Tensor | None] = [None]
     for incoming, outgoing in reversed(sent):
         pairs = [
             (out, gradient if gradient is not None else torch.ones_like(out))
             for out, gradient in zip(outgoing, gradients, strict=True)
-            if out.requires_grad and (gradient is not None or outgoing is wires)
+            if out.requires_grad and (gradient is not None or outgoing is boundary)
         ]
         if pairs:
             torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
@@ -103,11 +103,11 @@ def train_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> f
 
 
 def evaluate_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> Any:
-    wires: Any = ()
+    boundary: Any = ()
     for stage in stages:
         with torch.no_grad(), around():
-            wires = stage.eval()(*wires, micro_batch=own(micro_batch))
-    return wires
+            boundary = stage.eval()(*boundary, micro_batch=own(micro_batch))
+    return boundary
 
 
 def difference(a: Tensor | None, b: Tensor | None) -> float:

@@ -1,4 +1,4 @@
-"""A model cut by hand: a skip, an integer wire, and an embedding tied to the head."""
+"""A model cut by hand: a skip, an integer boundary tensor, and an embedding tied to the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class HandCut(nn.Module):
-    """Layers, and the embedding added again before the head; positions come by an integer wire."""
+    """Layers, and the embedding added again before the head; positions cross cuts as integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ def bounds(count: int) -> list[int]:
 
 
 class HandStage(nn.Module):
-    """Stage `index` of `count`: wires are (x, skip, places, bias); bias joins at the second.
+    """Stage `index` of `count`: (x, skip, places, bias) cross cuts; bias joins at the second.
 
-    The wire of the bias depends on no other wire: a part of the graph that no input reaches.
+    The bias depends on no other boundary tensor: a part of the graph that no input reaches.
     """
 
     cut_through = frozenset({"layers"})
@@ -78,7 +78,7 @@ class HandStage(nn.Module):
 
     def forward(
         self,
-        *wires: Tensor,
+        *stage_inputs: Tensor,
         micro_batch: MicroBatch,
         scale: float | None = None,
         final: bool = True,
@@ -94,7 +94,7 @@ class HandStage(nn.Module):
             places = torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous()
             passed: Sequence[Tensor] = (skip, places)
         else:
-            x, *passed = wires
+            x, *passed = stage_inputs
         for layer in self.layers.values():
             x = layer(x)
         if self.index == 1:
@@ -112,12 +112,12 @@ class HandStage(nn.Module):
         rows, length = micro_batch.inputs.shape
         kind = self.dtype
 
-        def wire(*shape: int) -> Tensor:
+        def trained(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=kind, device="meta").requires_grad_()
 
         places = torch.empty((rows, length), dtype=torch.int64, device="meta")
-        common = (wire(rows, length, WIDTH), wire(rows, length, WIDTH), places)
-        return (*common, wire(1, 1, WIDTH)) if bias else common
+        common = (trained(rows, length, WIDTH), trained(rows, length, WIDTH), places)
+        return (*common, trained(1, 1, WIDTH)) if bias else common
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What some passes call and others do not is seen without numbers."""
+"""Modules that only some passes call are found without values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines on fairscale and on DeepSpeed: what is refused."""
+"""Options that pipelines on fairscale and on DeepSpeed refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEEPSPEED = "pipeline_deepspeed"
 
 
 REFUSED = {
-    "schedule=1f1b: fairscale's Pipe has gpipe alone": (FAIRSCALE, 1, {"schedule": "1f1b"}),
+    "schedule=1f1b: fairscale's Pipe has gpipe only": (FAIRSCALE, 1, {"schedule": "1f1b"}),
     "and mesh.dp=2. Leave it out and set strategy.recompute=full": (
         *(FAIRSCALE, 2),
         {"checkpoint": "except_last", "strategy.replicate": "ddp"},
@@ -30,7 +30,7 @@ REFUSED = {
     "zero shards the states of a model on one device": (
         FAIRSCALE, 2, {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"},
     ),
-    "DeepSpeed's pipelines have 1f1b alone": (DEEPSPEED, 2, {"schedule": "gpipe"}),
+    "DeepSpeed's pipelines have 1f1b only": (DEEPSPEED, 2, {"schedule": "gpipe"}),
     "have one stage on each rank": (DEEPSPEED, 2, {"stages_per_rank": 2}),
     "which engine=fairscale does": (DEEPSPEED, 2, {"devices": 2}),
     "needs at least 2 ranks on the pp axis": (DEEPSPEED, 1, {}),

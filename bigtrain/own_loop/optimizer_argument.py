@@ -1,4 +1,4 @@
-"""What a user may hand over as the optimizer, and what is said of anything else."""
+"""Check the optimizer argument of `prepare`."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ _WHY = (
 )
 
 
-def check_optimizer_maker(given: Any) -> None:
-    """Refuse what does not make an optimizer from parameters.
+def check_optimizer_maker(argument: Any) -> None:
+    """Refuse an argument that does not make an optimizer from parameters.
 
     Raises:
-        ConfigError: with what to write in its place.
+        ConfigError: with the code to write instead.
     """
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(argument, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer: got an {type(given).__name__} that is made already; {_WHY}. "
-            f"Give {_maker_of(given)}."
+            f"optimizer: got an {type(argument).__name__} that is made already; {_WHY}. "
+            f"Give {_maker_of(argument)}."
         )
-    if isinstance(given, str):
-        raise ConfigError(f"optimizer: got the text {given!r}; {_WHY}. Give {_EXAMPLE}.")
-    if isinstance(given, type) and not issubclass(given, torch.optim.Optimizer):
+    if isinstance(argument, str):
+        raise ConfigError(f"optimizer: got the text {argument!r}; {_WHY}. Give {_EXAMPLE}.")
+    if isinstance(argument, type) and not issubclass(argument, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer: the class {given.__name__} is no torch.optim.Optimizer. Give {_EXAMPLE}."
+            f"optimizer: the class {argument.__name__} is no torch.optim.Optimizer. "
+            f"Give {_EXAMPLE}."
         )
-    if not callable(given):
-        raise ConfigError(f"optimizer: got {_kind(given)}; {_WHY}. Give {_EXAMPLE}.")
+    if not callable(argument):
+        raise ConfigError(f"optimizer: got {_kind(argument)}; {_WHY}. Give {_EXAMPLE}.")
 
 
-def _kind(given: Any) -> str:
-    if isinstance(given, Iterable):
-        items = list(given)
+def _kind(argument: Any) -> str:
+    if isinstance(argument, Iterable):
+        items = list(argument)
         if items and all(isinstance(item, Tensor) for item in items):
             return f"{len(items)} parameters"
-    return f"a {type(given).__name__}"
+    return f"a {type(argument).__name__}"
 
 
 def _maker_of(optimizer: torch.optim.Optimizer) -> str:
-    """What makes such an optimizer, as code to paste."""
+    """Code to paste that makes such an optimizer."""
     kind = type(optimizer)
-    home = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
-    name = f"{home}.{kind.__name__}"
+    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    name = f"{module}.{kind.__name__}"
     groups = optimizer.param_groups
     if len(groups) == 1:
         settings = _settings(kind, {**optimizer.defaults, **groups[0]})
@@ -69,16 +70,16 @@ def _maker_of(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _settings(kind: type, given: dict[str, Any]) -> list[str]:
-    """`lr=...` and the arguments that are not the class's own defaults."""
-    found = []
+def _settings(kind: type, argument: dict[str, Any]) -> list[str]:
+    """`lr=...` and the arguments that differ from the defaults of the class."""
+    arguments = []
     for name, parameter in inspect.signature(kind).parameters.items():
         if (
             name != "params"
-            and name in given
-            and (name == "lr" or given[name] != parameter.default)
+            and name in argument
+            and (name == "lr" or argument[name] != parameter.default)
         ):
-            value = given[name]
+            value = argument[name]
             shown = repr(value.item() if isinstance(value, Tensor) else value)
-            found.append(f"{name}={shown}")
-    return found
+            arguments.append(f"{name}={shown}")
+    return arguments
