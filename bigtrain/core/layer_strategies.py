@@ -1,4 +1,4 @@
-"""Techniques that decide something layer by layer: what each keeps, over which ranks it lies."""
+"""Techniques that decide by layer: which activations it saves, how it is sliced over ranks."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from bigtrain.slicing.state import ModelSlices
 
 
 class RecomputeStrategy(Strategy):
-    """A technique that lets blocks keep less."""
+    """A technique by which blocks save less for the backward pass."""
 
     def limit(self, plan: Plan) -> int | None:  # noqa: ARG002
-        """The most bytes that a rank may hold, where the choice of each block is to follow that."""
+        """The budget of a rank in bytes, by which each block's policy is chosen; None without."""
         return None
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
-        """The same technique with a choice for each block, and no limit."""
+        """The same technique with a policy for each block, and no budget."""
         raise NotImplementedError
 
 
 class SliceStrategy(Strategy):
-    """A technique that lays each layer over the ranks of the tp axis."""
+    """A technique that slices layers over the ranks of the tp axis."""
 
     replaces_layers: ClassVar[bool] = False
-    """Its engine's layers stand in for the model's own, whose code sees what one rank has; else
-    that code sees whole tensors."""
+    """Whether its engine's layers replace the model's, whose code then sees this rank's slices;
+    otherwise that code sees whole tensors."""
 
     def replace_layers(self, assembly: Assembly, closing: ExitStack) -> dict[str, Any]:
         """Put the engine's layers into a model that holds this rank's slices. Collective.
 
         Args:
             assembly: its model has values.
-            closing: takes what is to be undone at the end.
+            closing: receives the callbacks that undo it.
 
         Returns:
-            What the engine is to be told of it.
+            Settings for the engine.
         """
         raise NotImplementedError
 
     def most_ranks(self, workload: Workload) -> int:
-        """Over how many ranks something of the model can be sliced; 1: over none.
+        """The largest tp size; 1 if nothing can be sliced.
 
         Args:
             workload: with an example.
@@ -52,13 +52,13 @@ class SliceStrategy(Strategy):
         raise NotImplementedError
 
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
-        """Choose how parameters lie. Needs no process group, and is the same on all ranks.
+        """Choose the slices of parameters. Needs no process group, and is the same on all ranks.
 
         Args:
             workload: with an example.
             plan: mesh, batch, precision.
 
         Raises:
-            ConfigError: nothing of the model can be sliced so.
+            ConfigError: nothing of the model can be sliced over so many ranks.
         """
         raise NotImplementedError

@@ -80,9 +80,7 @@ class FirstSteps:
                 self.note = f"a plain loop needs {needed} bytes on rank 0, which has {room}"
             else:
                 model = blueprint.twin().materialize("cpu", seed=context.seed)
-                if not _dropouts(
-                    blueprint.model
-                ):  # dropout was disabled after the model was described
+                if not _dropouts(blueprint.model):  # disabled after it was described
                     disable_dropout(model)
                 self._loop = _PlainLoop(model, plain_loss(loss), make_optimizer, plan)
 

@@ -184,9 +184,7 @@ def prepare(
         )
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
-        if isinstance(
-            model, nn.Module
-        ):  # the caller's module is restored when the engine is closed
+        if isinstance(model, nn.Module):  # restored when the engine is closed
             if _form(model) != form:
                 _TAKEN_APART[model] = engine.plan.strategy.name
             engine.close_last(undo.pop_all())

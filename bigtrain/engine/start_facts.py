@@ -108,9 +108,7 @@ def _names_in_words(names: Collection[str]) -> str:
 def _model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         words = in_words(type(module))
-        if type(module).__module__.startswith(
-            "torch.nn."
-        ):  # a user's extra_repr may contain an address
+        if type(module).__module__.startswith("torch.nn."):  # others may contain an address
             words += f"({module.extra_repr()})"
         yield f"module {name or 'model'}", words
     for kind, tensors in (
