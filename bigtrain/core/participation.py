@@ -48,7 +48,7 @@ class GatheredUnits:
 
     def word(self) -> int:
         """A hash of the order of units in this step so far."""
-        return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # of ints: equal on all ranks
+        return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # equal on all ranks
 
     def counts(self) -> dict[str, int]:
         """The number of exchanges of each unit."""
@@ -186,7 +186,7 @@ class Participation:
         self._problem = self._problem or problem
 
     def row(self) -> list[float]:
-        """The row of this rank for `check`: hash of the units, has a problem, has zero gradients."""
+        """The row of this rank for `check`: hash of the units, any problem, zero gradients."""
         word = 0 if self._units is None else self._units.word()
         stand_ins = self._use is not None and self._use.stand_ins
         return [float(word), float(self._problem is not None), float(stand_ins)]
