@@ -77,8 +77,8 @@ class ModelChecks:
     def _uses(self) -> ParameterUses:
         if self._passes_of is self._workload.model:
             return self._workload.parameter_uses or ParameterUses()
-        given = (self._passes_of, self._workload.micro_batch, self._workload.loss)
-        return parameter_uses(*given) or ParameterUses()
+        work = self._workload
+        return parameter_uses(self._passes_of, work.micro_batch, work.loss) or ParameterUses()
 
     @cached_property
     def _only_used(self) -> tuple[str, ...]:

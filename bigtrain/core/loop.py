@@ -81,8 +81,7 @@ class StepRunner:
         make_optimizer = assembly.make_optimizer
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            given = (named, make_optimizer, assembly.meter)
-            self._released = InBackwardUpdate(*given, sliced_names)
+            self._released = InBackwardUpdate(named, make_optimizer, assembly.meter, sliced_names)
         self._update: Update = (
             assembly.update
             or self._released

@@ -100,7 +100,7 @@ class Plan:
         return self.precision == "bf16" and (own or not self.master_weights)
 
     @property
-    def converts_parameters(self) -> bool:
+    def autocast_weights(self) -> bool:
         """Whether autocast converts fp32 parameters at each use."""
         return self.precision == "bf16" and not self.bf16_parameters
 

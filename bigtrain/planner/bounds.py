@@ -139,7 +139,7 @@ class PlanBounds:
 
     def converts(self, plan: Plan) -> bool:
         """Whether it converts its parameters, and rates say how long a step takes."""
-        return plan.converts_parameters and self.evaluator.blocks is None
+        return plan.autocast_weights and self.evaluator.blocks is None
 
     def outdone_by(
         self, candidate: Candidate, plan: Plan, others: Iterable[Candidate], slack: float

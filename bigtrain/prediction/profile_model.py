@@ -12,7 +12,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import tracing_device
-from bigtrain.prediction.fullest_way import WAYS, OneWay
+from bigtrain.prediction.largest_branch import BRANCHES, OneBranch
 from bigtrain.prediction.record import profile_from_run, record_steps, untraceable_reason
 from bigtrain.prediction.state_figures import state_bytes, storage_bytes
 
@@ -51,29 +51,31 @@ def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.d
     """
     found: list[tuple[tuple[int, int], Profile]] = []
     error: Exception | None = None
-    for answer, passes in WAYS:
-        way = OneWay(answer, passes)
+    for answer, passes in BRANCHES:
+        branch = OneBranch(answer, passes)
         try:
-            run = record_steps(workload, resolved, device, way, [way.install])
+            run = record_steps(workload, resolved, device, branch, [branch.install])
             profile = profile_from_run(run, resolved.plan)
         except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
             error = error or raised
             continue
-        profile = replace(profile, way=_way_taken(way, resolved))
+        profile = replace(profile, way=_branch_taken(branch, resolved))
         peak = max(one.peak().bytes for one in profile.passes.values())
-        found.append(((-way.left_out, peak), profile))
-        if not way.left_out:
+        found.append(((-branch.left_out, peak), profile))
+        if not branch.left_out:
             break
     if not found:
         raise error or RuntimeError("no branch of the model runs on fake tensors")
     return max(found, key=lambda one: one[0])[1]
 
 
-def _way_taken(way: OneWay, resolved: ResolvedPlan) -> str:
+def _branch_taken(branch: OneBranch, resolved: ResolvedPlan) -> str:
     """A clause on the reason for different branches."""
     if resolved.routes.vary:
         return f"not every pass uses {resolved.routes.names}"
-    asked = "the model changes its branch" if way.question is None else f"{way.question} decides"
+    asked = (
+        "the model changes its branch" if branch.question is None else f"{branch.question} decides"
+    )
     return f"{asked} what a pass does"
 
 

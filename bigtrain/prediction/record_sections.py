@@ -149,8 +149,14 @@ def _recorded(
 ) -> FakeRun:
     *before, last = micro_batches
     resolved = ResolvedPlan.of(plan, workload.model, slices=slices)
-    given = (replace(workload, example=last), resolved, device)
-    return record_steps(*given, unit, [notes.install], before[0] if before else None)
+    return record_steps(
+        replace(workload, example=last),
+        resolved,
+        device,
+        unit,
+        hooks=[notes.install],
+        earlier_batch=before[0] if before else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -180,12 +186,24 @@ class SectionSplitter:
             first_pass, later_pass = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
             passes = mark_gradients(first_pass, later_pass)
             forward, backward = (self._work(*window) for window in windows[1][place])
-            incoming = (0, 0, 0)
+            incoming, incoming_gradients, sequence_shards = 0, 0, 0
             if 0 < place < len(names) - 1:
-                incoming = self._incoming(self.order[place - 1])
-            there, back = (self._exchanges(*window) for window in windows[1][place])
-            given = (name, passes, forward, backward, tensors[place], *incoming)
-            sections.append(Section(*given, exchanges=(there, back)))
+                before = self.order[place - 1]
+                incoming, incoming_gradients, sequence_shards = self._incoming(before)
+            in_forward, in_backward = (self._exchanges(*window) for window in windows[1][place])
+            sections.append(
+                Section(
+                    name,
+                    passes,
+                    forward,
+                    backward,
+                    tensors[place],
+                    incoming=incoming,
+                    incoming_gradients=incoming_gradients,
+                    stretches=sequence_shards,
+                    exchanges=(in_forward, in_backward),
+                )
+            )
         begin, stop = run.marks[2], run.marks[3]
         slots = optimizer_state_figures(run.model, run.runner.optimizer, run.widths)["state_slots"]
         return RecordedSections(

@@ -268,8 +268,9 @@ def section_spans(
     both = tuple(wires[0]), tuple(wires[1])
     is_last = place + 1 == len(windows) and returned is not None
     beyond = windows[-1][0].end - returned if is_last and returned is not None else 0
-    given = (lengths, tuple(storages))
-    return SectionPass(*given, gradients=tuple(gradients), wires=both, loss_ticks=beyond)
+    return SectionPass(
+        lengths, tuple(storages), gradients=tuple(gradients), wires=both, loss_ticks=beyond
+    )
 
 
 _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
@@ -375,8 +376,9 @@ class _SplitOwner(_Owner):
         if span.birth <= forward.begin and (before is None or span.birth > before[0].begin):
             if span.death <= self._turn + 1:
                 death = span.death - forward.begin
-                given = (*arrived, Anchor.FORWARD, 1, Anchor.FORWARD, death)
-                return Storage(*given) if forward.frees(span) else None
+                if not forward.frees(span):
+                    return None
+                return Storage(*arrived, Anchor.FORWARD, 1, Anchor.FORWARD, death)
             is_own = _goes(span, self._own) or (before is None and span.death > self._stop)
             return Storage(*arrived, Anchor.FORWARD, 1, *self._until(span)) if is_own else None
         if after is not None and after[1].is_result(span) and _goes(span, self._own):

@@ -375,5 +375,5 @@ def test_blocks_between_are_not_run_where_they_are_as_the_first(name, words, blo
             assert one.exchanges == other.exchanges
             assert same_work(one.forward, other.forward)
             assert same_work(one.backward, other.backward)
-            if not plan.converts_parameters:  # what autocast frees together goes in any order
+            if not plan.autocast_weights:  # what autocast frees together goes in any order
                 assert one.passes == other.passes

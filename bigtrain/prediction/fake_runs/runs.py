@@ -255,7 +255,7 @@ class FakeRuns:
         Empty where no run that keeps all has shown them to be. What autocast has converted once it
         does not convert again: there blocks differ in ways that this does not show.
         """
-        complete = None if plan.converts_parameters else self._complete_run(kind)
+        complete = None if plan.autocast_weights else self._complete_run(kind)
         model, names = self._model_run(cut=kind.cut)
         short, order = self._shorter(model, 2)
         if complete is None or short is None:

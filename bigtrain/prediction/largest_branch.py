@@ -23,13 +23,13 @@ from bigtrain.memory.tracker import StorageTracker
 from bigtrain.prediction.whole_model import WholeModel
 from bigtrain.tracing.made_up_answers import Answer, MadeUpAnswers, made_up_chance
 
-WAYS: Sequence[tuple[Answer, int]] = (("everything", 0), ("nothing", 0), ("everything", 1))
+BRANCHES: Sequence[tuple[Answer, int]] = (("everything", 0), ("nothing", 0), ("everything", 1))
 """Pairs of the answer, and the number of passes before; tried in this order."""
 _PLAIN = (bool, int, float, str, type(None))
 _SEED = 0
 
 
-class OneWay(WholeModel):
+class OneBranch(WholeModel):
     """A whole model that takes the same branch in every micro-batch.
 
     Args:
@@ -70,9 +70,9 @@ class OneWay(WholeModel):
 class _FilledLoop(LoopRunner):
     """The plain loop, with zeros as gradients of parameters that a pass does not use."""
 
-    def __init__(self, assembly: Assembly, way: OneWay) -> None:
+    def __init__(self, assembly: Assembly, branch: OneBranch) -> None:
         super().__init__(assembly)
-        self._way = way
+        self._branch = branch
         self._missing: list[nn.Parameter] = []
 
     def backward(self, loss: Tensor) -> None:
@@ -83,7 +83,7 @@ class _FilledLoop(LoopRunner):
         missing = [p for p in self._trained if p.grad is None]
         if missing:
             self._missing = missing
-            self._way.left_out = max(self._way.left_out, sum(p.nbytes for p in missing))
+            self._branch.left_out = max(self._branch.left_out, sum(p.nbytes for p in missing))
         for parameter in self._missing:  # made in every pass, like the other gradients
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros if parameter.grad is None else parameter.grad
