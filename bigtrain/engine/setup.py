@@ -290,7 +290,7 @@ def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
     name, rate = job.optim.name, job.optim.lr
     return [
         f"optim: {name}, lr {rate:g} constant, no warm-up, no weight decay, no clipping: the "
-        "defaults, as nothing else is said. Set optim.KEY=VALUE"
+        "defaults, as no key of optim is set. Set optim.KEY=VALUE"
     ]
 
 
