@@ -77,9 +77,7 @@ def build_runner(
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
         attach_head(workload.loss, model)  # before wrappers change names
-        make_optimizer = whole_optimizer(
-            workload.make_optimizer, model
-        )  # before parameters are sharded
+        make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and shard parameters
         gradient_hooks = GradientHooks.take(model)  # materialising would drop them
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
