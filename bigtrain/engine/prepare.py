@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -159,15 +159,9 @@ def prepare(
         ConfigError: a key, the model, the loss or the optimizer does not fit the strategy; raised
             before any process group exists.
     """
-    check_keys(keys)
-    check_optimizer_maker(optimizer)
-    _check_whole(model)
-    form = _form(model)
-    check_metrics(metrics, () if task is None else task.figures)
-    asked = _asked_by_verify()
-    if asked is not None:
-        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
-    job, blueprint = _job_of_loop(strategy, keys), as_blueprint(model)
+    _check_arguments(model, optimizer, task, metrics, keys)
+    form, asked = _form(model), _asked_by_verify()
+    job, blueprint = _job_of_loop(strategy, keys, asked), as_blueprint(model)
     with set_model_inputs(blueprint, forward, None if example is None else example[0]) as undo:
         if asked is not None:
             disable_dropout(blueprint.model)
@@ -184,13 +178,40 @@ def prepare(
         )
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
-        if isinstance(model, nn.Module):  # restored when the engine is closed
-            if _form(model) != form:
-                _TAKEN_APART[model] = engine.plan.strategy.name
-            engine.close_last(undo.pop_all())
-            engine.close_with(_handed_back(model, blueprint, engine.resolved))
+        if isinstance(model, nn.Module):
+            _restore_at_close(engine, model, form, undo.pop_all())
         undo.pop_all()
     return engine
+
+
+def _check_arguments(
+    model: object,
+    optimizer: MakeOptimizer,
+    task: Task | None,
+    metrics: Metrics | None,
+    keys: dict[str, Any],
+) -> None:
+    check_keys(keys)
+    check_optimizer_maker(optimizer)
+    _check_whole(model)
+    check_metrics(metrics, () if task is None else task.figures)
+
+
+def _restore_at_close(
+    engine: Engine, model: nn.Module, form: Mapping[str, tuple[Any, ...]], undo: ExitStack
+) -> None:
+    """Let the engine restore the caller's module when it is closed.
+
+    Args:
+        engine: made of the module.
+        model: the caller's.
+        form: its parameters before; see `_form`.
+        undo: restores how the module takes its inputs.
+    """
+    if _form(model) != form:
+        _TAKEN_APART[model] = engine.plan.strategy.name
+    engine.close_last(undo)
+    engine.close_with(_handed_back(model, engine.blueprint, engine.resolved))
 
 
 def _asked_by_verify() -> dict[str, Any] | None:
@@ -203,8 +224,10 @@ def _asked_by_verify() -> dict[str, Any] | None:
     return asked
 
 
-def _job_of_loop(strategy: str, keys: dict[str, Any]) -> Job:
-    """The job of the keys that were passed to `prepare`."""
+def _job_of_loop(strategy: str, keys: dict[str, Any], asked: dict[str, Any] | None) -> Job:
+    """The job of the keys that were passed to `prepare`; or the one that `verify` asked for."""
+    if asked is not None:
+        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(

@@ -249,28 +249,44 @@ def _record(
             marks = unit.steps(runner, batches, partial(_step, tracker, births, products))
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
-    early_share = early_state / max(1, state_bytes(fake, runner.optimizer).optimizer)
-    step_memory = _step_memory(workload, device, plan, runner.optimizer)
-    first, *others = (
-        FakeRun(
-            model=fake,
-            runner=runner,
-            choices=choices,
-            timeline=timeline,
-            marks=step_marks,
-            ticks=ticks,
-            batch_bytes=sizes[-1],
-            widths=widths,
-            gradients=gradients,
-            exchange_log=exchanges.all,
-            step_memory=step_memory,
-            early_share=early_share,
-        )
-        for step_marks, gradients in zip(marks, births, strict=True)
+    first = FakeRun(
+        model=fake,
+        runner=runner,
+        choices=choices,
+        timeline=timeline,
+        marks=marks[0],
+        ticks=ticks,
+        batch_bytes=sizes[-1],
+        widths=widths,
+        gradients=births[0],
+        exchange_log=exchanges.all,
+        step_memory=_step_memory(workload, device, plan, runner.optimizer),
+        early_share=early_state / max(1, state_bytes(fake, runner.optimizer).optimizer),
     )
-    if not others:  # a single step
+    return _with_all_steps(first, marks, births, sizes)
+
+
+def _with_all_steps(
+    first: FakeRun,
+    marks: Sequence[tuple[int, ...]],
+    births: Sequence[GradientTicks],
+    sizes: Sequence[int],
+) -> FakeRun:
+    """The record of the second step, with those of the first and third; or of a single step.
+
+    Args:
+        first: the record of the first step.
+        marks: of each step; see `FakeRun.marks`.
+        births: the gradient ticks of each step.
+        sizes: bytes of each micro-batch size.
+    """
+    others = [
+        replace(first, marks=step_marks, gradients=gradients)
+        for step_marks, gradients in zip(marks[1:], births[1:], strict=True)
+    ]
+    if not others:
         return first
-    earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
+    earlier = replace(first, batch_bytes=sizes[0]) if len(sizes) > 1 else None
     return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 
 
