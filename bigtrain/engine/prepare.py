@@ -156,8 +156,7 @@ def prepare(
         The engine: `step(batch)` trains on this rank's (inputs, targets) of a global batch.
 
     Raises:
-        ConfigError: a key, the model, the loss or the optimizer does not fit the strategy; raised
-            before any process group exists.
+        ConfigError: an argument does not fit the strategy; before any process group exists.
     """
     _check_arguments(model, optimizer, task, metrics, keys)
     form, asked = _form(model), _asked_by_verify()
