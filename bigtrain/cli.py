@@ -1,4 +1,4 @@
-"""The command line. `bigtrain COMMAND`: each command is a module, imported when it is named.
+"""The command line, `bigtrain COMMAND`. The module of a command is imported when it is named.
 
 Only the parser is imported here; everything heavy is imported by the command that needs it.
 """
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from bigtrain.job.arguments import TrainOptions
 
 COMMANDS = {
-    "init": "write a first model, data source, job and test of your own",
+    "init": "write a first model, data source, job and test to edit",
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
     "compare": "run strategies side by side: memory by part, time, losses",
-    "speedup": "whether more ranks pay: computing and synchronising, measured and predicted",
-    "verify": "check that strategies compute what one process computes",
+    "speedup": "whether more ranks pay: compute and communication, measured and predicted",
+    "verify": "check that strategies compute the same numbers as one process",
     "checkpoint": "inspect, verify, convert, export, compare checkpoints",
     "strategies": "list the strategies, or explain one",
-    "doctor": "what this machine has, lacks, and how fast it is",
+    "doctor": "check this machine: devices, libraries, launchers, speed",
 }
 SCRIPTS = {"train": "train.py", "record": "verify/record.py", "pace": "speedup/measure.py"}
-"""What the ranks of a command run, beside this file."""
+"""The script that the ranks of a command run, relative to this file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def _versions() -> str:
-    """The version, and those that a report of a fault should name."""
+    """The versions that a bug report should name: bigtrain, torch, Python."""
     found = []
     for name in ("bigtrain", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -71,7 +71,7 @@ def _versions() -> str:
 
 
 def _guarded(command: str, arguments: list[str]) -> int:
-    """Run a command of this process, with its failures shown as those of a run are."""
+    """Run a command in this process; its failures are shown as those of a run are."""
     from bigtrain.job.arguments import READERS
     from bigtrain.ranks.exit_status import run_guarded
 
@@ -103,7 +103,7 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 
 def _on_ranks(command: str, arguments: list[str]) -> int:
-    """Run the script of a command: in this process, or in as many ranks as are asked for."""
+    """Run the script of a command in this process, or with `-n N` in N ranks."""
     from bigtrain.job.arguments import train_arguments
     from bigtrain.ranks.exit_status import run_guarded
 
@@ -112,12 +112,12 @@ def _on_ranks(command: str, arguments: list[str]) -> int:
 
 
 def _start(command: str, options: TrainOptions, words: list[str]) -> int:
-    """Refuse what the job itself says, before torch is loaded; then run."""
+    """Refuse a wrong job before torch is loaded; then run it."""
     from bigtrain.job.load import load_job
     from bigtrain.ranks.launch import as_first_of, check_shares, start_ranks
 
     ranks = options.num_ranks
-    if options.strategy != "auto":  # whose job the planner makes
+    if options.strategy != "auto":  # the planner makes that job
         job = load_job(options.config, options.strategy, options.overrides, plan=options.plan)
         if ranks is not None:
             check_shares(job, ranks)
@@ -138,7 +138,7 @@ def _start(command: str, options: TrainOptions, words: list[str]) -> int:
 
 
 def _of_ranks(arguments: list[str]) -> list[str]:
-    """The arguments that the ranks themselves get: not those that say how they are started."""
+    """The arguments without those that say how ranks are started; the ranks get these."""
     kept: list[str] = []
     rest = list(arguments)
     while rest:

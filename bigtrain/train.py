@@ -1,4 +1,4 @@
-"""Train: the whole run, readable from top to bottom.
+"""Train a model: the whole run, from top to bottom.
 
 deepspeed|torchrun|srun|mpiexec|python bigtrain/train.py [--strategy NAME] [KEY=VALUE ...]
 """
@@ -6,8 +6,8 @@ deepspeed|torchrun|srun|mpiexec|python bigtrain/train.py [--strategy NAME] [KEY=
 import os
 import sys
 
-# A launcher that runs this file by its path puts bigtrain/ itself first on sys.path, and not the
-# folder that holds the package. Only os and sys may be imported before that is put right.
+# A launcher that runs this file by its path puts bigtrain/ itself first on sys.path, instead of the
+# folder that contains the package. Until that is corrected only os and sys may be imported.
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -42,20 +42,20 @@ from bigtrain.report.run_log import RunLog, run_folder
 
 
 def main(arguments: list[str]) -> int:
-    """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
+    """Read and check the job, connect the ranks, train; returns the exit status."""
     options = train_arguments(arguments)
     placement = detect_rank_info(os.environ)
     warn_on_rank_0(placement.rank)
     job, reasons = read_job(options, placement)
     restart = Restart.taken(os.environ)
-    if restart is not None:  # memory ran out in an earlier life of this process
+    if restart is not None:  # memory ran out, and the ranks were started again
         job = override_job(job, restart.words)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     model = check_job(job)
-    if not options.dry_run:  # before a forecast touches a GPU: each rank its own
+    if not options.dry_run:  # each rank selects its GPU before a forecast touches one
         grow_segments(os.environ)
         set_current(pick_device(job.device, placement, os.environ))
-    # Without a download everything that can be refused is refused before the ranks connect.
+    # Errors are found before the ranks connect, unless rank 0 has to download the data first.
     download = bool(job.data.args.get("download"))
     parts = None if download else open_setup(job, plan, model)
     console = make_console()
@@ -101,7 +101,7 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
 
 
 def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console: Console) -> int:
-    """Build the engine, go through the steps, and leave the results behind."""
+    """Build the engine, train, and write the results; returns the exit status."""
     with parts.engine(context) as engine:
         engine.saver.reserve(folder / "checkpoints")
         resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
@@ -129,7 +129,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     last = result.step == parts.total_steps
                     stops = notice.agreed(result.peak_memory_bytes) and not last
                     log.step(result, getattr(engine.runner, "figures", {}), notice.highest)
-                    if stops:  # before anything that takes long: little time may be left
+                    if stops:  # first: there may be little time until the process is killed
                         log.sync()
                         for line in stopped_lines(engine, folder, notice.signal_name):
                             log.print_line(line)
@@ -150,7 +150,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
 
 
 def due(job: Job, step: int) -> bool:
-    """Whether a validation is done after this step."""
+    """Whether a validation follows this step."""
     return job.train.eval_every > 0 and step % job.train.eval_every == 0
 
 

@@ -1,9 +1,9 @@
-"""What each way to run a block costs, read off the forecasts of one rank.
+"""The bytes and seconds of each policy of a block, read off the forecasts of one rank.
 
-For each choice a rank is forecast with all its blocks choosing it. What a block saves is then the
-difference between what is alive when it ends and when it begins, and what it needs is the highest
-moment of its forward or backward pass above its beginning. Shards that are gathered, buckets and
-gradients are in the forecasts and so in the prices.
+For each policy the rank is forecast with all its blocks under it. A block's saved bytes are the
+live bytes at its end less those at its start; its needed bytes are the peak of its forward or
+backward pass less the live bytes at its start. Gathered shards, buckets and gradients are in the
+forecasts, and so in the prices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.prediction.operation_log import BlockCost
 
 OFFLOAD_BYTES_PER_SECOND = {"cpu": 2.5e10, "disk": 1e9, "device": math.inf}
-"""Bytes to the host over PCIe 4, and to a common solid-state disk: orders of magnitude."""
+"""Bytes per second to the host over PCIe 4 and to a solid-state disk: orders of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,31 @@ class BudgetProblem:
 
     names: tuple[str, ...]
     policy_costs: tuple[tuple[PolicyCost, ...], ...]
-    """For each block one price for each choice."""
+    """For each block, one price for each policy."""
     policies: tuple[BlockPolicy, ...]
     tail: int
     waiting: int
     base: int
-    """Bytes when the first block begins, states included."""
+    """Live bytes when the first block begins, with all states."""
 
     @property
     def solver_arguments(self) -> tuple[tuple[tuple[PolicyCost, ...], ...], int, int]:
-        """What `budget.lowest` takes."""
+        """The arguments of `budget_solver.lowest_peak`."""
         return self.policy_costs, self.tail, self.waiting
 
 
 @dataclass(frozen=True)
 class UniformForecast:
-    """A rank whose blocks all made one choice."""
+    """The forecast of a rank whose blocks all have one policy."""
 
     forecast: Forecast
-    """Of the whole step."""
+    """The forecast of the whole step."""
     stages: tuple[tuple[Profile, Forecast], ...]
-    """Of one micro-batch through each of its stages."""
+    """For each of its stages the profile and the forecast of one micro-batch."""
 
     @property
     def highest(self) -> int:
-        """Bytes at the highest moment of the micro-batches; the optimizer's step is left out."""
+        """The peak bytes during micro-batches, without the optimizer's step."""
         step = Timeline((), self.forecast.step.phases)
         return replace(self.forecast, step=step).peak().bytes
 
@@ -68,10 +68,10 @@ def make_budget_problem(
     """Read the prices off the forecasts.
 
     Args:
-        seen: by choice; `keep` is one of them.
+        seen: the forecasts by policy, `keep` among them.
         costs: of the blocks.
-        waiting: other micro-batches that wait on the rank meanwhile.
-        place: where what is moved goes.
+        waiting: the number of other micro-batches whose activations the rank holds.
+        place: where offloaded activations go.
     """
     blocks_by_policy = {choice: _Blocks.of(found) for choice, found in seen.items()}
     names = tuple(blocks_by_policy["keep"].saved)
@@ -89,8 +89,8 @@ def make_budget_problem(
             )
         )
     tail = max(found.tail for found in blocks_by_policy.values())
-    # Where choices do not quite add up the lowest is taken: what is chosen so is proven, and the
-    # room made smaller until it holds.
+    # Prices may not add up exactly; take the lowest. A choice is proven by a forecast, and the
+    # budget of the solver is lowered until the proof holds.
     base = min(
         found.highest - solution_peak(menu, [place] * len(names), tail, waiting)
         for place, found in enumerate(seen.values())
@@ -99,13 +99,13 @@ def make_budget_problem(
 
 
 def saved_bytes(profile: Profile, predicted: Forecast) -> dict[str, int]:
-    """What each followed block adds to what is alive, from its forward to its backward pass."""
+    """The live bytes that each block adds from its forward to its backward pass."""
     _, saved, _, _ = _read(profile, predicted.passes["first"], predicted.states.total)
     return saved
 
 
 def _seconds(choice: BlockPolicy, cost: BlockCost, moved_bytes: int, tier: str) -> float:
-    """What a choice adds. Copies run beside the computation; what does not fit is waited for."""
+    """The seconds that a policy adds. Copies overlap with compute; only the rest is counted."""
     transfer_seconds = 2 * max(0.0, moved_bytes / OFFLOAD_BYTES_PER_SECOND[tier] - cost.whole)
     return {
         "keep": 0.0,
@@ -118,7 +118,7 @@ def _seconds(choice: BlockPolicy, cost: BlockCost, moved_bytes: int, tier: str) 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What the blocks save and need where all choose alike."""
+    """The bytes that blocks save and need if all have one policy."""
 
     saved: dict[str, int]
     highest: dict[str, int]
@@ -139,7 +139,7 @@ class _Blocks:
             readings = [_read(profile, timeline, held_bytes) for timeline, held_bytes in passes]
             base = max(begin for begin, _, _, _ in readings)
             for begin, saved_of, peak_of_block, end in readings:
-                offset = begin - base  # a pass that starts lower ends lower
+                offset = begin - base  # a pass that starts with fewer live bytes ends with fewer
                 for name, size in saved_of.items():
                     saved[name] = max(saved.get(name, size), size)
                     highest[name] = max(highest.get(name, 0), peak_of_block[name] + offset)
@@ -150,7 +150,7 @@ class _Blocks:
 def _read(
     profile: Profile, timeline: Timeline, held_bytes: int
 ) -> tuple[int, dict[str, int], dict[str, int], int]:
-    """Bytes at the first block's start; saved and highest by block; the highest after the last."""
+    """Bytes at the first block's start; saved and peak bytes by block; the peak after the last."""
     curve = _MemoryCurve(timeline)
     is_second = timeline.phases[0][0] != profile.passes["first"].phases[0][0]
     visits = [(name, again if is_second else first) for name, first, again in profile.windows]
@@ -172,7 +172,7 @@ def _read(
 
 
 def _backward(visits: Sequence[tuple[str, BlockTicks]], end: int) -> list[tuple[int, int]]:
-    """From where each block's backward pass begins to where that of the block before does."""
+    """For each block, the ticks from its backward pass to that of the block before it."""
     starts = [visit.backward[0] for _, visit in visits]
     return [
         (start, max(start, before))
@@ -181,20 +181,20 @@ def _backward(visits: Sequence[tuple[str, BlockTicks]], end: int) -> list[tuple[
 
 
 class _MemoryCurve:
-    """Bytes alive at each tick of a timeline."""
+    """The live bytes at each tick of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._ticks, self._alive = timeline.steps()
-        # Deaths after the last tick of a pass only say that something outlives it.
+        # A death after the last tick of a pass means that the tensor outlives the pass.
         self.end = max((span.birth for span in timeline.spans), default=0) + 1
 
     def at(self, tick: int) -> int:
-        """Bytes at a tick."""
+        """The live bytes at a tick."""
         index = bisect_right(self._ticks, tick) - 1
         return self._alive[index] if index >= 0 else 0
 
     def most(self, start: int, stop: int) -> int:
-        """The most bytes at the ticks from one to another, both included."""
+        """The most live bytes between two ticks, both included."""
         first = bisect_right(self._ticks, start)
         last = bisect_right(self._ticks, stop)
         return max([self.at(start), *self._alive[first:last]])

@@ -1,7 +1,4 @@
-"""From a resolved plan to a live runner: the order of composition.
-
-`build_runner` is the one place where that order stands.
-"""
+"""From a resolved plan to a live runner. `build_runner` defines the order of composition."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from bigtrain.tracing.unreached import unfreeze
 
 
 def check_mesh(plan: Plan, context: RunContext) -> None:
-    """Refuse ranks that were connected as another mesh than the plan's: they would wait for ever.
+    """Refuse ranks that are connected as another mesh than the plan's: they would hang.
 
     Raises:
         ConfigError: with both meshes.
@@ -62,35 +59,35 @@ def build_runner(
     meter: MemoryMeter,
     mover: Offloader | None = None,
 ) -> Runner:
-    """Make the live runner of a plan. Every step below stands where it must.
+    """Make the live runner of a plan. The comments give the reason for each position.
 
     Args:
-        resolved: what to build.
-        blueprint: the model, described or given.
-        workload: the optimizer is made once, of the parameters that this rank updates.
-        context: what this process is.
-        meter: told of phases and owners.
-        mover: `plan.mover(...)`, which the caller closes.
+        resolved: the plan with its choices.
+        blueprint: of the model.
+        workload: its optimizer is made once, from the parameters that this rank updates.
+        context: the ranks.
+        meter: is notified of phases, and of the kind of each tensor.
+        mover: the result of `plan.make_offloader`, which the caller closes.
     """
     meter.phase("build")
     unreached = _left_out(resolved, blueprint.model)
     with meter.window():
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
-        attach_head(workload.loss, model)  # while names are the user's own
-        make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and parameters whole
-        gradient_hooks = GradientHooks.take(model)  # filling parameters in would lose them
+        attach_head(workload.loss, model)  # before wrappers change names
+        make_optimizer = whole_optimizer(workload.make_optimizer, model)  # and shard parameters
+        gradient_hooks = GradientHooks.take(model)  # materialising would drop them
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
-            # Before any value is made: a rank pays for its own stages only.
+            # Before values are made, so that a rank allocates only its own stages.
             _drop_other_stages(blueprint, plan, layout, context, materialize)
-        # Weights depend on seed and name only, so every rank makes its own and none are sent.
-        # A technique that never holds the whole model makes them a piece at a time.
+        # Weights depend only on seed and name, so each rank makes its own, and none are sent.
+        # A technique that never holds the whole model makes them a part at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
-        # While the model is plain: wrappers keep what they find, stages copy it.
+        # Before wrapping and cutting: wrappers reference the modules, stages copy them.
         model = _changed_modules(model, plan, slices, context)
         _leave_hooks(model, plan, gradient_hooks)
         assembly = Assembly(
@@ -110,34 +107,34 @@ def build_runner(
             unreached=unreached,
             gradient_hooks=gradient_hooks,
         )
-        # cut: stages first, so that all that follows sees only this rank's layers.
-        # slice: done above; what follows finds parameters of this rank's own.
-        # recompute: on blocks, while they are still the user's own modules; those of stages
-        # where the stages are made.
-        # offload: says where the optimizer's state will live, for those who make it.
-        # replicate: wraps or shards what is left, hooks of recomputation included.
-        # accumulate: says how often all of that runs before the optimizer does.
+        # cut: first, so that later techniques see only this rank's layers.
+        # slice: done above; later techniques see this rank's slices.
+        # recompute: on blocks, while they are still the user's modules; in stages, it is done
+        # where stages are made.
+        # offload: sets where the optimizer's state will be, before the optimizer is made.
+        # replicate: wraps or shards the result, with the hooks of recomputation.
+        # accumulate: sets how many micro-batches run before the optimizer steps.
         if layout is None:
             apply_policies(model, resolved.policies, mover, compiles=plan.compiles_blocks)
         for technique in plan.in_order:
             technique.apply(assembly)
         assembly.collect_parameters()
-        # The optimizer comes last, made by the runner: sharding has changed the parameters.
+        # The runner makes the optimizer last, because sharding has changed the parameters.
         return _recorded_runner(assembly)
 
 
 def _left_out(resolved: ResolvedPlan, model: nn.Module) -> tuple[str, ...]:
-    """The parameters that are left out of training, where the run cannot follow late ones."""
+    """Parameters that stay untrained, if the run cannot train one that is used later."""
     if not _follows_late(resolved.plan):
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        # Parameters of no elements are frozen too, and their gradients say nothing.
+        # Without parameters of no elements: these are frozen, and have no gradient to watch.
         return tuple(name for name in resolved.unreached if sizes.get(name))
-    unfreeze(model, resolved.unreached)  # it was forecast without them
+    unfreeze(model, resolved.unreached)  # they were frozen for the forecast
     return ()
 
 
 def _follows_late(plan: Plan) -> bool:
-    """Whether a parameter may get its first gradient in any step: nothing is planned around it."""
+    """Whether a parameter may get its first gradient in any step, because nothing expects it."""
     plain = plan.replicate.on_torch and not plan.replicate.sharded_states
     return plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
 
@@ -149,10 +146,9 @@ def _drop_other_stages(
     context: RunContext,
     materialize: Materializer,
 ) -> None:
-    """Let the tensors of other ranks' stages go."""
+    """Remove the tensors of other ranks' stages."""
     model = blueprint.model
-    # A model that could not be described is whole on every rank anyhow, and comes from rank 0 as a
-    # whole.
+    # A model that could not be described is whole on every rank, and rank 0 sends it whole.
     if not blueprint.deferred:
         materialize(names_of(model))
     own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
@@ -160,7 +156,7 @@ def _drop_other_stages(
 
 
 def _leave_hooks(model: nn.Module, plan: Plan, hooks: GradientHooks) -> None:
-    """Leave hooks to autograd where a gradient is used at once, or slices act as whole tensors."""
+    """Let autograd run the hooks if gradients are used at once, or slices act as whole tensors."""
     if plan.tp > 1 or plan.release_gradients:
         hooks.put_back(model)
 
@@ -168,7 +164,7 @@ def _leave_hooks(model: nn.Module, plan: Plan, hooks: GradientHooks) -> None:
 def _changed_modules(
     model: nn.Module, plan: Plan, slices: SlicedState | None, context: RunContext
 ) -> nn.Module:
-    """What a plan changes of the modules themselves."""
+    """Apply the changes of a plan to the modules: memory format, SyncBatchNorm, slices."""
     if plan.uses_channels_last:
         set_channels_last(model)
     if plan.sync_batchnorm:
@@ -183,7 +179,7 @@ def _changed_modules(
 def _own_slices(
     resolved: ResolvedPlan, context: RunContext, meter: MemoryMeter
 ) -> SlicedState | None:
-    """How this rank holds a model's layers, where the plan slices them."""
+    """The slices of this rank; None if the plan has none."""
     if resolved.slices is None:
         return None
     group = context.group("tp")
@@ -191,7 +187,7 @@ def _own_slices(
 
 
 def _recorded_runner(assembly: Assembly) -> Runner:
-    """The runner, whose phases and blocks the flight recorder is told of."""
+    """The runner, with its phases and blocks recorded by the flight recorder."""
     recorder = assembly.meter.recorder = assembly.context.recorder
     for root in assembly.roots:
         mark_blocks(find_blocks(root), recorder)

@@ -1,4 +1,4 @@
-"""Whether the host has the memory for what a run on an accelerator is to put there."""
+"""Check that the host has memory for the activations that a run offloads to it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from bigtrain.units import format_bytes
 
 
 def ensure_host_room(plan: Plan, host_bytes: int, context: RunContext) -> None:
-    """Make sure of room for activations on the host, before any leaves. Collective.
+    """Check that the host has room for offloaded activations. Collective.
 
-    The optimizer's state is looked at by whoever takes it there, for itself.
+    The optimizer's state is checked by the technique that offloads it.
 
     Args:
-        plan: nothing is asked where none go to the host.
+        plan: nothing is checked if it offloads no activations to the host.
         host_bytes: predicted for this rank; see `Prediction.host_bytes`.
         context: the ranks, of which those of a node share its memory.
 
     Raises:
-        ConfigError: it does not fit; the same message on every rank.
+        ConfigError: they do not fit; the same message on every rank.
     """
     if plan.offload_tiers.activations != "cpu" or not plan.moves_activations:
         return

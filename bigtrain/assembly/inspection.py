@@ -1,7 +1,7 @@
-"""What a model has that not every engine holds, looked for once, before the ranks connect.
+"""Properties of a model that not every engine supports, found once, before the ranks connect.
 
-Each technique says in its traits what a model may not have under it (`Traits.cannot_hold`). What
-an engine would lose or end at is refused by name, with a strategy that holds it.
+`Traits.cannot_hold` of a technique lists the properties that it does not support. A model that an
+engine would train wrongly, or would crash on, is refused by name, with a strategy that supports it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _INSTEAD = {
     "zero1_torch": RoleConfig.model_validate({"name": "zero", "engine": "torch", "stage": 1}),
     "ddp": RoleConfig(name="ddp"),
 }
-"""Strategies that are offered where one cannot hold something, the one that shards most first."""
+"""Strategies that a refusal may offer, the one that shards the most first."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Something out of the ordinary that a model has."""
+    """An unusual property of a model."""
 
     oddity: Oddity
     name: str
-    """Of the parameter or module."""
+    """The name of the parameter or module."""
     what: str
-    """Goes on after the name."""
+    """The message after the name."""
     fix: str = ""
-    """Something else to do about it, before "use --strategy ..."."""
+    """Another fix, named before "use --strategy ..."."""
 
 
 def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found, ...]:
-    """All that is out of the ordinary in a model, and in its forward pass.
+    """All unusual properties of a model and of its forward pass.
 
     Args:
         model: whole, as the user wrote it, on any device.
-        uses: what its forward pass does with its parameters, where that is known.
+        uses: how its forward pass uses parameters; None if unknown.
 
     Raises:
-        ConfigError: it has something that no checkpoint holds.
+        ConfigError: it has a state that no checkpoint can hold.
     """
     _check_extra_state(model)
     _check_saved_types(model)
@@ -60,16 +60,16 @@ def found_in_model(model: nn.Module, uses: ParameterUses | None) -> tuple[Found,
 
 
 def refuse_found(plan: Plan, found: Sequence[Found]) -> None:
-    """Refuse what a model has and the plan's techniques do not hold.
+    """Refuse a model with a property that the plan's techniques do not support.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
-        plan: what will be run.
-        found: in its model.
+        plan: of the run.
+        found: the properties of its model.
 
     Raises:
-        ConfigError: with the name, what it is, and a strategy that holds it.
+        ConfigError: with the name, the property, and a strategy that supports it.
     """
     refused = refused_by(plan)
     for one in found:
@@ -83,7 +83,7 @@ def refuse_found(plan: Plan, found: Sequence[Found]) -> None:
 
 
 def refused_by(plan: Plan) -> frozenset[Oddity]:
-    """What the techniques of a plan do not hold together."""
+    """The properties that the techniques of a plan do not support together."""
     refused: frozenset[Oddity] = frozenset()
     for role, technique in plan.techniques.items():
         if role == "replicate" and plan.dp == 1 and not technique.traits.needs_group:
@@ -94,7 +94,9 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
         if plan.replicate.optimizer_gets == "shards":
             refused |= {"scalars"}
     if plan.tp > 1 and (plan.dp > 1 or plan.batch.accumulation_steps > 1):
-        refused |= {"gradient_hooks"}  # autograd calls them with a part of the batch's
+        refused |= {
+            "gradient_hooks"
+        }  # autograd would call them with the gradient of a part of the batch
     if plan.bf16_parameters or (plan.precision == "bf16" and not plan.master_weights):
         refused |= {"writes_trained"}
     if plan.compiles_blocks:
@@ -106,7 +108,7 @@ def refused_by(plan: Plan) -> frozenset[Oddity]:
 
 
 def found_in(model: nn.Module) -> Iterator[Found]:
-    """What is seen of a model as it lies there."""
+    """Properties of a model that show without running it."""
     sparse = {
         id(module.weight)
         for module in model.modules()
@@ -143,7 +145,7 @@ def found_in(model: nn.Module) -> Iterator[Found]:
 
 
 def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Found]:
-    """The first trained parameter of another type than those before it."""
+    """The first trained parameter whose dtype differs from those before it."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for name, p in trained:
         if p.dtype != trained[0][1].dtype:
@@ -154,7 +156,7 @@ def _of_two_types(oddity: Oddity, module: nn.Module, where: str) -> Iterator[Fou
 
 
 def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
-    """What is seen of a model in a forward pass, and of the blocks that are sharded by it."""
+    """Properties that show in a forward pass, also of the blocks that are sharded."""
     sparse = {found.name for found in found_in(model) if found.oddity == "sparse"}
     for name in uses.sparse:
         if name not in sparse:
@@ -196,7 +198,7 @@ def found_in_pass(model: nn.Module, uses: ParameterUses) -> Iterator[Found]:
 
 
 def _instead(plan: Plan, oddities: set[Oddity]) -> str:
-    """A strategy that holds all of these, and shards as much as can be."""
+    """The strategy that supports all of these and shards the most."""
     for name, config in _INSTEAD.items():
         traits = make_technique("replicate", config).traits
         if name != plan.strategy.name and not oddities & traits.cannot_hold:

@@ -1,4 +1,4 @@
-"""From a job to a plan: mesh, one technique for each role, batch; what cannot be is refused."""
+"""From a job to a plan: mesh, one technique for each role, batch; impossible jobs are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bigtrain.ranks.context import resolve_mesh
 
 
 def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
-    """Decide what will be run, and refuse what cannot be. Needs no process group.
+    """Make the plan of a job, or refuse the job. Needs no process group.
 
     Args:
         job: the configuration.
-        world_size: how many ranks there are.
-        device_type: 'cpu' or 'cuda'.
+        world_size: the number of ranks.
+        device_type: 'cpu', 'cuda' or 'xpu'.
 
     Raises:
         ConfigError: the mesh, the batch or a technique does not fit.
@@ -48,7 +48,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         )
     replicate = techniques["replicate"].traits
     shares_engine = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
-    given_up = "replicate" if shares_engine else None  # the cut's engine is that one's, too
+    given_up = "replicate" if shares_engine else None  # one engine does the work of both
     owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
@@ -60,7 +60,9 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "
             "Use train.sync_batchnorm=false."
         )
-    sharing = max(1, dp - replicate.num_servers)  # what leaves none is refused by its own `check`
+    sharing = max(
+        1, dp - replicate.num_servers
+    )  # no worker at all is refused by the technique's `check`
     plan = Plan(
         strategy=job.strategy,
         techniques=techniques,
@@ -87,19 +89,19 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
 
 
 def _check_kernels(plan: Plan, cap: int | None) -> None:
-    """Refuse to lay what stages send, and to compile what is filled or taken apart inside."""
+    """Refuse channels-last stages, and compiled blocks that other code changes inside."""
     if plan.channels_last and plan.cut is not None:
         raise ConfigError(
-            "train.memory_format=channels_last is for whole models, and strategy.cut has stages "
-            "send each other tensors as they are written. Use train.memory_format=contiguous, or "
-            "leave strategy.cut out."
+            "train.memory_format=channels_last is for whole models, and the stages of strategy.cut "
+            "send each other contiguous tensors. Use train.memory_format=contiguous, or leave "
+            "strategy.cut out."
         )
     if not plan.compiles_blocks:
         return
     if plan.splits_backward:
         raise ConfigError(
-            "train.compile=blocks makes one step of a block's backward pass, and this schedule has "
-            "it in two parts. Use strategy.cut.schedule=1f1b, or train.compile=none."
+            "train.compile=blocks compiles a block's backward pass as one function, and this "
+            "schedule splits it in two. Use strategy.cut.schedule=1f1b, or train.compile=none."
         )
     if plan.replicate.replaces_products:
         raise ConfigError(
@@ -115,9 +117,10 @@ def _check_kernels(plan: Plan, cap: int | None) -> None:
 
 
 def _check_messages(plan: Plan, backend: str) -> None:
-    """Refuse to send an accelerator's tensors by gloo, which takes their addresses for the host's.
+    """Refuse point-to-point messages of an accelerator's tensors by gloo.
 
-    Exchanges that a whole group takes part in go by the host there; messages end the process.
+    gloo copies the tensors of collectives to the host; in messages it uses a device address as one
+    of the host, which ends the process.
     """
     if backend != "gloo" or not is_accelerator(plan.device_type):
         return
@@ -135,9 +138,10 @@ def _check_messages(plan: Plan, backend: str) -> None:
 
 
 def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int, int, int]:
-    """The mesh; without `mesh.pp` a cut over ranks takes those that dp and tp leave.
+    """The sizes of pp, dp and tp.
 
-    Without `mesh.tp` what slices takes all that are left, and 2 where others share them with it.
+    Without `mesh.pp` a distributed cut takes the ranks that dp and tp leave. Without `mesh.tp` a
+    slice technique takes all remaining ranks, or 2 if another axis needs ranks as well.
     """
     pp, dp, tp = job.mesh.pp, job.mesh.dp, job.mesh.tp
     if tp is None:
@@ -153,7 +157,7 @@ def _batch(job: Job, dp: int, cut: Strategy | None, pp: int) -> Batch:
     """The batch of a job.
 
     Raises:
-        ConfigError: see `resolve_batch`; with the keys of a DeepSpeed file that says the numbers.
+        ConfigError: see `resolve_batch`; with the keys of the DeepSpeed file that sets the numbers.
     """
     try:
         return _wanted_batch(job.train, dp, cut, pp)
@@ -168,7 +172,7 @@ def _batch(job: Job, dp: int, cut: Strategy | None, pp: int) -> Batch:
 
 
 def _wanted_batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) -> Batch:
-    """The batch; where the job says nothing of micro-batches, about as many as are wanted."""
+    """The batch; if the job sets no micro-batches, about as many as the cut wants."""
     micro_batches = cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1
     global_size = train.global_batch_size
     unspecified = train.micro_batch_size is None and train.accumulation_steps is None
@@ -184,7 +188,7 @@ def _wanted_batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) ->
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as plain YAML values, which `--plan` reads back."""
+    """The plan as plain values for YAML, which `--plan` reads."""
     strategy: dict[str, Any] = {"name": plan.strategy.name}
     for role, technique in plan.techniques.items():
         options = technique.model_dump(mode="json", exclude_defaults=True)

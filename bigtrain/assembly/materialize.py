@@ -1,4 +1,4 @@
-"""Values for the parameters and buffers of a described model, on the device."""
+"""Materialising a described model: values for its parameters and buffers, on the device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bigtrain.slicing.state import SlicedState
 
 
 class Materializer:
-    """Gives parameters and buffers of a blueprint their values, each at most once.
+    """Gives parameters and buffers of a blueprint their values, each once.
 
-    A model that could not be described on the meta device is whole on every rank anyhow: it is
-    sent from rank 0 at the first call.
+    A model that could not be described on the meta device is whole on every rank; rank 0 sends its
+    values at the first call.
 
     Args:
         blueprint: the model.
         context: the device, the seed and the ranks.
         precision: fp64 makes float64 of every floating-point tensor.
         low: names of the parameters that become bf16.
-        slices: of which this rank keeps its own alone.
+        slices: of the model; only those of this rank stay in memory.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Materializer:
         self._done: set[str] = set()
 
     def __call__(self, names: Collection[str]) -> None:
-        """Fill in the tensors of these names; those that have their values stay as they are."""
+        """Give the tensors of these names their values, unless they have them."""
         blueprint, context = self._blueprint, self._context
         pending = names if blueprint.deferred else names_of(blueprint.model)
         pending = [name for name in pending if name not in self._done]
@@ -67,7 +67,7 @@ class Materializer:
         self._finish(names)
 
     def _finish(self, names: Sequence[str]) -> None:
-        """In the precision of the run, and of what is sliced this rank's own."""
+        """Cast to the run's precision, send from rank 0 if needed, and keep this rank's slices."""
         blueprint, context = self._blueprint, self._context
         tensors = named_tensors(blueprint.model)
         for name in names:

@@ -1,6 +1,6 @@
-"""What plans a model refuses, and which techniques meet its routes: looked at once for all plans.
+"""Checks of a model against plans; the model is inspected once for all plans.
 
-A run looks at its one plan; the planner leaves out what a run would refuse.
+A run checks its one plan; the planner skips the plans that a run would refuse.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from bigtrain.tracing.routes import Routes, find_routes
 
 
 class ModelChecks:
-    """A workload's model held against plans.
+    """Checks a workload's model against plans.
 
     Args:
-        workload: without an example, nothing is said of what its forward pass does.
-        passes_of: the model whose passes are looked at; None is the workload's own. The planner
-            gives one with fewer of the blocks that are alike.
+        workload: without an example, its forward pass is not checked.
+        passes_of: the model whose forward passes are run; None for the workload's. The planner
+            gives one with fewer of the equal blocks.
     """
 
     def __init__(self, workload: Workload, passes_of: nn.Module | None = None) -> None:
@@ -35,7 +35,7 @@ class ModelChecks:
         self._passes_of = workload.model if passes_of is None else passes_of
 
     def meet(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
-        """A plan whose techniques are ready for what the model does, and what is said of that.
+        """The plan with techniques adapted to the model, and lines on the changes.
 
         Raises:
             ConfigError: the model, or its optimizer, cannot be trained by this plan.
@@ -60,7 +60,7 @@ class ModelChecks:
         return plan, tuple(notes)
 
     def routes_of(self, plan: Plan) -> Routes:
-        """What some passes call and others do not, where that matters to a plan."""
+        """The modules that only some passes call, if that matters to a plan."""
         if self._workload.example is None:
             return Routes()
         called, only_used = self._uses.called, self._only_used
@@ -77,8 +77,8 @@ class ModelChecks:
     def _uses(self) -> ParameterUses:
         if self._passes_of is self._workload.model:
             return self._workload.parameter_uses or ParameterUses()
-        given = (self._passes_of, self._workload.micro_batch, self._workload.loss)
-        return parameter_uses(*given) or ParameterUses()
+        work = self._workload
+        return parameter_uses(self._passes_of, work.micro_batch, work.loss) or ParameterUses()
 
     @cached_property
     def _only_used(self) -> tuple[str, ...]:

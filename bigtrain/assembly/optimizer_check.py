@@ -1,4 +1,4 @@
-"""Whether a job's optimizer fits its strategy: what each needs, held against what it is given."""
+"""Checks that a job's optimizer can work with the tensors that its strategy gives it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
     """Refuse an optimizer that a technique of the plan cannot work with.
 
     Args:
-        optim: the job's.
-        plan: finished, but for the techniques' own checks.
+        optim: of the job.
+        plan: complete; the techniques' own checks come later.
 
     Raises:
         ConfigError: with the key, the reason and the nearest choice that works.
@@ -53,13 +53,13 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
 
 
 def _cuts_parameters(plan: Plan, optimizer_input: OptimizerInput) -> bool:
-    """Whether what is updated at a time are pieces of parameters, cut by how many there are."""
+    """Whether updates are of flat slices whose bounds depend on the number of ranks."""
     moved = optimizer_input == "parameters" and plan.offload_tiers.optimizer != "device"
     return optimizer_input == "pieces" or moved
 
 
 def _check_copies(optim: OptimConfig, plan: Plan, who: str) -> None:
-    """Ranks with a parameter in common cut it into other pieces, rounded by other numbers."""
+    """Ranks that share a tied parameter slice it differently, so they round differently."""
     if optim.stochastic_rounding is False or max(plan.pp, plan.tp) == 1:
         return
     sharing = "the stages that share a tied parameter cut it"
@@ -132,7 +132,7 @@ def _check_release(plan: Plan, strategy_words: str) -> None:
 def _check_whole(
     optim: OptimConfig, plan: Plan, optimizer_input: OptimizerInput, strategy_words: str
 ) -> None:
-    """The state belongs to whole parameters: rows and columns, or blocks of numbers."""
+    """The state is of whole parameters: of rows and columns, or of blocks of numbers."""
     if plan.tp > 1:
         what = "rows and columns" if optim.name == "adafactor" else "blocks"
         raise ConfigError(
@@ -159,10 +159,10 @@ def _check_whole(
 
 
 def check_kind(whole: WholeOptimizer, plan: Plan) -> None:
-    """Refuse an optimizer whose step looks at more than a rank of this plan has.
+    """Refuse an optimizer whose step reads tensors that a rank of this plan does not have.
 
     Raises:
-        ConfigError: with its class, what it looks at, and a strategy that has it.
+        ConfigError: with its class, the tensors that it reads, and a strategy that has them.
     """
     kind, who = whole.kind, f"strategy {plan.strategy.name}"
     if kind.failure is not None and "closure" in kind.failure:
@@ -207,7 +207,7 @@ def _tried(failure: str | None) -> str:
 
 
 def _sees(plan: Plan) -> tuple[OptimizerSees, str]:
-    """What a step looks at on one rank of a plan, and why it is no more."""
+    """The tensors that a step may read on one rank of a plan, and why no others."""
     sees = plan.replicate.optimizer_sees if plan.dp > 1 or plan.replicate.owns_step else "all"
     if plan.tp > 1:
         return "elements", f"each of {plan.tp} ranks has slices of them (mesh.tp={plan.tp})"
@@ -223,9 +223,9 @@ def _sees(plan: Plan) -> tuple[OptimizerSees, str]:
 
 
 def _steps_in_parts(plan: Plan) -> bool:
-    """Whether a step of the run is several calls of the optimizer's."""
+    """Whether one step of the run is several calls of the optimizer."""
     moved = plan.offload_tiers.optimizer != "device" and not plan.replicate.own_offload
     pieces = plan.bf16_parameters and plan.replicate.optimizer_gets == "pieces"
-    # DeepSpeed's stage 3 steps for each flat piece.
+    # DeepSpeed's stage 3 steps once for each flat slice.
     flat = plan.replicate.optimizer_sees == "elements" and plan.replicate.sharded_states == 3
     return moved or pieces or flat or plan.release_gradients

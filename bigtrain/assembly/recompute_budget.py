@@ -1,4 +1,4 @@
-"""From a budget to what each block keeps: prices, the exact choice, a forecast as proof."""
+"""From a budget to a policy for each block: prices, the exact solution, a forecast as proof."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from bigtrain.tracing.watch import untraceable_reason
 from bigtrain.units import format_bytes
 
 RECOMPUTE_RATES = {**NOMINAL_RATES, "cpu": replace(NOMINAL_RATES["cpu"], nbytes=1e9)}
-"""Of which only the ratio counts. On a CPU what is between products (GELU, norms) passes about a
-50th as many bytes as products do arithmetic. Constants, as all ranks must choose alike."""
+"""Nominal rates, of which only the ratio counts. On a CPU, operations between matrix products
+(GELU, norms) move about a 50th as many bytes as products do FLOPs. Constants, because all ranks
+must make the same choice."""
 MAX_FORECASTS = 8
-"""Forecasts by which a choice is proven and the room left by the prices is used."""
+"""The most forecasts of a search; each proves a choice, or corrects the solver's budget."""
 
 
 def meet_budget(
@@ -42,20 +43,20 @@ def meet_budget(
     layout: Layout | None = None,
     slices: ModelSlices | None = None,
 ) -> ResolvedPlan:
-    """Choose what each block keeps, so that no rank holds more than so many bytes.
+    """Choose a policy for each block, so that no rank exceeds a number of bytes.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
-        plan: what will be run.
+        plan: of the run.
         technique: of the plan, with the budget.
-        limit: bytes, of each rank.
+        limit: bytes of each rank.
         workload: with an example.
-        layout: of a model that is cut.
-        slices: of one whose layers are sliced.
+        layout: if the model is cut.
+        slices: if its layers are sliced.
 
     Raises:
-        ConfigError: there is no example, no block, no forecast; the smallest peak is above the
+        ConfigError: there is no example, no block or no forecast; or the smallest peak exceeds the
             budget.
     """
     if workload.example is None:
@@ -89,7 +90,7 @@ def meet_budget(
 
 @dataclass(frozen=True)
 class _ProvenSolution:
-    """An answer for one rank, proven by a forecast."""
+    """The policies of one rank's blocks, with the peak of their forecast."""
 
     blocks: dict[str, BlockPolicy]
     peak: Peak
@@ -119,10 +120,10 @@ class _BudgetTask:
     costs: Mapping[str, BlockCost]
 
     def solve(self, names: Sequence[str], pp_rank: int) -> _ProvenSolution:
-        """Choose for the blocks of one rank.
+        """Choose policies for the blocks of one rank.
 
         Raises:
-            ConfigError: no choice fits, with the smallest peak there is.
+            ConfigError: no choice fits; with the smallest peak.
         """
         uniform = dict(self._uniform(names, pp_rank))
         peak_keeping_all = uniform["keep"].forecast.peak()
@@ -151,7 +152,7 @@ class _BudgetTask:
     def _uniform(
         self, names: Sequence[str], pp_rank: int
     ) -> Iterator[tuple[BlockPolicy, UniformForecast]]:
-        """The rank where all blocks choose alike, for each choice that works with this model."""
+        """The forecasts of the rank with one policy for all blocks, for each that works."""
         for choice in BLOCK_POLICIES:
             if "offload" in choice and not self.plan.moves_activations:
                 continue
@@ -162,10 +163,10 @@ class _BudgetTask:
             except ConfigError:
                 if choice == "keep":
                     raise
-                # Not every choice works with every model.
+                # Not every policy works with every model.
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> ResolvedPlan:
-        """The plan with a choice for each block."""
+        """The plan with a policy for each block."""
         techniques = {**self.plan.techniques, "recompute": self.technique.with_policies(blocks)}
         plan = replace(self.plan, techniques=techniques)
         return ResolvedPlan.of(plan, self.workload.model, self.layout, self.slices)
@@ -179,7 +180,7 @@ class _BudgetTask:
         )
 
     def _waiting(self, pp_rank: int) -> int:
-        """Micro-batches that a rank holds beside the one it works on."""
+        """Micro-batches whose activations a rank holds besides the current one."""
         cut = self.plan.techniques.get("cut")
         if self.layout is None or not isinstance(cut, CutStrategy):
             return 0
@@ -190,10 +191,10 @@ class _BudgetTask:
         return max(in_flight, default=1) - 1
 
     def _search(self, chain: BudgetProblem, pp_rank: int) -> list[_ProvenSolution]:
-        """Answers by falling or rising room, each with its forecast.
+        """Solutions under a solver budget that follows the forecasts.
 
-        A forecast above the budget makes the room smaller by as much. One below it by more than
-        the prices had left over makes it larger, up to where one was above.
+        A forecast above the limit lowers the solver's budget by the excess. One below it by more
+        than the prices predicted raises the budget, up to one that was too high.
         """
         solutions: dict[tuple[int, ...], _ProvenSolution] = {}
         budget_left, refused = self.limit - chain.base, math.inf
@@ -222,7 +223,7 @@ class _BudgetTask:
         )
 
     def line(self, solution: _ProvenSolution, pp_rank: int) -> str:
-        """What was chosen, what it costs, and the predicted peak."""
+        """A line on the chosen policies, their cost and the predicted peak."""
         where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
         counts = Counter(solution.blocks.values())
         kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in BLOCK_POLICIES if counts[c])

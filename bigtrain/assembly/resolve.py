@@ -1,4 +1,4 @@
-"""From a plan and a workload to all that is chosen before a run: stages, and what blocks keep."""
+"""From a plan and a workload to a resolved plan: stages, slices, and policies of blocks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from bigtrain.tracing.unreached import freeze_empty, freeze_unreached
 
 
 def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
-    """Freeze what the loss does not reach, cut the model, and choose what its blocks keep.
+    """Freeze parameters that the loss does not reach, cut and slice the model, choose policies.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
-        plan: what will be run.
-        workload: with an example where the plan has a cut or a budget. Parameters of its model
-            that the loss does not reach train no more, where an example shows them.
+        plan: of the run.
+        workload: with an example if the plan has a cut, slices or a budget. If an example shows
+            that the loss does not reach a parameter, that parameter is frozen in its model.
 
     Raises:
-        ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
-            is above the budget.
+        ConfigError: the model cannot be cut so; a key names a module that it does not have; the
+            smallest peak exceeds the budget.
     """
     checks = ModelChecks(workload)
     plan, chosen = checks.meet(plan)
@@ -73,17 +73,17 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:
-    """What is said of the parameters that the loss does not reach."""
+    """A line on the parameters that the loss does not reach."""
     return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
 
 
 def _uneven(layout: Layout | None) -> list[str]:
-    """What is said of a cut that leaves one rank most of the work."""
+    """A line on a cut that gives one rank most of the work."""
     return [layout.chosen.uneven] if layout is not None and layout.chosen.uneven else []
 
 
 def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
-    """What is said where a forward pass writes parameters, and a step has several of them."""
+    """A line if forward passes write parameters in place, and a step has several passes."""
     steps, writes = plan.batch.accumulation_steps, () if uses is None else uses.writes
     if steps == 1 or not writes:
         return []
@@ -94,7 +94,7 @@ def _written_often(plan: Plan, uses: ParameterUses | None) -> list[str]:
 
 
 def _compiled(plan: Plan) -> list[str]:
-    """What the figures of a run with compiled blocks are of."""
+    """A line on the forecasts of a run with compiled blocks."""
     said = (
         "train.compile=blocks: bytes are forecast for compiled blocks; blocks are timed as written"
     )
@@ -102,10 +102,10 @@ def _compiled(plan: Plan) -> list[str]:
 
 
 def check_known(plan: Plan, unreached: Sequence[str]) -> None:
-    """Refuse what should have been left out when the model was wrapped, and is known only now.
+    """Refuse parameters without gradients that were unknown when the model was wrapped.
 
     Raises:
-        ConfigError: an exchange or an engine waits for the gradients of these.
+        ConfigError: a collective or an engine waits for their gradients.
     """
     replicate = plan.replicate
     waits = replicate.averaging_bucket is not None or replicate.engine != "torch"
@@ -118,7 +118,7 @@ def check_known(plan: Plan, unreached: Sequence[str]) -> None:
 
 
 def _no_replicas(plan: Plan) -> list[str]:
-    """What to do where one pipeline takes all ranks, and a technique wants replicas of it."""
+    """A hint if one pipeline takes all ranks, and the replicate technique has no replicas."""
     technique, traits = plan.techniques.get("replicate"), plan.replicate
     shares = traits.sharded_states > 0 or traits.averaging_bucket is not None
     if technique is None or not shares or plan.dp > 1 or plan.pp < 4 or plan.pp % 2:
@@ -130,10 +130,10 @@ def _no_replicas(plan: Plan) -> list[str]:
 
 
 def lay_slices(plan: Plan, workload: Workload) -> ModelSlices | None:
-    """Slice the layers as the plan says; None where they stay whole. Needs no process group.
+    """Slice the layers as the plan says; None without slices. Needs no process group.
 
     Raises:
-        ConfigError: they cannot be sliced so.
+        ConfigError: there is no example, or nothing can be sliced over so many ranks.
     """
     technique = plan.techniques.get("slice")
     if not isinstance(technique, SliceStrategy) or plan.tp == 1:
@@ -147,10 +147,10 @@ def lay_slices(plan: Plan, workload: Workload) -> ModelSlices | None:
 
 
 def make_layout(plan: Plan, workload: Workload) -> Layout | None:
-    """Cut the model as the plan says; None where it is not to be cut. Needs no process group.
+    """Cut the model as the plan says; None without a cut. Needs no process group.
 
     Raises:
-        ConfigError: it cannot be cut so.
+        ConfigError: there is no example, or the model cannot be cut into so many stages.
     """
     cut_strategy = plan.techniques.get("cut")
     if not isinstance(cut_strategy, CutStrategy):

@@ -1,10 +1,10 @@
 """The peaks of a save and of a resume on one rank, before anything is built.
 
-Beside the step's forecast this needs only who holds which elements of which tensor: whole ones
-(replicas), rows (`fully_shard`), stretches of all parameters laid end to end (pieces, DeepSpeed's
-stages 1 and 2) or of each (its stage 3); and all that of the slices that a rank of the tp axis has.
-`forecast_save` goes through the rounds of a save with that. A resume holds the state as far as it
-was read, what is read of one tensor, and a block of the file where that is short runs of it.
+In addition to the step's forecast this needs the elements of each tensor that each rank holds: all
+(replicas), rows (`fully_shard`), flat slices of all parameters concatenated (pieces, DeepSpeed's
+stages 1 and 2) or of each parameter (its stage 3); all within the slices of a tp rank.
+`forecast_save` goes through the rounds of a save with that. A resume holds the state read so far,
+the part of one tensor that is read, and a block of the file if that part is many short runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.shards import Extent, box_extents, whole_extents
 
 Slots = Mapping[str, Tensor]
-"""The state of an optimizer for one parameter, without values."""
+"""The optimizer's state of one parameter, as tensors without values."""
 
 
 def forecast_state_peaks(
@@ -49,28 +49,29 @@ def forecast_state_peaks(
     dp_rank: int = 0,
     tp_rank: int = 0,
 ) -> StatePeaks:
-    """Predict what one rank holds at most while it saves, and while it takes a checkpoint over.
+    """Predict the peaks of one rank during a save and during a resume.
 
-    Asynchronous, steps are taken to go on beside: what the thread holds is added to their peak.
+    An asynchronous save runs during steps, so the bytes of its thread are added to their peak.
 
     Args:
-        resolved: what will be run.
+        resolved: the plan of the run.
         workload: with an example.
-        config: how it is saved.
+        config: of the checkpoints.
         prediction: of a step on this rank.
-        pp_rank: which stages it has.
-        dp_rank: which replica it is.
-        tp_rank: which slices it has.
+        pp_rank: the rank's place on the pp axis.
+        dp_rank: its place on the dp axis.
+        tp_rank: its place on the tp axis.
 
     Returns:
-        Nothing known where the step is not, or the optimizer does not run on fake tensors.
+        The peaks; empty if the step has no prediction, or the optimizer does not run on fake
+        tensors.
     """
     states, step = prediction.states, prediction.own_peak
     if states is None or step is None:
         return StatePeaks()
     try:
         every = [_State.of(resolved, workload, place) for place in range(resolved.plan.tp)]
-    except Exception:  # an optimizer of the user's
+    except Exception:  # the user's optimizer does not run on fake tensors
         return StatePeaks()
     plan, known = resolved.plan, every[tp_rank]
     rank = (dp_rank * plan.pp + pp_rank) * plan.tp + tp_rank
@@ -87,38 +88,38 @@ def forecast_state_peaks(
     if is_accelerator(plan.device_type):
         host = max(added.waiting - added.made, added.beside)
         return StatePeaks(StatePeak(kept + added.made, host), StatePeak(resume, known.largest))
-    # The batch is there until the next one comes.
+    # The last batch is alive until the next one is read.
     batch = storage_bytes(workload.micro_batch.tensors()) * plan.batch.accumulation_steps
-    # A rank that gives nothing makes its step all the same while others write.
+    # A rank that contributes nothing still takes its steps while others write.
     beside = step.bytes + added.beside if config.asynchronous else 0
     return StatePeaks(StatePeak(max(kept + batch + added.waiting, beside)), StatePeak(resume))
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor of the model as it is saved."""
+    """A tensor of the model, as it is saved."""
 
     name: str
     first: str
-    """The first of its names, where it is tied."""
+    """The first of its names, if it is tied."""
     shape: tuple[int, ...]
-    """Of the slices that a rank of the tp axis has."""
+    """The shape of the slices on a tp rank."""
     dtype: torch.dtype
     is_buffer: bool
     trained: bool
     low: bool
-    """Whether layers see it in bf16, its fp32 values being kept apart."""
+    """Whether layers see it in bf16, with its fp32 values stored separately."""
 
 
 class _State:
-    """Who holds what of the training state, among the ranks of one place on the tp axis.
+    """The training state that each rank holds, among the ranks of one place on the tp axis.
 
     Args:
-        resolved: what will be run.
+        resolved: the plan of the run.
         tensors: of the whole model.
-        slots: of each trained parameter, by its first name.
-        splits: whether a piece that a rank updates may be any stretch of a parameter.
-        slices: as those ranks have them.
+        slots: the optimizer's state of each trained parameter, by its first name.
+        splits: whether a rank may update any flat slice of a parameter, or only whole ones.
+        slices: of those ranks.
     """
 
     def __init__(
@@ -137,11 +138,11 @@ class _State:
         self._kind = resolved.plan.replicate.optimizer_gets
         if cut is not None and cut.optimizer_gets == "copies":
             self._kind = "copies"
-        self._stretches: dict[int, Mapping[str, tuple[int, int]]] = {}
+        self._flat_slices: dict[int, Mapping[str, tuple[int, int]]] = {}
 
     @classmethod
     def of(cls, resolved: ResolvedPlan, workload: Workload, tp_rank: int) -> _State:
-        """Of a plan; the optimizer takes one step on fake tensors."""
+        """The state under a plan; the optimizer takes one step on fake tensors."""
         slices = resolved.slices.on(tp_rank, None) if resolved.slices is not None else None
         tensors = list(_saved_tensors(workload.model, resolved.plan, slices))
         by_shape: dict[tuple[tuple[int, ...], torch.dtype], Slots] = {}
@@ -158,7 +159,7 @@ class _State:
         return max((math.prod(t.shape) * t.dtype.itemsize for t in self._tensors), default=0)
 
     def held(self, dp_rank: int, pp_rank: int) -> dict[str, Held]:
-        """What one rank says that it holds; see `Runner.state`."""
+        """The tensors that one rank contributes to a checkpoint; see `Runner.state`."""
         held = {}
         for tensor in self._own(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
@@ -175,9 +176,9 @@ class _State:
         return held if self._slices is None else _of_whole(held, self._slices)
 
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
-        """The tensors that a rank makes to read them: from a disk, or of several pieces."""
+        """The tensors that a rank makes for a save: read from disk, or joined of pieces."""
         on_disk, chunk = self._on_disk, self._chunk(pp_rank)
-        joins = bool(self._plan.replicate.num_servers)  # a server its pieces of a tensor
+        joins = bool(self._plan.replicate.num_servers)  # a server joins its pieces of a tensor
         made = {}
         for tensor in self._own(pp_rank):
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
@@ -206,11 +207,11 @@ class _State:
         return max((one.kept + one.passing for one in whole), default=0)
 
     def read_beside(self, dp_rank: int, pp_rank: int) -> int:
-        """What the highest moment of a resume is above the state of a run, without a batch.
+        """Bytes of the peak of a resume above the state of a run, without a batch.
 
-        Bytes; what is not read yet of the optimizer's state is missing in it.
+        State of the optimizer that is not read yet at that moment is subtracted.
         """
-        at_once = self._kind == "copies"  # its flat tensors are there with the first that is read
+        at_once = self._kind == "copies"  # its flat tensors are allocated with the first tensor
         sizes = []
         for name, tensor, slot in sorted(self._optimizer(pp_rank), key=lambda one: one[0]):
             numbers, sliced = (
@@ -225,7 +226,9 @@ class _State:
             stays = 0 if self._on_disk and sliced else size
             read, most = size, numbers
             joins = self._plan.replicate.num_servers
-            if sliced and self._in_pieces and self._splits and not joins:  # what is read stays
+            if (
+                sliced and self._in_pieces and self._splits and not joins
+            ):  # the tensor that is read becomes the state
                 chunk = self._chunk(pp_rank)
                 most = numbers if chunk is None else min(chunk, numbers)
                 read = most * slot.dtype.itemsize if self._on_disk else 0
@@ -251,7 +254,7 @@ class _State:
         return highest
 
     def _block(self, tensor: _Saved, own: Iterable[Extent], most: int, dtype: torch.dtype) -> int:
-        """Bytes beside what is read of a tensor, in stretches of so many elements at most."""
+        """Bytes of the file block held while a tensor is read, `most` elements at a time."""
         if self._slices is None or tensor.name not in self._slices.by_name:
             return 0
         slices = self._slices.by_name[tensor.name]
@@ -261,7 +264,7 @@ class _State:
 
     @property
     def _in_pieces(self) -> bool:
-        """Whether `PartitionedUpdate` has the optimizer."""
+        """Whether `PartitionedUpdate` runs the optimizer."""
         away = self._plan.offload_tiers.optimizer != "device"
         return self._kind == "pieces" or (away and self._kind == "parameters")
 
@@ -270,7 +273,7 @@ class _State:
         return self._in_pieces and self._plan.offload_tiers.optimizer == "disk"
 
     def _chunk(self, pp_rank: int) -> int | None:
-        """Elements that are updated at a time; None where the pieces are not cut further."""
+        """Elements that are updated at a time; None if a whole piece is."""
         low = any(t.low for t in self._tensors)
         if not self._in_pieces or not (low or self._plan.offload_tiers.optimizer != "device"):
             return None
@@ -287,7 +290,7 @@ class _State:
         return [t for t in self._own(pp_rank) if t.trained and t.name == t.first]
 
     def _optimizer(self, pp_rank: int) -> Iterator[tuple[str, _Saved, Tensor]]:
-        """What ranks of a stage keep, by full name; a tied parameter's is the first stage's."""
+        """The optimizer's tensors of a stage; those of a tied parameter are in its first stage."""
         earlier = {t.name for p in range(pp_rank) for t in self._trained(p)} if self._cut else set()
         for tensor in self._trained(pp_rank):
             if tensor.name not in earlier:
@@ -295,7 +298,7 @@ class _State:
                     yield f"optimizer.{tensor.name}.{key}", tensor, slot
 
     def _updates(self, tensor: _Saved, dp_rank: int, pp_rank: int) -> bool:
-        """Whether a rank updates some of a parameter, or all of an empty one."""
+        """Whether a rank updates a part of a parameter."""
         return bool(self._extents(tensor, dp_rank, pp_rank, slot=True))
 
     def _local(self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool) -> int:
@@ -304,10 +307,12 @@ class _State:
     def _extents(
         self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool
     ) -> tuple[Extent, ...]:
-        """The elements of a model's tensor, or of a slot like it, that a rank has."""
+        """The elements of a tensor of the model, or of a slot of its shape, on a rank."""
         ranks, kind = self._plan.state_ranks, self._kind
         place = dp_rank % ranks
-        if self._plan.replicate.num_servers:  # they have what is trained, and workers all else
+        if (
+            self._plan.replicate.num_servers
+        ):  # servers have the trained parameters, workers the rest
             if (self._plan.data_rank(dp_rank) is None) is not tensor.trained:
                 return ()
             return (
@@ -321,27 +326,27 @@ class _State:
         if kind == "shards":
             return _rows(tensor.shape, place, ranks)
         if kind == "copies" and stage == 3:
-            return _even_stretch(math.prod(tensor.shape), place, ranks)
+            return _even_slice(math.prod(tensor.shape), place, ranks)
         if not tensor.trained or (kind == "pieces" and not slot and not tensor.low):
             return whole_extents(tensor.shape)
         return self._piece(tensor, pp_rank, place)
 
     def _piece(self, tensor: _Saved, pp_rank: int, place: int) -> tuple[Extent, ...]:
-        begin, end = self._stretch(pp_rank, place).get(tensor.first, (0, 0))
+        begin, end = self._flat_slices_of(pp_rank, place).get(tensor.first, (0, 0))
         return (Extent(begin, end - begin),) if end > begin else ()
 
-    def _stretch(self, pp_rank: int, place: int) -> Mapping[str, tuple[int, int]]:
-        """Of parameters laid end to end, the elements of each that a replica updates."""
+    def _flat_slices_of(self, pp_rank: int, place: int) -> Mapping[str, tuple[int, int]]:
+        """The elements of each parameter that a replica updates, of all parameters concatenated."""
         key = pp_rank * self._plan.state_ranks + place
-        if key not in self._stretches:
+        if key not in self._flat_slices:
             sizes = {t.name: math.prod(t.shape) for t in self._trained(pp_rank)}
             splits = self._splits or self._kind == "copies"
             for number in range(self._plan.state_ranks):
-                self._stretches[pp_rank * self._plan.state_ranks + number] = {}
+                self._flat_slices[pp_rank * self._plan.state_ranks + number] = {}
             for name, rank, *bounds in partition_evenly(sizes, self._plan.state_ranks, splits):
-                owned = self._stretches[pp_rank * self._plan.state_ranks + rank]
+                owned = self._flat_slices[pp_rank * self._plan.state_ranks + rank]
                 owned[name] = (bounds[0], bounds[1])  # type: ignore[index]
-        return self._stretches[key]
+        return self._flat_slices[key]
 
 
 def _parameter_of(name: str) -> str:
@@ -351,7 +356,7 @@ def _parameter_of(name: str) -> str:
 
 
 def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
-    """What a rank holds of its slices, as parts of whole tensors."""
+    """The tensors of a rank, its slices as parts of whole tensors."""
     shapes = {name: one.shape for name, one in held.items()}
     found = dict(held)
     for name, one in held.items():
@@ -363,7 +368,7 @@ def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
 
 
 def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> Iterator[_Saved]:
-    """The tensors of a model under all their names, in the types in which they are saved."""
+    """The tensors of a model under all their names, with the dtypes in which they are saved."""
     double = plan.precision == "fp64"
     bf16 = set(bf16_parameter_names(model)) if plan.bf16_parameters else set()
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -387,7 +392,7 @@ def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> 
 def _slots_of(
     make_optimizer: MakeOptimizer, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Slots]:
-    """The state that an optimizer makes in its first step, on fake tensors."""
+    """The state that an optimizer makes in its first step on fake tensors."""
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in wanted]
         if not parameters:
@@ -403,7 +408,7 @@ def _slots_of(
 
 
 def _rows(shape: Sequence[int], place: int, ranks: int) -> tuple[Extent, ...]:
-    """Rows as `fully_shard` deals them out: as many each, the last ranks fewer or none."""
+    """The rows of a rank under `fully_shard`: equal numbers, the last ranks fewer or none."""
     if not shape:
         return whole_extents(shape) if place == 0 else ()
     each = -(-shape[0] // ranks)
@@ -412,7 +417,7 @@ def _rows(shape: Sequence[int], place: int, ranks: int) -> tuple[Extent, ...]:
     return box_extents(shape, (begin, *(0 for _ in shape[1:])), local)
 
 
-def _even_stretch(numbers: int, place: int, ranks: int) -> tuple[Extent, ...]:
+def _even_slice(numbers: int, place: int, ranks: int) -> tuple[Extent, ...]:
     each = -(-numbers // ranks)
     begin = min(place * each, numbers)
     length = min(each, numbers - begin)

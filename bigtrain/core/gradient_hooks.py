@@ -1,9 +1,9 @@
-"""Hooks that a user has registered on parameters, run once a step on the averaged gradient.
+"""Hooks that a user registered on parameters, run once a step on the averaged gradient.
 
-One process with the whole batch calls a hook with the gradient of the whole batch. On ranks,
-autograd would call it with each micro-batch's share of one rank, in bf16 or before it is averaged,
-and not at all where an engine has put another tensor in the parameter's place. So the hooks are
-taken off before a model is built, and run when the gradient is whole.
+One process with the whole batch calls a hook with the gradient of the whole batch. On several
+ranks, autograd would call it with the gradient of one micro-batch of one rank, in bf16 or before
+averaging; and never if an engine replaced the parameter. So the hooks are removed before a model is
+built, and run on the complete gradient.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _Hooks = dict[int, Callable[[Tensor], Any]]
 
 
 class GradientHooks:
-    """The hooks of a model's parameters, by plain names, in the order of the model."""
+    """The hooks of a model's parameters, by name, in the order of the model."""
 
     def __init__(self) -> None:
         self._before: dict[str, _Hooks] = {}
-        """`Tensor.register_hook`: the dicts themselves, so that handles still remove from them."""
+        """`Tensor.register_hook`: the dicts of torch, from which a user's handle still removes."""
         self._after: dict[str, _Hooks] = {}
         """`Tensor.register_post_accumulate_grad_hook`."""
 
     @classmethod
     def take(cls, model: nn.Module) -> GradientHooks:
-        """Take the hooks off the parameters of a model."""
+        """Remove the hooks from the parameters of a model, and return them."""
         taken = cls()
         for name, parameter in model.named_parameters():
             if parameter._backward_hooks:
@@ -43,7 +43,7 @@ class GradientHooks:
         return taken
 
     def put_back(self, model: nn.Module) -> None:
-        """Let autograd call them again, as far as the parameters are there."""
+        """Give the hooks back to autograd, for the parameters that the model still has."""
         for name in self.names:
             with suppress(AttributeError):
                 parameter = model.get_parameter(name)
@@ -55,14 +55,14 @@ class GradientHooks:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that have some."""
+        """Names of the parameters that have hooks."""
         return list(dict.fromkeys([*self._before, *self._after]))
 
     @torch.no_grad()
     def run(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Run the hooks of these parameters, whose gradients are averaged over the replicas.
+        """Run the hooks of these parameters, on gradients averaged over the replicas.
 
-        Collective where a gradient is in shards: each rank runs the hook on the whole of it.
+        Collective if a gradient is sharded: each rank runs the hook on the whole gradient.
         """
         for name in self.names:
             parameter = parameters.get(name)
@@ -72,7 +72,7 @@ class GradientHooks:
             if isinstance(gradient, DTensor):
                 changed = self.changed(name, gradient.full_tensor())
                 mesh, placements = gradient.device_mesh, gradient.placements
-                # All ranks have the same, so nothing is sent.
+                # All ranks have the same result, so nothing is sent.
                 own = distribute_tensor(changed, mesh, placements, src_data_rank=None)
                 gradient.to_local().copy_(own.to_local())
                 if name in self._after:
@@ -85,10 +85,10 @@ class GradientHooks:
                 hook(parameter)
 
     def _run_on_whole(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Run what comes after a gradient is added up on a parameter that is put together.
+        """Run post-accumulate hooks of a sharded parameter on a gathered copy.
 
-        What the hooks have made of its gradient and its values goes into the shards. What they
-        leave as it is stays untouched there: they may have had the model's own parameter at hand.
+        Changes that the hooks make to its gradient or values are copied into the shards. What they
+        do not change is not copied: a hook may have changed the model's parameter directly.
         """
         shards: Any = parameter.data
         whole: Any = nn.Parameter(shards.full_tensor(), requires_grad=parameter.requires_grad)
@@ -110,7 +110,7 @@ class GradientHooks:
                 target.copy_(dealt)
 
     def changed(self, name: str, gradient: Tensor) -> Tensor:
-        """What the hooks of a parameter make of its whole gradient."""
+        """The whole gradient after the hooks of its parameter."""
         for hook in _in_order(self._before.get(name)):
             result = hook(gradient)
             gradient = gradient if result is None else result
@@ -118,4 +118,4 @@ class GradientHooks:
 
 
 def _in_order(hooks: _Hooks | None) -> Iterable[Callable[[Tensor], Any]]:
-    return list((hooks or {}).values())  # one may remove itself
+    return list((hooks or {}).values())  # a hook may remove itself

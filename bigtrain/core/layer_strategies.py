@@ -1,4 +1,4 @@
-"""Techniques that decide something layer by layer: what each keeps, over which ranks it lies."""
+"""Techniques that decide by layer: which activations it saves, how it is sliced over ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from bigtrain.slicing.state import ModelSlices
 
 
 class RecomputeStrategy(Strategy):
-    """A technique that lets blocks keep less."""
+    """A technique by which blocks save less for the backward pass."""
 
     def limit(self, plan: Plan) -> int | None:  # noqa: ARG002
-        """The most bytes that a rank may hold, where the choice of each block is to follow that."""
+        """The budget of a rank in bytes, by which each block's policy is chosen; None without."""
         return None
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
-        """The same technique with a choice for each block, and no limit."""
+        """The same technique with a policy for each block, and no budget."""
         raise NotImplementedError
 
 
 class SliceStrategy(Strategy):
-    """A technique that lays each layer over the ranks of the tp axis."""
+    """A technique that slices layers over the ranks of the tp axis."""
 
     def most_ranks(self, workload: Workload) -> int:
-        """Over how many ranks something of the model can be sliced; 1: over none.
+        """The largest tp size; 1 if nothing can be sliced.
 
         Args:
             workload: with an example.
@@ -34,13 +34,13 @@ class SliceStrategy(Strategy):
         raise NotImplementedError
 
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
-        """Choose how parameters lie. Needs no process group, and is the same on all ranks.
+        """Choose the slices of parameters. Needs no process group, and is the same on all ranks.
 
         Args:
             workload: with an example.
             plan: mesh, batch, precision.
 
         Raises:
-            ConfigError: nothing of the model can be sliced so.
+            ConfigError: nothing of the model can be sliced over so many ranks.
         """
         raise NotImplementedError

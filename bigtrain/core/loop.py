@@ -1,10 +1,11 @@
-"""The plain loop over the micro-batches of a step: what runs wherever no technique owns the step.
+"""The plain loop over the micro-batches of a step, used when no technique owns the step.
 
-`StepRunner` is what it shares with a pipeline: placing a batch, clipping, the optimizer's step.
+`StepRunner` is the part that it shares with a pipeline: moving a batch to the device, clipping, the
+optimizer's step.
 
-Loss: each micro-batch gives the sum over its valid targets; dividing by the number of valid
-targets of the *global* batch makes the gradient that one process with the whole batch gives,
-however unevenly the targets are spread over ranks and micro-batches.
+The loss of a micro-batch is the sum over its valid targets. Divided by the number of valid targets
+of the *global* batch, it gives the gradient of one process with the whole batch, however unevenly
+targets are spread over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class StepRunner:
     """The end of a step: clip the gradients of this rank's parameters, and update them.
 
     Args:
-        assembly: everything but the forward pass.
-        named: the trained parameters of this rank by their plain names.
+        assembly: of the run, finished.
+        named: the trained parameters of this rank, by name.
     """
 
     def __init__(self, assembly: Assembly, named: Mapping[str, nn.Parameter]) -> None:
@@ -73,15 +74,14 @@ class StepRunner:
         shards = [p for p in self._trained if is_distributed(p)]
         whole = [p for p in self._trained if not is_distributed(p)]
         self._clipped_together = [members for members in (shards, whole) if members]
-        """torch takes no shards and whole tensors in one call."""
+        """Gradients in shards and whole ones apart: torch takes no mixture in one call."""
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
         make_optimizer = assembly.make_optimizer
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            given = (named, make_optimizer, assembly.meter)
-            self._released = InBackwardUpdate(*given, sliced_names)
+            self._released = InBackwardUpdate(named, make_optimizer, assembly.meter, sliced_names)
         self._update: Update = (
             assembly.update
             or self._released
@@ -94,13 +94,13 @@ class StepRunner:
         self.optimizer = self._update.optimizer
 
     def begin_step(self) -> None:
-        """Say that a step begins, where the one before was not ended by `update`."""
+        """Mark the begin of a step, needed after a step that did not end in `update`."""
         self.participation.begin()
         if self._released is not None:
             self._released.begin_step()
 
     def forget_gradients(self) -> None:
-        """As if the passes since the last `update` had not been: nothing of them is updated by."""
+        """Drop the gradients of the passes since the last `update`."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -117,7 +117,7 @@ class StepRunner:
         return self.context.dp_size / max(num_targets, 1)
 
     def step_loss(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> StepLoss:
-        """The loss of a step; read now, so that nothing goes on with it where it is refused."""
+        """The loss of a step; read at once if it is checked, so that a refusal stops the step."""
         loss = StepLoss(own_sum, mean)
         if self._checks_finite:
             loss.read()
@@ -127,7 +127,7 @@ class StepRunner:
         return loss
 
     def _drop_unused(self) -> None:
-        """Leave alone what no replica has used in this step, though zeros stand in its gradient."""
+        """Remove gradients that are zeros only because no replica used the parameter."""
         if self._use is None or not self.participation.stand_ins:
             return
         used = [self._use.has(p) for p in self._trained]
@@ -137,7 +137,7 @@ class StepRunner:
                 parameter.grad = None
 
     def sum_losses(self, sums: Mapping[int, float]) -> float:
-        """Add up the losses of these ranks.
+        """Sum the losses of ranks.
 
         Raises:
             NonFiniteError: the plan checks them, and one is not finite.
@@ -148,7 +148,7 @@ class StepRunner:
         return math.fsum(sums.values()) if known else sum(sums.values())  # fsum refuses inf - inf
 
     def mean_loss(self, own_sum: float, total: float) -> float:
-        """The mean loss of all ranks' sums over so many targets. Collective; see `sum_losses`."""
+        """The sum of all ranks' losses divided by `total` targets. Collective; see `sum_losses`."""
         rows = self.context.all_gather_rows([own_sum, *self.participation.row()], "dp")
         self.participation.check([row[1:] for row in rows])
         ranks, sums = self.context.ranks_of("dp"), [row[0] for row in rows]
@@ -166,7 +166,7 @@ class StepRunner:
                 raise NonFiniteError(f"the gradient norm is {number}", stepped=stepped)
             self.apply_step()
             return number
-        # Everything is queued before the host waits, once for both numbers.
+        # All work is queued before the host waits, once for both numbers.
         norm = self.clip()
         self.apply_step()
         return float(norm) if loss is None else loss.read_with(norm)
@@ -181,14 +181,14 @@ class StepRunner:
         return norm
 
     def norm(self) -> Tensor:
-        """The norm of the gradients of the whole model. Collective where they are in shards."""
+        """The gradient norm of the whole model. Collective if gradients are sharded."""
         if self._released is not None:
             whole, sliced = self._released.norms()
             return whole if self._slices is None else self._slices.norm(sliced, whole)
         return self.norm_of(self._trained)
 
     def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of the gradients of these; collective where they are in shards or slices."""
+        """The gradient norm of these parameters; collective if they are sharded or sliced."""
         sliced: list[Tensor] = []
         whole: list[Tensor] = []
         for parameter in parameters:
@@ -201,7 +201,7 @@ class StepRunner:
         return self._slices.norm(global_norm(sliced, self._device_type), norm)
 
     def take_exchanges(self) -> tuple[TensorExchange, ...]:
-        """What the ranks of the tp axis have exchanged since the last call, where it is noted."""
+        """The exchanges of the tp axis since the last call; empty if they are not recorded."""
         noted = self._slices.group.exchanges if self._slices is not None else None
         taken = tuple(noted or ())
         if noted:
@@ -209,21 +209,21 @@ class StepRunner:
         return taken
 
     def draw_whole(self) -> None:
-        """Let random numbers for what is sliced be drawn as one process draws them; costly."""
+        """Draw random numbers of sliced tensors as one process does: whole, then sliced; slow."""
         if self._slices is not None:
             self._slices.group.draws.whole = True
 
     def whole_state(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-        """What this rank holds, of whole tensors where it holds slices."""
+        """The state of this rank; its slices as parts of whole tensors."""
         return dict(state) if self._slices is None else self._slices.whole(state)
 
     def whole_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StateTensor]:
-        """What this rank holds of the gradients that there are."""
+        """The gradients of this rank, by name."""
         own = {f"model.{n}": StateTensor.of(p.grad) for n, p in named if p.grad is not None}
         return {name.removeprefix("model."): g for name, g in self.whole_state(own).items()}
 
     def own_saved(self, saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
-        """A saved state as this rank holds it: in slices where its tensors are."""
+        """A saved state as this rank reads it; slices of the tensors that are sliced."""
         return saved if self._slices is None else self._slices.own(saved)
 
     def label_state(self) -> None:
@@ -235,8 +235,8 @@ class StepRunner:
         """Step the optimizer, clear the gradients, and call the functions of `after_update`."""
         self._update.step()
         self.label_state()
-        # The first gradients always go: DDP builds its buckets anew at the second step, and what
-        # still pointed into the old ones would keep both alive.
+        # The first gradients are always freed: DDP rebuilds its buckets at the second step, and
+        # gradients that still view the old buckets would keep both alive.
         keep = self._keep_gradients and self._stepped
         for parameter in self._trained:
             if keep and parameter.grad is not None:
@@ -248,15 +248,15 @@ class StepRunner:
             function()
 
     def average_gradients(self) -> None:
-        """Let all replicas have the average, also of what only some of them have a gradient of.
+        """Average gradients over the replicas, including those that only some replicas have.
 
-        Then the users' hooks on gradients are run.
+        Then run the user's hooks on gradients.
         """
         self._average_over_replicas()
         self.run_gradient_hooks()
 
     def run_gradient_hooks(self) -> None:
-        """Run what users have registered on parameters, on gradients that are averaged."""
+        """Run the hooks that users registered on parameters, on averaged gradients."""
         self._gradient_hooks.run(self._by_name)
 
     def _average_over_replicas(self) -> None:
@@ -272,13 +272,13 @@ class StepRunner:
         self._average(gradients)
 
     def has_gradient_anywhere(self) -> list[bool]:
-        """Of each trained parameter, whether any replica has a gradient of it."""
+        """For each trained parameter, whether any replica has a gradient."""
         has_gradient = [p.grad is not None for p in self._trained]
         rows = self.context.all_gather_rows(has_gradient, "dp")
         return [any(column) for column in zip(*rows, strict=True)]
 
     def label_gradients(self) -> None:
-        """Tell the meter of the gradients that there are."""
+        """Label the existing gradients for the memory meter."""
         if self.meter.tracking:
             self.meter.label((p.grad for p in self._trained), "gradients")
 
@@ -289,7 +289,7 @@ class StepRunner:
         return placed.map(channels_last) if self._channels_last else placed
 
     def label_batch(self, micro_batch: MicroBatch) -> None:
-        """Tell the meter of a batch, as far as it is on the device."""
+        """Label the tensors of a batch that are on the device for the memory meter."""
         if self.meter.tracking:
             here = self.context.device.type
             self.meter.label(
@@ -297,7 +297,7 @@ class StepRunner:
             )
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context of a forward pass."""
+        """The autocast context of a forward pass, by the precision of the run."""
         if self._precision != "bf16":
             return nullcontext()
         return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
@@ -314,7 +314,7 @@ class LoopRunner(StepRunner):
     """Forward and backward for each micro-batch, then one clipped optimizer step.
 
     Args:
-        assembly: the wrapped module and everything that goes with it.
+        assembly: of the run, finished.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -330,7 +330,7 @@ class LoopRunner(StepRunner):
         self.begin_step()
         total = self.count_targets(micro_batches)
         scale = self.sum_scale(total)
-        for micro_batch in micro_batches:  # on a CPU they are all there from the start
+        for micro_batch in micro_batches:  # on a CPU all of them are in memory from the start
             self.label_batch(micro_batch)
         losses = []
         check = self._checks_finite and self._released is not None
@@ -339,7 +339,7 @@ class LoopRunner(StepRunner):
                 losses.append(self.run_micro_batch(micro_batch, scale, check=check))
         self.participation.end()
         self.average_gradients()
-        # One read from the device a step, not one for each micro-batch.
+        # Read from the device once a step, not once for each micro-batch.
         own_sum = torch.stack(losses).double().sum()
         return self.step_loss(own_sum, lambda own: self.mean_loss(own, total))
 
@@ -348,7 +348,7 @@ class LoopRunner(StepRunner):
     ) -> Tensor:
         """Forward and backward of one micro-batch; return its summed loss, detached.
 
-        With `check` a loss that is not finite is refused on all ranks before the backward pass.
+        With `check` a loss that is not finite raises on all ranks, before the backward pass.
         """
         self.meter.phase("forward")
         placed = self.place_batch(micro_batch)
@@ -362,23 +362,23 @@ class LoopRunner(StepRunner):
         return loss.detach()
 
     def forward_loss(self, placed: MicroBatch) -> Tensor:
-        """The summed loss of one micro-batch, which is on the device."""
+        """The summed loss of one micro-batch that is on the device."""
         with loss_scope(self.loss, placed):
             with self.autocast():
                 output = self._wrapped(placed.inputs)
             loss = self.loss(output, placed.targets, placed.count)
-        # Padding, or nothing valid, only keeps the ranks in step.
+        # Padding, or no valid target: the pass only keeps the collectives of ranks in step.
         return loss * 0.0 if placed.count == 0 else loss
 
     def backward(self, loss: Tensor) -> None:
-        """Go back from a loss."""
+        """Run the backward pass of a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`.
 
         Raises:
-            BigtrainError: the gradients are released as they come.
+            BigtrainError: the gradients are released during the backward pass.
         """
         if self._released is not None:
             raise BigtrainError(
@@ -415,9 +415,9 @@ class LoopRunner(StepRunner):
 
 
 def _follows_freezing(assembly: Assembly) -> bool:
-    """Whether a parameter may be frozen in the loop: nothing waits for its gradient.
+    """Whether a parameter may be frozen during training, because nothing waits for its gradient.
 
-    A wrapper, or an engine, has planned with it; shards have a copy that trains on.
+    A wrapper or another library's engine waits for it; a sharded copy would train on.
     """
     traits = assembly.plan.replicate
     plain = traits.on_torch and traits.sharded_states < 2 and not traits.owns_step
@@ -425,7 +425,7 @@ def _follows_freezing(assembly: Assembly) -> bool:
 
 
 def check_finite(losses: Mapping[int, float]) -> None:
-    """Refuse to go on with the losses of these ranks.
+    """Check the losses of all ranks.
 
     Raises:
         NonFiniteError: one is not finite.

@@ -1,8 +1,8 @@
-"""Who takes part in a step: the same parameters on every rank, and those that were planned for.
+"""Checks that all ranks use the same parameters in a step, and those that were planned.
 
-An exchange meets the one of another rank that comes next there, whatever it is for. So units that
-are gathered leave their numbers, and what was left out of training is looked at: a word of it joins
-the exchange of the losses, before anything is updated.
+A collective matches the next collective of the other ranks, whatever that one is for. So the order
+of gathered units is hashed, and parameters that were left out of training are watched. The result
+is exchanged together with the losses, before the update.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from bigtrain.errors import BigtrainError
 from bigtrain.ranks.context import RunContext
 
 _EXACT_BITS = 52
-"""What a float64 holds of a whole number."""
+"""Hashes are below this: a float64 holds such integers exactly."""
 
 
 class GatheredUnits:
-    """The order in which modules are gathered, or gradients reduced, in the passes of a step."""
+    """Records the order in which units (modules, gradients) are exchanged in a step."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self._order: list[int] = []
 
     def add(self, name: str) -> int:
-        """The number of a unit."""
+        """Register a unit; returns its number."""
         self.names.append(name)
         return len(self.names) - 1
 
     def note(self, number: int) -> None:
-        """A unit is about to be exchanged."""
+        """Record that a unit is about to be exchanged."""
         self._order.append(number)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note the gradients of these as they come: each is exchanged by itself."""
+        """Record the gradients of these parameters, each of which is exchanged alone."""
         for name, parameter in parameters.items():
             _when_accumulated(parameter, partial(_note, self, self.add(name)))
 
@@ -47,41 +47,40 @@ class GatheredUnits:
         self._order.clear()
 
     def word(self) -> int:
-        """Tells the order of this step so far from others."""
-        return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # of numbers: the same on all ranks
+        """A hash of the order of units in this step so far."""
+        return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # equal on all ranks
 
     def counts(self) -> dict[str, int]:
-        """How often each unit was exchanged."""
+        """The number of exchanges of each unit."""
         return {name: self._order.count(number) for number, name in enumerate(self.names)}
 
 
 class GradientUse:
-    """Which parameters get a gradient in a step, where what is there does not tell.
+    """Records which parameters get a gradient in a step, if the tensors themselves do not show it.
 
-    A gradient that stays allocated is zeros where there was none; one that others have is zeros
-    here, too.
+    A gradient that stays allocated is zero if none came, and so is one that only other ranks have.
     """
 
     def __init__(self) -> None:
         self._used: set[int] = set()
         self._watches = False
         self.stand_ins = False
-        """Whether zeros may stand in for a gradient here."""
+        """Whether a gradient on this rank may be zeros because none came."""
         self.surprise: Tensor | None = None
-        """A parameter that was left out of training, and has got a gradient in this step."""
+        """A parameter that was left out of training, and got a gradient in this step."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note the gradients of these as they come."""
+        """Record the gradients of these parameters."""
         for parameter in parameters:
             _when_accumulated(parameter, self.note)
         self._watches = True
 
     def note(self, parameter: Tensor) -> None:
-        """One of the parameters has got a gradient."""
+        """Record that a parameter got a gradient."""
         self._used.add(id(parameter))
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether it got one in this step so far, on this rank."""
+        """Whether a parameter got a gradient in this step so far, on this rank."""
         return id(parameter) in self._used
 
     def clear(self) -> None:
@@ -100,16 +99,16 @@ def _when_accumulated(parameter: nn.Parameter, call: Callable[[Tensor], None]) -
 
 
 class Participation:
-    """Compares what takes part in a step with what was planned for, and with the other ranks.
+    """Compares the parameters used in a step with the plan, and with the other ranks.
 
     Args:
-        context: the ranks that exchange.
-        roots: whose parameters are looked at, by plain names.
-        unreached: names of parameters that were left out, because no pass came by them.
-        strategy: named in messages.
-        units: what is gathered.
-        use: what gets a gradient, where that must be watched.
-        follows_freezing: whether a parameter may be frozen in the loop: nothing waits for it.
+        context: the ranks.
+        roots: the modules with the parameters, under the model's names.
+        unreached: names of parameters that are not trained, because no pass used them.
+        strategy: its name, for messages.
+        units: records gathered modules; None if none are gathered.
+        use: records gradients; None if the tensors show which came.
+        follows_freezing: whether a parameter may be frozen during training.
     """
 
     def __init__(
@@ -132,19 +131,19 @@ class Participation:
         self._left_out = [(n, p) for n, p in named.items() if n in left_out]
         self._problem: str | None = None
         self.stand_ins = False
-        """Whether zeros stood in for a gradient on some rank in this step."""
+        """Whether a gradient of this step was zeros on some rank because none came."""
 
     @property
     def has_a_say(self) -> bool:
-        """Whether the ranks have to compare their steps at all; the same on all of them."""
+        """Whether the ranks have to compare their steps; the same on all ranks."""
         return bool(self._units or self._use or self._left_out)
 
     def begin(self) -> None:
         """A step begins.
 
         Raises:
-            BigtrainError: a parameter was frozen, or is to be trained, since the model was put
-                under the strategy.
+            BigtrainError: a parameter was frozen or unfrozen since the model was put under the
+                strategy.
         """
         self._step += 1
         self._problem = None
@@ -154,7 +153,7 @@ class Participation:
         if self._use is not None:
             self._use.clear()
         for _, parameter in self._left_out:
-            parameter.requires_grad_(False)  # of a step that failed
+            parameter.requires_grad_(False)  # in case the last step failed
         for name, parameter, planned in self._planned:
             if parameter.requires_grad is not planned:
                 self._changed(name, planned=planned)
@@ -173,7 +172,7 @@ class Participation:
         )
 
     def end(self) -> None:
-        """All passes of a step are through: see whether what was left out took part."""
+        """After all passes of a step: check that no parameter that was left out got a gradient."""
         surprise = None if self._use is None else self._use.surprise
         for name, parameter in self._left_out:
             has_come = parameter.grad is not None or parameter is surprise
@@ -183,29 +182,29 @@ class Participation:
             parameter.requires_grad_(False)
 
     def refuse(self, problem: str) -> None:
-        """Something of this step is wrong here: all ranks are told when they exchange."""
+        """Report a problem of this rank in this step; all ranks raise it at their next exchange."""
         self._problem = self._problem or problem
 
     def row(self) -> list[float]:
-        """What this rank says of the step, for `check`."""
+        """The row of this rank for `check`: hash of the units, any problem, zero gradients."""
         word = 0 if self._units is None else self._units.word()
         stand_ins = self._use is not None and self._use.stand_ins
         return [float(word), float(self._problem is not None), float(stand_ins)]
 
     def check(self, rows: Sequence[Sequence[float]], *, of_all: bool = False) -> None:
-        """Compare the words of ranks. Collective over these ranks, where they differ.
+        """Compare the rows of ranks. Collective over these ranks if they differ.
 
         Args:
             rows: of the ranks that share the batch with this one, in their order.
-            of_all: of all ranks instead.
+            of_all: whether they are of all ranks instead.
 
         Raises:
-            BigtrainError: the same on every rank that the words are of.
+            BigtrainError: they differ, or a rank reported a problem; the same on these ranks.
         """
         if any(row[1] for row in rows):
             said = self._gathered(self._problem, of_all=of_all)
             raise BigtrainError(next(one for one in said if one))
-        # What is at the same place of every replica: the dp axis is the slowest.
+        # Compare equal places of all replicas: the dp axis varies slowest.
         replicas = max(1, self._context.dp_size)
         lanes = len(rows) // replicas if of_all else 1
         if any(row[0] != rows[place % lanes][0] for place, row in enumerate(rows)):
@@ -213,7 +212,7 @@ class Participation:
         self.stand_ins = any(row[2] for row in rows)
 
     def agree(self) -> None:
-        """Compare the words of the ranks that share the batch, in an exchange of its own."""
+        """Gather and compare the rows of the ranks that share the batch."""
         self.check(self._context.all_gather_rows(self.row(), "dp"))
 
     def _refuse_routes(self, *, of_all: bool) -> NoReturn:
@@ -238,7 +237,7 @@ class Participation:
         )
 
     def _gathered(self, own: Any, *, of_all: bool) -> list[Any]:
-        """The objects of the ranks that compare."""
+        """The objects of all ranks that are compared."""
         if of_all or self._context.dp_size == self._context.world_size:
             return self._context.all_gather_objects(own)
         if self._context.dp_size == 1:
@@ -249,7 +248,7 @@ class Participation:
 
 
 def used_after_all(name: str) -> str:
-    """What is said where a parameter that was left out takes part in a step."""
+    """The message if a parameter that was left out of training is used in a step."""
     return (
         f"{name} is used in this step, and was left out of training: no pass over "
         "the first micro-batch came by it. Use --strategy ddp with "

@@ -1,4 +1,4 @@
-"""The one table that names the techniques; a module is imported when its name is chosen."""
+"""The table of techniques; a module is imported when a technique of it is chosen."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bigtrain.job.strategy_words import REMOVED
 
 @dataclass(frozen=True)
 class Engines:
-    """A technique that several classes do, chosen by some of its options."""
+    """A technique with several classes, one of which is chosen by its options."""
 
     options: str
-    """The class of its keys, which the others inherit from."""
+    """The class that defines the keys; the others inherit from it."""
     keys: tuple[str, ...]
-    """The options, or properties of them, that choose."""
+    """The options, or properties of them, that choose the class."""
     classes: Mapping[tuple[object, ...], str]
-    """By their values; where these are not named, the class of the keys says why."""
+    """The classes by the values of `keys`; for other values the class of the keys raises."""
 
 
 TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
@@ -86,7 +86,7 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
 TECHNIQUE_ALIASES: dict[Role, dict[str, tuple[str, dict[str, Any]]]] = {
     "cut": {"layer_split": ("pipeline", {"schedule": "naive"})},
 }
-"""Names of before, as a technique and its options."""
+"""Former names, as a technique and its options."""
 
 
 def technique_class(role: Role, name: str) -> type[Strategy]:
@@ -122,13 +122,13 @@ def _loaded(role: Role, name: str, target: str) -> type[Strategy]:
 
 
 def techniques_of(role: Role) -> list[Strategy]:
-    """Those of the table for a role, with their default options, in its order."""
+    """The techniques of a role with their default options, in the order of the table."""
     return [technique_class(role, name)() for name in TECHNIQUES[role]]
 
 
 _MADE: dict[tuple[Role, str, str], Strategy] = {}
-"""Of the table; they have no state of their own, and a search asks for the same thousands of times.
-"""
+"""Techniques of the table by their options. They have no state, and a search asks for the same ones
+thousands of times."""
 
 
 def make_technique(role: Role, config: RoleConfig) -> Strategy:

@@ -1,4 +1,4 @@
-"""Replicas that average gradients: torch's DistributedDataParallel, or once after all is done."""
+"""Averaging of gradients over replicas: by DistributedDataParallel, or once after all passes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from bigtrain.units import MIB
 from bigtrain.versions.torch_versions import FORWARD_SYNC_BUFFERS
 
 BUCKET_SIZE = 25 * MIB
-"""Bytes of gradient that are averaged at once, where a job says nothing."""
+"""The default number of bytes of gradients that are averaged at once."""
 
 AnyFuture = torch.futures.Future[Any]
 Exchange = Callable[[Any], AnyFuture]
-"""Begins to average a `torch.distributed.GradBucket`; gives its flat tensor when that is done."""
+"""Starts to average a `torch.distributed.GradBucket`; the future gives its flat tensor."""
 
 
 def average_gradients(
@@ -41,22 +41,22 @@ def average_gradients(
     exchange: Exchange | None = None,
     **options: Any,
 ) -> DistributedDataParallel | None:
-    """Have the gradients averaged over the dp axis; the weights are the same on its ranks already.
+    """Average the gradients over the dp axis, whose ranks have equal weights already.
 
     Args:
-        assembly: its module is wrapped; in a pipeline, its stages average when all is through.
-        bucket_size: bytes of gradient that are averaged at once; left out, 25 MiB.
-        broadcast_buffers: whether buffers follow the first replica's.
-        gradient_as_bucket_view: whether gradients live in the buckets.
-        exchange: averages a bucket in another way than by an all-reduce in its own precision; a
-            pipeline does not ask it.
+        assembly: its module is wrapped; in a pipeline, its stages average after all passes.
+        bucket_size: bytes of gradients that are averaged at once; left out, 25 MiB.
+        broadcast_buffers: whether buffers are copied from the first replica.
+        gradient_as_bucket_view: whether gradients are views of the buckets.
+        exchange: averages a bucket, instead of an all-reduce in its precision; a pipeline does
+            not call it.
         options: further arguments of DistributedDataParallel.
 
     Returns:
-        What the module is wrapped in; None in a pipeline, and of one replica.
+        The wrapper of the module; None in a pipeline, or with one replica.
 
     Raises:
-        ConfigError: nothing is to be trained.
+        ConfigError: the model has no trained parameter.
     """
     plan, context, bucket_size = assembly.plan, assembly.context, bucket_size or BUCKET_SIZE
     if plan.dp == 1:
@@ -90,7 +90,7 @@ def average_gradients(
         assembly.sync = LastMicroBatchSync(wrapped, exchange or plain)
         assembly.keep_gradients = gradient_as_bucket_view
         return wrapped
-    # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
+    # One micro-batch: a fresh gradient is copied into its bucket, so no zeroing is needed.
     if exchange is not None:
         wrapped.register_comm_hook(exchange, _ask)
     return wrapped
@@ -100,10 +100,10 @@ _ask = lambda exchange, bucket: exchange(bucket)  # noqa: E731 - torch compares 
 
 
 def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.Parameter]) -> None:
-    """See that every gradient of a step was averaged, before anything is updated by them.
+    """Check that every gradient of a step was averaged, before the update.
 
     Raises:
-        BigtrainError: the loss of this rank did not depend on some parameters.
+        BigtrainError: the loss of this rank does not depend on some parameters.
     """
     try:
         wrapped.reducer._check_reducer_finalized()
@@ -122,21 +122,21 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
 
 
 def _average_bucket(group: dist.ProcessGroup | None, bucket: Any) -> AnyFuture:
-    """As DistributedDataParallel does it by itself: divided first, so that no sum overflows."""
+    """The default of DistributedDataParallel: divide first, so that no sum overflows."""
     flat = bucket.buffer().div_(dist.get_world_size(group))
     work = dist.all_reduce(flat, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
-    """As DistributedDataParallel holds gradients: in its buckets, from the first step on.
+    """Keep gradients in the buckets of DistributedDataParallel from the first step on.
 
-    It builds these anew, in the order in which gradients come, when the second forward pass begins.
-    Where that is of the first step, the gradients are moved there from the old ones.
+    It rebuilds the buckets, in the order in which gradients are made, when the second forward pass
+    begins. If that pass is still in the first step, gradients are moved from the old buckets.
     """
     states = replace(forecast.states, gradients=profile.gradient_bytes)
     passes = {way: forecast.passes[way.replace("first", "later")] for way in forecast.passes}
-    if profile.copies_gradients():  # both are there while it is copied into its bucket
+    if profile.copies_gradients():  # both exist while the gradient is copied into its bucket
         passes["first"] = profile.with_passing_gradients()
     return replace(forecast, states=states, passes=passes, moved_gradients=profile.gradient_bytes)
 
@@ -144,15 +144,15 @@ def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
 class LastMicroBatchSync:
     """Average gradients on the last micro-batch of a step only.
 
-    In the first two steps all micro-batches fill the buckets, but only the last is exchanged: so
-    the gradients become views of the buckets at once, which are built anew when the second forward
-    pass begins. Without that, accumulating before the first average would hold every gradient
-    twice. The sums are those of later steps to the last bit, and buffers follow the first replica's
-    as often, so a run that is resumed goes on as if it had not been stopped.
+    In the first two steps all micro-batches fill the buckets, and only those of the last are
+    exchanged. So gradients become views of the buckets at once, which are rebuilt when the second
+    forward pass begins; without that, accumulation before the first average would hold every
+    gradient twice. Sums are bitwise those of later steps, and buffers are broadcast as often, so a
+    resumed run continues as if it had not been stopped.
 
     Args:
-        wrapped: what fills the buckets.
-        exchange: averages one.
+        wrapped: the wrapper that fills the buckets.
+        exchange: averages one bucket.
     """
 
     def __init__(self, wrapped: DistributedDataParallel, exchange: Exchange) -> None:
@@ -162,7 +162,7 @@ class LastMicroBatchSync:
 
     def __call__(self, last: bool) -> AbstractContextManager[object]:
         """See `Assembly.sync`."""
-        if not self._buckets.last:  # the first micro-batch has brought the buffers
+        if not self._buckets.last:  # the first micro-batch has broadcast the buffers
             self._wrapped.require_forward_param_sync = False
         self._buckets.last, warm = last, self._steps >= 2
         self._steps += last
@@ -172,9 +172,10 @@ class LastMicroBatchSync:
 
 
 class _LastBuckets:
-    """Has buckets of the last micro-batch exchanged, and leaves the others as they are.
+    """Exchanges the buckets of the last micro-batch, and leaves the others unchanged.
 
-    The wrapper's C++ side keeps it, so it does not know the wrapper: neither would ever go.
+    The wrapper's C++ side references this object. A reference back would be a cycle that Python
+    cannot see, and neither would be freed.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -190,9 +191,9 @@ class _LastBuckets:
 
 
 def broadcast_buffers(context: RunContext, buffers: Sequence[Tensor]) -> None:
-    """Let buffers follow the first replica's. Collective over the dp axis.
+    """Copy buffers from the first replica. Collective over the dp axis.
 
-    On an accelerator many go in one message; on a CPU each by itself, without a copy.
+    On an accelerator many are sent in one message; on a CPU each alone, without a copy.
     """
     group = context.dp_group
     if group is None or context.dp_size == 1 or not buffers:
@@ -206,16 +207,16 @@ def broadcast_buffers(context: RunContext, buffers: Sequence[Tensor]) -> None:
 
 
 class GradientAverager:
-    """Average gradients over the dp axis in place, when all micro-batches are through.
+    """Average gradients over the dp axis in place, after all micro-batches of a step.
 
-    Where a pipeline owns the step: torch's DistributedDataParallel counts on one backward pass
-    after each forward pass. Small gradients travel together, large ones as they are.
+    For steps of a pipeline: DistributedDataParallel expects one backward pass after each forward
+    pass. Small gradients are copied into one message, large ones are sent alone.
 
     Args:
-        context: the dp group.
-        bucket_size: bytes that are copied together, at most.
-        buffers: what follows the first replica's after each step (BatchNorm statistics), as under
-            DistributedDataParallel before each forward pass.
+        context: with the dp group.
+        bucket_size: the most bytes that are copied into one message.
+        buffers: copied from the first replica after each step (BatchNorm statistics);
+            DistributedDataParallel does so before each forward pass.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class GradientAverager:
         self._buffers = list(buffers)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
-        """Average these; every replica gives as many, of the same shapes."""
+        """Average gradients; every replica passes the same number, of the same shapes."""
         if self._size == 1:
             return
         for bucket in self._buckets(gradients):
@@ -244,11 +245,11 @@ class GradientAverager:
         broadcast_buffers(self._context, self._buffers)
 
     def _average(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)  # gloo cannot average by itself
+        dist.all_reduce(tensor, group=self._group)  # gloo has no averaging reduction
         tensor /= self._size
 
     def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Neighbours of one type, as many as fit."""
+        """Groups of neighbouring tensors of one dtype, each as large as a bucket allows."""
         bucket: list[Tensor] = []
         filled = 0
         for gradient in gradients:

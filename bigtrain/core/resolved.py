@@ -16,21 +16,21 @@ from bigtrain.tracing.routes import Routes
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan put to a workload: see `bigtrain.assembly.resolve.resolve_plan`."""
+    """A plan with the choices for one workload; see `bigtrain.assembly.resolve.resolve_plan`."""
 
     plan: Plan
     layout: Layout | None = None
-    """How the model is cut, where the plan has a cut."""
+    """How the model is cut; None without a cut."""
     slices: ModelSlices | None = None
-    """How its layers are sliced, where the plan slices them."""
+    """How its layers are sliced; None without slices."""
     policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
-    """What modules keep for the backward pass, by their names in the whole model."""
+    """The policies of modules for their saved activations, by name in the whole model."""
     unreached: tuple[str, ...] = ()
-    """Parameters that the loss does not reach: they are not trained."""
+    """Parameters that the loss does not reach; they are not trained."""
     routes: Routes = field(default_factory=Routes)
-    """What some passes of the model call and others do not, where that matters to the plan."""
+    """The modules that only some passes call, if that matters to the plan."""
     notes: tuple[str, ...] = ()
-    """What there is to say of the choices made."""
+    """Lines on the choices."""
 
     @staticmethod
     def of(
@@ -39,9 +39,9 @@ class ResolvedPlan:
         layout: Layout | None = None,
         slices: ModelSlices | None = None,
     ) -> ResolvedPlan:
-        """A plan without a budget.
+        """A plan without a budget, with the policies of its techniques.
 
         Raises:
-            ConfigError: a name that a technique was given is none of the model's.
+            ConfigError: the model has no module of a name in a technique's options.
         """
         return ResolvedPlan(plan, layout, slices, plan.block_policies(model))

@@ -1,4 +1,4 @@
-"""What every strategy ends in: a live model and optimizer that do one step at a time."""
+"""The runner, into which every strategy builds: a live model and optimizer that take steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepLoss:
     """The mean loss of a global batch, on the device until it is read.
 
     Args:
-        own_sum: 0-dim, this rank's; None where it has nothing of it.
-        mean: makes this rank's sum the mean over all ranks. Collective; may refuse what it finds.
+        own_sum: 0-dim, the sum on this rank; None if it computes no loss.
+        mean: turns this rank's sum into the mean over all ranks. Collective; may raise.
     """
 
     def __init__(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> None:
@@ -28,12 +28,12 @@ class StepLoss:
     def read(self) -> float:
         """The mean over the valid targets, the same on every rank. The first call is collective."""
         if self._value is None:
-            own_sum, self._own_sum = self._own_sum, None  # no tensor that outlives its number
+            own_sum, self._own_sum = self._own_sum, None  # so that the tensor is freed
             self._value = self._mean(0.0 if own_sum is None else float(own_sum))
         return self._value
 
     def read_with(self, norm: Tensor) -> float:
-        """Read the loss, and a 0-dim norm, which is returned: the host waits once for both."""
+        """Read the loss and a 0-dim norm, and return the norm: the host waits once for both."""
         mine = self._own_sum
         if self._value is not None or mine is None or mine.device != norm.device:
             self.read()
@@ -44,67 +44,68 @@ class StepLoss:
 
 
 class Runner(Protocol):
-    """A live model and optimizer."""
+    """A live model and optimizer. All ranks call each method."""
 
     module: nn.Module
-    """The model as the user wrote it: plain parameter names."""
+    """The model as the user wrote it, with its parameter names."""
     optimizer: torch.optim.Optimizer
     roots: Sequence[nn.Module]
-    """What computes here: the model itself, or this rank's stages of it."""
+    """The modules that compute on this rank: the model, or the rank's stages."""
     loss: Loss
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """Run this rank's micro-batches of one global batch, forward and backward.
 
         Returns:
-            The loss, which is read already where the plan checks that it is finite.
+            The loss; it is read already if the plan checks that it is finite.
 
         Raises:
-            NonFiniteError: it does, and the loss of some rank is not; the message names it.
+            NonFiniteError: the plan checks it, and a rank's loss is not finite; names the rank.
         """
 
     def update(self, loss: StepLoss | None = None) -> float:
         """Clip, step the optimizer and clear the gradients; return the global gradient norm.
 
         Args:
-            loss: the step's, which is read here, if it was not yet, together with the norm.
+            loss: of the step; if it was not read yet, it is read here, together with the norm.
 
         Raises:
             NonFiniteError: the plan checks the norm, and it is not finite.
         """
 
     def forget_gradients(self) -> None:
-        """Drop what `forward_backward` has made, where no `update` is to follow."""
+        """Drop the gradients of `forward_backward` if no `update` follows."""
 
     def gradients(self) -> dict[str, StateTensor]:
-        """What this rank has of the gradients of the global batch by plain names, before clipping.
+        """The gradients of this rank for the global batch, by name, before clipping.
 
-        There between `forward_backward` and `update`.
+        Available between `forward_backward` and `update`.
         """
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """Return (output, targets) on the device, without gradients, in evaluation mode.
 
-        The ranks of one pipeline give the same micro-batch; the rank of its last stage returns,
-        the others return None.
+        The ranks of one pipeline pass the same micro-batch; the rank of the last stage returns
+        the pair, the others None.
         """
 
     def state(self) -> dict[str, StateTensor]:
-        """What this rank holds of the training state: `model.NAME`, `optimizer.NAME.KEY`.
+        """The part of the training state on this rank: `model.NAME`, `optimizer.NAME.KEY`.
 
-        Weights are in the precision that is updated (fp32, where bf16 is only computed with).
+        Weights are in the precision in which they are updated (fp32 if only the computation is in
+        bf16).
         """
 
     def label_state(self) -> None:
-        """Say of the optimizer's state that it is that, where memory is tracked."""
+        """Label the optimizer's state for the memory meter."""
         ...
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Take over, of all of a training state, what this rank holds. Collective.
+        """Load this rank's part of a training state. Collective.
 
         Raises:
-            CheckpointError: it is another model's.
+            CheckpointError: the state is of another model.
         """
 
     def close(self) -> None:
-        """Let go of what outlives the objects (hooks, files, threads)."""
+        """Release resources that outlive the objects: hooks, files, threads."""

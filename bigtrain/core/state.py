@@ -1,4 +1,4 @@
-"""A module's state and its optimizer's, to a checkpoint's names and back."""
+"""The state of a module and its optimizer under a checkpoint's names, saved and loaded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bigtrain.tensors.shards import SavedTensor, StateTensor, local_tensor, read
 
 
 def module_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A module's state without what is no tensor; see `extra_states`."""
+    """The tensors of a module's state; for the rest see `extra_states`."""
     return {n: t for n, t in state.items() if isinstance(t, Tensor)}
 
 
 def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with a state that is no tensor (`get_extra_state`), by its name in the state."""
+    """The modules with an extra state (`get_extra_state`), by its name in the state dict."""
     for root in roots:
         model = getattr(root, "users_module", root) if hasattr(root, "cut_through") else root
         for path, module in model.named_modules():
@@ -32,10 +32,10 @@ def extra_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 
 
 def extra_states(roots: Iterable[nn.Module]) -> dict[str, Any]:
-    """The states that are no tensors, by their names, each a copy.
+    """Copies of the extra states of modules, by name.
 
     Raises:
-        CheckpointError: one is no JSON.
+        CheckpointError: one cannot be written as JSON.
     """
     found: dict[str, Any] = {}
     for name, module in extra_modules(roots):
@@ -55,9 +55,9 @@ NOT_JSON = object()
 
 
 def as_json(state: Any) -> Any:
-    """A state as it comes back from JSON; NOT_JSON where it does not."""
+    """A state after a round trip through JSON; NOT_JSON if that fails or changes it."""
     try:
-        # Read as it will be: a level deeper, and with the same bounds.
+        # Read as from a checkpoint: one level deeper, with the same bounds.
         copied = parse_json(json.dumps({"": {"": state}}, allow_nan=False), "")[""][""]
         return copied if bool(copied == state) else NOT_JSON
     except (TypeError, ValueError, RecursionError, RuntimeError):
@@ -103,16 +103,16 @@ def load_tensors(
     saved: Mapping[str, SavedTensor],
     update: Update,
 ) -> None:
-    """Take a checkpoint's values over into these tensors, and into the fp32 copies of an update.
+    """Copy a checkpoint's values into these tensors, and into the fp32 copies of an update.
 
     Args:
-        current: this rank's tensors by the model's plain names.
+        current: this rank's tensors, by their names in the model.
         expected: the names of the whole model.
-        saved: has `model.NAME`.
-        update: may keep fp32 values of its own.
+        saved: tensors named `model.NAME`.
+        update: may hold fp32 copies.
 
     Raises:
-        CheckpointError: names or shapes are not those of the model.
+        CheckpointError: names or shapes differ from the model's.
     """
     check_shapes({name: tensor.shape for name, tensor in current.items()}, expected, saved)
     with torch.no_grad():
@@ -125,21 +125,21 @@ def load_tensors(
 def check_shapes(
     shapes: Mapping[str, Sequence[int]], expected: set[str], saved: Mapping[str, SavedTensor]
 ) -> None:
-    """Refuse a checkpoint of another model, before anything of it is taken over.
+    """Refuse a checkpoint of another model, before any of it is loaded.
 
     Args:
-        shapes: of the tensors that this rank holds a part of, each whole, by plain names.
+        shapes: whole shapes of the tensors of which this rank holds a part, by name.
         expected: the names of the whole model.
-        saved: has `model.NAME`.
+        saved: tensors named `model.NAME`.
 
     Raises:
-        CheckpointError: names or shapes are not those of the model.
+        CheckpointError: names or shapes differ from the model's.
     """
     saved_names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
     if missing or extra:
         tie = ""
-        if not extra:  # as files of the Hub are
+        if not extra:  # as those of the Hugging Face Hub
             tie = (
                 " Where that is tied to another tensor, convert with: bigtrain checkpoint convert "
                 f"SOURCE TARGET --tie {missing[0]}=OTHER"
@@ -163,19 +163,19 @@ def model_state(
     named: Iterable[tuple[str, nn.Parameter]],
     masters: Mapping[str, StateTensor],
 ) -> dict[str, StateTensor]:
-    """What this rank holds of a module, with the fp32 values of those parameters that have some.
+    """The part of a module's state on this rank, with the fp32 values of parameters that have them.
 
     Args:
-        state: of `state_dict`, which puts gathered parameters back into shards, other objects:
-            it is asked for before `named`.
-        named: the parameters by all their names.
+        state: the result of `state_dict`. That call reshards gathered parameters, which makes new
+            parameter objects, so it has to come before `named`.
+        named: the parameters, under all their names.
         masters: see `Update.masters`.
     """
-    # What is no parameter follows the batches that its rank has seen.
+    # Buffers depend on the batches that a rank has seen.
     values = {n: replace(StateTensor.of(t), replicas_differ=True) for n, t in state.items()}
     first: dict[int, str] = {}
     for name, parameter in named:
-        # Tied parameters are saved under each of their names, as in the module's own state.
+        # Tied parameters are saved under each of their names, as in the module's state dict.
         trained = first.setdefault(id(parameter), name)
         if name in values:
             values[name] = masters.get(trained) or replace(values[name], replicas_differ=False)
@@ -188,16 +188,16 @@ def load_optimizer(
     held: Collection[str],
     saved: Mapping[str, SavedTensor],
 ) -> None:
-    """Take a checkpoint's optimizer state over.
+    """Load a checkpoint's optimizer state.
 
     Args:
-        update: has the optimizer.
-        trained: the trained parameters of the whole model.
+        update: of the optimizer.
+        trained: names of the trained parameters of the whole model.
         held: those of them on this rank.
-        saved: has `optimizer.NAME.KEY`.
+        saved: tensors named `optimizer.NAME.KEY`.
 
     Raises:
-        CheckpointError: it has a state of a parameter that the model has not.
+        CheckpointError: it has the state of a parameter that the model does not train.
     """
     for full in sorted(saved):
         if not full.startswith("optimizer."):
@@ -210,7 +210,7 @@ def load_optimizer(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first few of these names."""
+    """The first few names, and the number of the others."""
     if not names:
         return "nothing"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

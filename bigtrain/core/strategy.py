@@ -1,7 +1,7 @@
-"""The seam every technique is written against: what it refuses, costs and does.
+"""The interface of a technique: which plans it refuses, what it costs, and how it is applied.
 
-A `Strategy` is stateless: `check` before anything runs, `estimate` on a forecast, `apply` on an
-`Assembly`. What comes out of the last `apply` is a live `Runner`, which does one optimizer step
+A `Strategy` is stateless: `check` runs before anything else, `estimate` changes a forecast, `apply`
+changes an `Assembly`. From the finished assembly a `Runner` is made, which takes one optimizer step
 over the micro-batches of a global batch.
 """
 
@@ -43,12 +43,12 @@ from bigtrain.tracing.routes import Routes
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model by now."""
+    """Facts about a model, as far as they are known when a technique is asked."""
 
     profile: Profile | None = None
-    """Of the model, or of one rank's stage of it."""
+    """The profile of the model, or of one rank's stage."""
     untraceable: str | None = None
-    """Why there is none, see `Profile.untraceable`: the fault of one technique or of none."""
+    """Why there is no profile, see `Profile.untraceable`; a technique may be the cause."""
     shared: Sequence[str] = ()
     """The parameters that several stages of one rank use."""
     untrained: Sequence[int] = ()
@@ -60,7 +60,7 @@ _ORDER: tuple[Role, ...] = ("cut", "slice", "recompute", "offload", "replicate",
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run: the mesh, one technique per role, the batch, the precision."""
+    """The plan of a run: the mesh, one technique per role, the batch, the precision."""
 
     strategy: StrategyConfig
     techniques: dict[Role, Strategy]
@@ -78,18 +78,18 @@ class Plan:
     compiles_blocks: bool = False
     channels_last: bool = False
     dp_rank: int | None = None
-    """The replica that a forecast is asked of; None for the fullest."""
+    """The replica that is forecast; None for the one that needs the most memory."""
     tp_rank: int = 0
-    """Whose slices a forecast is asked of: the first of the tp axis has the longest."""
+    """The tp rank that is forecast; rank 0 has the longest slices."""
 
     @cached_property
     def replicate(self) -> Traits:
-        """Of the technique that shares gradients and state among the replicas."""
+        """The traits of the technique that shares gradients and state among the replicas."""
         return self.techniques["replicate"].traits
 
     @cached_property
     def cut(self) -> CutTraits | None:
-        """Of the technique that cuts the model into stages, where one does."""
+        """The traits of the technique that cuts the model into stages; None without one."""
         technique = self.techniques.get("cut")
         return technique.traits if isinstance(technique, CutStrategy) else None
 
@@ -100,13 +100,13 @@ class Plan:
         return self.precision == "bf16" and (own or not self.master_weights)
 
     @property
-    def converts_parameters(self) -> bool:
+    def autocast_weights(self) -> bool:
         """Whether autocast converts fp32 parameters at each use."""
         return self.precision == "bf16" and not self.bf16_parameters
 
     @property
     def uses_channels_last(self) -> bool:
-        """Whether weights are laid with their channels last: those who shard want them plain."""
+        """Whether weights are in the channels-last format; sharded ones stay contiguous."""
         return self.channels_last and not self.replicate.sharded_states
 
     @cached_property
@@ -117,27 +117,27 @@ class Plan:
 
     @property
     def offload_tiers(self) -> OffloadTiers:
-        """What lives elsewhere than on the device."""
+        """Where the optimizer's state, the parameters and the activations are stored."""
         technique = self.techniques.get("offload")
         return technique.traits.offload_tiers if technique is not None else OffloadTiers()
 
     @property
     def state_ranks(self) -> int:
-        """Over how many ranks the optimizer's state of a stage is sharded."""
+        """The number of ranks that share the optimizer's state of a stage."""
         return self.replicate.state_ranks or self.dp
 
     @property
     def averaging_bucket(self) -> int | None:
-        """Bytes of gradients that replicas of a stage average at once; see `GradientAverager`.
+        """Bytes of gradients that the replicas of a stage average at once; see `GradientAverager`.
 
-        None where there are no replicas, or a wrapper reduces during the backward pass.
+        None without replicas, or if a wrapper reduces during the backward pass.
         """
         on_ranks = self.cut is not None and self.cut.is_distributed
         averages = on_ranks and self.dp > 1 and not self.shares_engine
         return self.replicate.averaging_bucket if averages else None
 
     def data_rank(self, dp_rank: int) -> int | None:
-        """The place of a rank of the dp axis among the `batch.dp_size` that share the samples.
+        """The index of a dp rank among the `batch.dp_size` ranks that share the samples.
 
         None for a server, which computes no loss.
         """
@@ -146,12 +146,12 @@ class Plan:
 
     @property
     def in_order(self) -> list[Strategy]:
-        """The techniques in the order in which they shape a run, and its forecast."""
+        """The techniques in the order in which they are applied to a run and to its forecast."""
         return [self.techniques[role] for role in _ORDER if role in self.techniques]
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What the techniques say before the ranks connect, each line once."""
+        """The warnings of the techniques, printed before the ranks connect; each line once."""
         lines = (technique.warning() for technique in self.in_order)
         return list(dict.fromkeys(line for line in lines if line is not None))
 
@@ -159,18 +159,18 @@ class Plan:
         """Let each technique refuse a model: see `Strategy.check_model`.
 
         Raises:
-            ConfigError: the same on every rank.
+            ConfigError: a technique refuses it; the same on every rank.
         """
         for technique in self.in_order:
             technique.check_model(facts, self)
 
     @property
     def world_size(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks of the mesh."""
         return self.pp * self.dp * self.tp
 
     def block_policies(self, model: nn.Module) -> dict[str, BlockPolicy]:
-        """What each chosen module keeps for the backward pass, by its name in the whole model.
+        """The policy of each chosen module for its saved activations, by name in the whole model.
 
         Raises:
             ConfigError: a name that a technique was given is none of the model's.
@@ -186,23 +186,26 @@ class Plan:
 
     @property
     def keeps_products(self) -> bool:
-        """Whether results of products can be kept: they stay as made, and one pass wants them."""
+        """Whether results of matrix products can be saved for the backward pass.
+
+        They cannot if something changes them in place, or if two passes read them.
+        """
         return not self.splits_backward and not self.replicate.replaces_products
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward passes go in two parts: the schedule asks for it, the replicas allow."""
+        """Whether backward passes are split: the schedule does it, and the replicas allow it."""
         cut = self.cut
         return cut is not None and cut.splits_backward and not self.replicate.whole_backward
 
     @property
     def moves_activations(self) -> bool:
-        """Whether saved activations leave the device; from host to host there is no way to go."""
+        """Whether saved activations leave the device. On a CPU, 'cpu' is where they already are."""
         place = self.offload_tiers.activations
         return place == "disk" or (place == "cpu" and self.device_type != "cpu")
 
     def make_offloader(self, device: torch.device, *, fake: bool = False) -> Offloader | None:
-        """What takes activations away, where the plan says so."""
+        """The mover of saved activations; None if the plan leaves them on the device."""
         offloads = self.offload_tiers
         if offloads.activations == "device" or not self.moves_activations:
             return None
@@ -212,10 +215,10 @@ class Plan:
 
 
 class MakeShardedUpdate(Protocol):
-    """What shards the states of a stage over its replicas, inside the engine of the cut."""
+    """Shards the states of a stage over its replicas, inside the engine of the cut."""
 
     def __call__(self, assembly: Assembly, start: Callable[..., Any]) -> Update:
-        """Give the model its values, have the engine made, and return it as an update.
+        """Materialise the model, make the engine, and return it as an update.
 
         Args:
             assembly: finished; `model` has this rank's parameters.
@@ -343,9 +346,10 @@ _NEEDS: Mapping[Role, Need] = {
 
 
 class Strategy(BaseModel):
-    """One technique. Its fields are its options, typed and checked as any key of a job.
+    """One technique. Its fields are its options, typed and checked like the keys of a job.
 
-    Subclasses set `name`, `role` and `summary`, and override what is not neutral.
+    Subclasses set `name`, `role` and `summary`, and override the methods that concern them; each
+    method's default has no effect.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -363,84 +367,84 @@ class Strategy(BaseModel):
 
     @property
     def need(self) -> Need:
-        """For which lack a user takes it, with the options that it was given; for lists."""
+        """The shortage for which a user takes it, with its options; groups lists of strategies."""
         return _NEEDS.get(self.role, "nothing")
 
     @property
     def traits(self) -> Traits:
-        """What others have to know of it."""
+        """The facts about it that other code needs."""
         return Traits()
 
     def block_policies(self, model: nn.Module, plan: Plan) -> Mapping[str, BlockPolicy]:  # noqa: ARG002
-        """What modules keep for the backward pass, by name; those left out are another's.
+        """The policies of modules for their saved activations, by name.
 
         Args:
             model: whole, on any device.
-            plan: what will be run.
+            plan: of the run.
 
         Raises:
-            ConfigError: a name that was given is none of the model's.
+            ConfigError: the model has no module of a name in the options.
         """
         return {}
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
-        """One line where this choice cannot help, said before training; None where it can."""
+        """One line, printed before training, if this technique cannot help; None if it can."""
         return None
 
     def replaced_functions(self) -> AbstractContextManager[object]:
-        """Entered while a model runs on fake tensors: what the technique puts in torch's place."""
+        """A context for runs on fake tensors, with functions of torch replaced as in a run."""
         return nullcontext()
 
     def warning(self) -> str | None:
-        """One line said before the ranks connect, such as of a version; None where all is well."""
+        """One line printed before the ranks connect, such as on a version; None for nothing."""
         return None
 
     def check(self, plan: Plan) -> None:
-        """Refuse what cannot work, before any process group exists.
+        """Refuse a plan that cannot work, before any process group exists.
 
         Raises:
             ConfigError: with the key, the numbers and the fix.
         """
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:
-        """Refuse a model that it cannot work with; called as soon as something is known of it.
+        """Refuse a model that it cannot train; called whenever new facts are known.
 
         Raises:
             ConfigError: with the key, the numbers and the fix.
         """
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:  # noqa: ARG002
-        """What becomes of the technique where not every pass calls the same modules.
+        """Adapt the technique to a model whose passes do not all call the same modules.
 
-        Called where there are several replicas and something varies.
+        Called if there are several replicas and the passes differ.
 
         Returns:
-            Itself, or one with other options; and a line that says what was chosen.
+            The technique, or a copy with other options; and a line on the choice.
 
         Raises:
-            ConfigError: it needs that all ranks, or all steps, go through the same; with the
-                modules and with what works.
+            ConfigError: it requires that all ranks, or all steps, call the same modules; with the
+                modules and a strategy that works.
         """
         return self, None
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
-        """Turn the forecast of what came before into the forecast with this technique."""
+        """Add this technique to the forecast of those before it; returns the new forecast."""
         return forecast
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:  # noqa: ARG002
-        """What this technique exchanges between ranks and moves out of the device, as it does it.
+        """The communication of this technique between ranks, and its copies to host and disk.
 
         Args:
-            profile: of the model, or of one rank's stage of it; with its shapes, not `untraceable`.
-            plan: what will be run.
+            profile: of the model, or of one rank's stage; not an `untraceable` one.
+            plan: of the run.
         """
         return ()
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
-        """The forms of itself that the planner may choose from, with this mesh and these batches.
+        """The forms of this technique that the planner may choose for this mesh and these batches.
 
-        What is offered and cannot be run is refused by `check`. Of one's own technique, which the
-        job names, that is the technique as it is there, wherever there is something for it to do.
+        `check` refuses those that cannot run. The default, for a user's technique that the job
+        names, is the technique with the job's options, wherever its axis has several ranks.
         """
         wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1, "slice": shape.tp > 1}
         if wanted.get(self.role, False):
@@ -449,14 +453,14 @@ class Strategy(BaseModel):
             yield Variant(self.name, {"name": own, **options}, self.traits.engine)
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
-        """Changes of a job by this technique after which it may fit, as words to type.
+        """Changes of a job by this technique after which it may fit, as command-line words.
 
         Args:
-            plan: what did not fit.
-            limit: bytes that a forecast may have.
+            plan: the plan that did not fit.
+            limit: the most bytes that a forecast may have.
 
         Returns:
-            What costs least time first.
+            The changes, the one that costs the least time first.
         """
         return ()
 
@@ -465,11 +469,11 @@ class Strategy(BaseModel):
 
 
 class CutStrategy(Strategy):
-    """A technique that lays a model over ranks or devices in stages."""
+    """A technique that places a model on ranks or devices in stages."""
 
     @property
     def traits(self) -> CutTraits:
-        """What others have to know of it."""
+        """The facts about it that other code needs."""
         return CutTraits()
 
     def predicts_by_stage(self, plan: Plan) -> bool:  # noqa: ARG002
@@ -477,29 +481,29 @@ class CutStrategy(Strategy):
         return self.traits.is_distributed
 
     def actions(self, plan: Plan, pp_rank: int) -> RankActions | None:  # noqa: ARG002
-        """What a rank does in a step: which passes of which of its stages, in which order.
+        """The passes of its stages that a rank runs in a step, in order.
 
-        A whole model, where memory is not predicted stage by stage, is stage 0. None where it is
-        the plain loop's: one micro-batch after the other.
+        If memory is not predicted by stage, the whole model is stage 0. None for the order of the
+        plain loop: one micro-batch after the other.
         """
         return None
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
-        """For each stage the most micro-batches that it holds activations of; empty for one."""
+        """For each stage, the most micro-batches whose activations it holds; empty for 1 each."""
         return ()
 
     def micro_batches(self, pp: int) -> int:  # noqa: ARG002
-        """How many a step should have where the job does not say."""
+        """The number of micro-batches of a step if the job does not say."""
         return 1
 
     def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """Choose the stages. Needs no process group, and is the same on all ranks.
 
         Args:
-            workload: with an example; its optimizer says how much state goes with a parameter.
+            workload: with an example; its optimizer determines the state of each parameter.
             plan: mesh, batch, precision.
 
         Raises:
-            ConfigError: the model cannot be cut so.
+            ConfigError: the model cannot be cut into so many stages.
         """
         raise NotImplementedError

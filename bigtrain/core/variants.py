@@ -1,4 +1,4 @@
-"""What a technique offers to those who look for a plan, as data: forms of itself, and remedies."""
+"""Variants: the forms of a technique that the planner may choose."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from bigtrain.job.strategy_words import read_strategy
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a plan is settled when a technique is asked for its variants."""
+    """The part of a plan that is fixed when a technique is asked for its variants."""
 
     pp: int
     dp: int
     devices_per_node: int
     device_type: str
     num_blocks: int
-    """Blocks of the model: stages begin with one."""
+    """The number of blocks of the model; a stage begins at a block."""
     micro_batches: int
-    """Of a step, for each replica."""
+    """Micro-batches of a step, for each replica."""
     tp: int = 1
-    """Ranks that the layers of a stage are sliced over."""
+    """The number of ranks over which layers are sliced."""
     most_ranks: int = 1
-    """Over so many ranks the model's layers can be sliced."""
+    """The largest number of ranks over which the model's layers can be sliced."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One form of a technique, as it would stand in a job."""
+    """One form of a technique, as a job would name it."""
 
     label: str
-    """For tables: words that `--strategy` takes, where there is a preset."""
+    """The name in tables; if there is a preset, the words for `--strategy`."""
     options: Mapping[str, Any] = field(hash=False)
-    """The section of its role, `name` included where the role has several techniques."""
+    """The section of its role, with `name` if the role has several techniques."""
     engine: str = "torch"
     """As `Traits.engine`, known before its module is imported."""
     splits: bool = False
-    """It pays only where backward passes go in two parts: not beside `Traits.whole_backward`."""
+    """Whether it pays only with split backward passes: not with `Traits.whole_backward`."""
 
 
 @cache
 def preset_options(role: Role, preset: str) -> Mapping[str, Any]:
-    """What a preset says of a role."""
+    """The section of a role in a preset."""
     options: dict[str, Any] = read_strategy(preset, "plan").values["strategy"][role]
     return options

@@ -1,4 +1,4 @@
-"""What is trained, whatever the plan."""
+"""A workload: what is trained, independent of the plan."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Workload:
     """A model with its loss, its optimizer and one micro-batch of its data."""
 
     model: nn.Module
-    """Whole, as the user wrote it, on any device, the meta device too; it is left as it is."""
+    """Whole, as the user wrote it, on any device, also meta; it is not changed."""
     example: MicroBatch | None
-    """One micro-batch of the size of the plan, of which only shapes matter; None until the first
-    step of a run that was given none."""
+    """One micro-batch of the plan's size, of which only shapes matter; None before the first step
+    of a run without an example."""
     loss: Loss
     make_optimizer: MakeOptimizer
     whole_bytes: int = 0
-    """Bytes of the model where each rank builds it whole; 0 where tensors get values one by one."""
+    """Bytes of the model if each rank builds it whole; 0 if tensors are materialised one by one."""
     repeats: Mapping[str, int] = field(default_factory=dict)
-    """For how many blocks of what is trained a block of the model stands, where that is a shorter
-    one; others stand for themselves."""
+    """For a shortened model, the number of equal blocks that a block represents, by name; blocks
+    that are not named represent themselves."""
     notes: tuple[str, ...] = ()
-    """What there is to say of the model as it is trained."""
+    """Lines on the model."""
 
     @cached_property
     def parameter_uses(self) -> ParameterUses | None:
-        """What a forward pass does with parameters; None without an example that shows it."""
+        """How a forward pass uses parameters; None without an example."""
         if self.example is None:
             return None
         return parameter_uses(self.model, self.example, self.loss)

@@ -1,6 +1,6 @@
-"""The engine: a model under a strategy, one `step` for each global batch.
+"""The engine: a model under a strategy, with one `step` for each global batch.
 
-It is all of bigtrain that a training loop needs, the project's own `train.py` included.
+A training loop needs nothing else of bigtrain; the project's `train.py` uses it too.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from bigtrain.timing.run_seconds import StepWatch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank but for the times and the peak."""
+    """The result of one optimizer step; equal on all ranks, except times, bytes and the peak."""
 
     step: int
-    """Steps done, this one included."""
+    """Steps taken, including this one."""
     loss: float
     """Mean over the valid targets of the global batch."""
     grad_norm: float
@@ -71,35 +71,39 @@ class StepResult:
     """Rows of the global batch."""
     samples_per_second: float
     tokens_per_second: float | None
-    """Targets a second where a sample has many (text); None otherwise."""
+    """Targets per second where a sample has several (text); None otherwise."""
     step_seconds: float
     peak_memory_bytes: int | None
     """This rank's peak so far."""
     sent_bytes: int | None = None
-    """What this rank sent in this step; None where it cannot be counted."""
+    """Bytes that this rank sent in this step; None where they cannot be counted."""
     received_bytes: int | None = None
     top1: float | None = None
-    """The share of the global batch that was right; with `log.accuracy` only."""
+    """The share of correct predictions in the global batch; only with `log.accuracy`."""
 
 
 class Engine(SavedState):
     """A model, its loss and its optimizer under a strategy.
 
     Args:
-        model: a function that makes the module (it is described on the meta device and
-            materialised where it is needed), a Blueprint, or a module already built (rank 0's
-            weights then go to all ranks).
+        model: a function that makes the module (it is described on the meta device, and each rank
+            materialises the part that it needs), a Blueprint, or a module already built (rank 0's
+            weights are then sent to all ranks).
         loss: a mean loss of (output, targets) such as `F.cross_entropy`, or a `bigtrain.Loss`.
         optimizer: called with the parameters that this rank updates; returns the optimizer.
         job: strategy, batch, precision, clipping, tracking.
-        context: what this process is; see `bigtrain.connect`.
-        task: measures validation; left out, the loss alone is.
+        context: rank, mesh and device of this process; see `bigtrain.connect`.
+        task: defines the figures of a validation; left out, only the loss is measured.
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
-        learning_rate: a number; the rate of each step, counted from 0; or what makes a scheduler
-            of an optimizer, which is stepped after each step. Left out, `optimizer`'s own.
-        metrics: what `evaluate` measures besides the task.
-        resolved: what will be run, with every choice made; left out, it is made from the job.
+        learning_rate: a number; a function from the step, counted from 0, to the rate; or a
+            function that makes a scheduler from an optimizer, which is stepped after each step.
+            Left out, the rate of `optimizer`.
+        metrics: functions that `evaluate` measures besides the task's figures.
+        resolved: the plan with every choice made; left out, it is made from the job.
+
+    Raises:
+        ConfigError: the strategy cannot train this model, loss or optimizer.
     """
 
     weight_average: WeightAverage | None = None
@@ -123,7 +127,7 @@ class Engine(SavedState):
         self.blueprint = as_blueprint(model)
         self._model_class = type(self.blueprint.model).__qualname__
         self.notes: tuple[str, ...] = ()
-        """Lines on the choices made here; those of a given `resolved` are its owner's to show."""
+        """Lines on choices made here; the caller prints those of a given `resolved`."""
         if resolved is None:
             workload, resolved = resolve_on_ranks(
                 self.blueprint, as_loss(loss), optimizer, example, job, context
@@ -160,7 +164,7 @@ class Engine(SavedState):
             )
         seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
-        importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
+        importlib.import_module("torch._dynamo")  # optimizers import it: not the run's memory
         self._open_meter()
         try:
             self.runner = self._build(workload)
@@ -172,7 +176,7 @@ class Engine(SavedState):
             raise
 
     def _build(self, workload: Workload) -> Runner:
-        """Build the runner; what it needs is closed with the engine."""
+        """Build the runner; its resources are closed with the engine."""
         mover = self.plan.make_offloader(self.context.device)
         if mover is not None:
             self._closing.callback(mover.close)
@@ -204,7 +208,7 @@ class Engine(SavedState):
         self.optimizer = LoopOptimizer(
             lambda: self.runner.optimizer, self._whole_optimizer.settings
         )
-        """The user's parameter groups, to read and to set; torch's schedulers work on it."""
+        """The user's parameter groups, to read and to set; torch's schedulers accept it."""
         self._rate = LearningRate(learning_rate, self.optimizer)
         self._loop_states = LoopStates(self.optimizer, self._rate)
         self._removed = RemovedCheckpoints(self.job.checkpoint.keep)
@@ -222,12 +226,13 @@ class Engine(SavedState):
         """Train on one global batch.
 
         Args:
-            batch: from a `StepLoader`; or this rank's own (inputs, targets), rows first, which
-                is cut into the job's `train.accumulation_steps` micro-batches.
+            batch: from a `StepLoader`; or this rank's (inputs, targets), rows first, which
+                are cut into the job's `train.accumulation_steps` micro-batches.
 
         Raises:
             ConfigError: more rows than the job's micro-batches hold.
-            NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
+            NonFiniteError: a loss or gradient is not finite, and `train.check_finite` is set; the
+                optimizer has not stepped.
         """
         began = time.perf_counter()
         if self.weight_average is not None:
@@ -282,9 +287,9 @@ class Engine(SavedState):
         )
 
     def _share(self, part: float, whole: float) -> float:
-        """One sum over all ranks by another. Collective.
+        """The sum of `part` over all ranks, divided by that of `whole`. Collective.
 
-        Ranks that compute the same count it several times, in both sums.
+        Ranks that compute the same rows count them several times, in both sums.
         """
         rows = self.context.all_gather_rows([part, whole])
         return math.fsum(row[0] for row in rows) / max(math.fsum(row[1] for row in rows), 1.0)
@@ -323,16 +328,16 @@ class Engine(SavedState):
         self.prediction = self.prediction.plus_state(average.nbytes)
 
     def close(self) -> None:
-        """Let go of hooks, files and, where the engine made it, the process group."""
+        """Release hooks, files and, where the engine made it, the process group."""
         self.runner.close()
         self._closing.close()
 
     def close_with(self, resource: AbstractContextManager[Any]) -> None:
-        """Leave this context manager when the engine is closed."""
+        """Exit this context manager when the engine is closed."""
         self._closing.push(resource)
 
     def close_last(self, resource: AbstractContextManager[Any]) -> None:
-        """Leave this context manager when all else of the engine is closed."""
+        """Exit this context manager after everything else of the engine is closed."""
         rest = self._closing.pop_all()
         self._closing.push(resource)
         self._closing.push(rest)
@@ -346,7 +351,7 @@ class Engine(SavedState):
 
     @contextmanager
     def _explaining(self, where: str | None = None) -> Iterator[None]:
-        """Say what the memory was made of, and what would fit, where it runs out inside."""
+        """Explain an out-of-memory error inside: the memory by kind, and changes that would fit."""
         try:
             yield
         except Exception as error:
@@ -354,7 +359,7 @@ class Engine(SavedState):
                 raise
             self._cap.lift()
             situation = self._situation(where)
-            clear_frames(error.__traceback__)  # they hold what was allocated last
+            clear_frames(error.__traceback__)  # they reference the tensors that were allocated last
             speaks = self.context.agreement.is_first("out of memory")
             patience_s = self.job.mesh.timeout if self.context.world_size > 1 else math.inf
             raise explain_out_of_memory(
@@ -379,7 +384,7 @@ class Engine(SavedState):
         )
 
     def _follow_loss(self, batch: Step | tuple[Any, Any]) -> None:
-        """Let the loss divide by what the first batch shows, where no example did. Collective."""
+        """Find the loss's divisors on the first batch, where no example showed them. Collective."""
         if self._first_batch is None:
             return
         skeleton = self._forecaster.skeleton
@@ -391,7 +396,7 @@ class Engine(SavedState):
             self.task = CustomTask(self.loss)
 
     def _predict_first(self, questions: FirstBatch, first: MicroBatch) -> None:
-        """Predict the run from its first micro-batch, where no example was like it."""
+        """Predict the run from its first micro-batch, unless an example of its shape was given."""
         if questions.needs_prediction(first):
             self._take_prediction(
                 self._forecaster.predict_built(self._workload, self.runner.module, first, self.loss)
@@ -412,7 +417,7 @@ class Engine(SavedState):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with what their loss divides by, added up over the global batch."""
+        """The micro-batches with the divisors of their loss, summed over the global batch."""
         if not isinstance(self.loss, GlobalMeanLoss):
             return micro_batches
 
@@ -429,7 +434,7 @@ class Engine(SavedState):
         return self.loss.with_totals(micro_batches, add_up)
 
     def _batch_dims(self, inputs: Any, targets: Any, rows: int) -> BatchDims:
-        """Along which dims a batch is cut, by the example where its shapes alone do not tell."""
+        """The batch dim of each tensor; the example decides where the shapes alone do not."""
         example = self._workload.example
         before = (example.tensors(), example.rows) if example is not None else None
         explicit = self.job.data.batch_dims
@@ -437,7 +442,7 @@ class Engine(SavedState):
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):
-            count = self.loss.count  # the loss may have been followed since it was read
+            count = self.loss.count  # the loss may have found its divisors since the batch was read
             recount = self.in_own_loop and not self.steps_done
             parts = batch.micro_batches
             if recount:

@@ -24,7 +24,7 @@ from bigtrain.ranks.context import RunContext
 
 
 def says_rows(job: Job) -> bool:
-    """Whether a key says how many rows a micro-batch has."""
+    """Whether a key sets the number of rows of a micro-batch."""
     return job.train.micro_batch_size is not None or job.train.global_batch_size is not None
 
 
@@ -47,16 +47,16 @@ def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) ->
 
 
 class FirstBatch:
-    """The questions that a run asks of its first batch; dropped when they are answered.
+    """The questions that a run asks its first batch; the engine drops them once answered.
 
     What does the loss divide by, where no example showed it? Does the batch have other rows than
     the example, so that memory has to be predicted again?
 
     Args:
         example: the run's; None where it was given none.
-        job: says how many rows a micro-batch has, or does not.
-        resolved: what is run.
-        context: the ranks, which have to come to the same loss.
+        job: may set the number of rows of a micro-batch.
+        resolved: the plan that is run.
+        context: the ranks, which must find the same divisors.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class FirstBatch:
     def follow_loss(
         self, loss: Loss, batch: Step | tuple[Any, Any], model: nn.Module, module: nn.Module
     ) -> Loss:
-        """The loss with what it divides by, as this batch shows; unchanged after an example.
+        """The loss with the divisors that this batch shows; unchanged if an example was given.
 
         Collective.
 
         Args:
             loss: as the user gave it.
-            batch: the first.
+            batch: the first of the run.
             model: as the user wrote it, without values where it could be copied.
             module: of the runner, whose modules that compute parts of the loss are watched.
 
@@ -98,7 +98,7 @@ class FirstBatch:
         return followed
 
     def needs_prediction(self, first: MicroBatch) -> bool:
-        """Whether memory has to be predicted from this micro-batch: no example is like it.
+        """Whether memory must be predicted from this micro-batch: no example of its rows was given.
 
         Raises:
             ConfigError: the model was cut for the rows of the example.

@@ -1,8 +1,8 @@
-"""The first steps of a run beside a plain torch loop, which shares nothing with bigtrain.
+"""The first steps of a run, compared with a plain torch loop that shares no code with bigtrain.
 
-Rank 0 holds a copy of the whole model, calls it and the user's loss on the whole global batch,
-goes back, clips and steps the user's optimizer, as a script for one device does. Loss and gradient
-norm of the run must be those of that loop.
+Rank 0 holds a copy of the whole model. It computes the user's loss on the whole global batch, runs
+the backward pass, clips, and steps the user's optimizer, as a script for one device does. The loss
+and the gradient norm of the run must equal those of that loop.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 TOLERANCES = {"fp64": (1e-9, 1e-8), "fp32": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}
-"""By precision, the relative differences of a loss and of a gradient norm that sums in another
-order, and kernels of another device, may make in a few steps. `verify` holds runs on one kind of
-device to less."""
+"""By precision, the largest relative differences (loss, gradient norm) that another order of
+summation and another device's kernels explain after a few steps. `verify` compares runs on one
+kind of device, and allows less."""
 _COPIES = 4
 """Parameters, gradients and two moments."""
 
 
 class DifferentNumbersError(BigtrainError):
-    """A run does not compute what a plain torch loop does."""
+    """A run computes other numbers than a plain torch loop."""
 
 
 class FirstSteps:
-    """Compares a run with a plain loop; all ranks call it alike.
+    """Compares a run with a plain loop. Every rank calls each method.
 
     Args:
-        steps: how many are compared.
+        steps: the number of steps to compare.
         blueprint: the model as the user gave it, before any technique changes it.
-        loss: the run's.
-        make_optimizer: the user's.
-        plan: precision, clipping.
-        context: what this process is.
+        loss: of the run.
+        make_optimizer: as the user gave it.
+        plan: precision and clipping.
+        context: the ranks.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class FirstSteps:
     ) -> None:
         self._left, self._plan, self._context = steps, plan, context
         self.note: str | None = _uncomparable(blueprint.model, plan)
-        """Why nothing is compared; None where it is."""
+        """Why nothing is compared; None if something is."""
         self._loop: _PlainLoop | None = None
         self._expected: tuple[float, float] | None = None
         self.compared: list[dict[str, float]] = []
-        """Of each step, on rank 0: loss and norm of the run and of the loop."""
+        """For each step, on rank 0: loss and gradient norm of the run and of the loop."""
         self.difference: str | None = None
-        """What the first step that differs was found to be, on all ranks."""
+        """A sentence on the first step that differs, on all ranks; None if none did."""
         self.ends_run = True
-        """Whether a difference ends the run; `verify` notes it and goes on, to find where it is."""
+        """Whether a difference ends the run; `verify` continues, to find its source."""
         if context.is_main and self.note is None:
             needed = _COPIES * sum(p.nbytes for p in blueprint.model.parameters())
             room = available_bytes(None, torch.device("cpu"), context.local_world_size)
@@ -80,23 +80,24 @@ class FirstSteps:
                 self.note = f"a plain loop needs {needed} bytes on rank 0, which has {room}"
             else:
                 model = blueprint.twin().materialize("cpu", seed=context.seed)
-                if not _dropouts(blueprint.model):  # turned off after it was described
+                if not _dropouts(blueprint.model):  # disabled after it was described
                     disable_dropout(model)
                 self._loop = _PlainLoop(model, plain_loss(loss), make_optimizer, plan)
 
     @property
     def active(self) -> bool:
-        """Whether a step is still to be compared."""
+        """Whether another step will be compared."""
         return self._left > 0
 
     def begin(
         self, micro_batches: Sequence[MicroBatch], settings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Do the step in the plain loop. Collective.
+        """Take the step in the plain loop. Collective.
 
         Args:
-            micro_batches: this rank's.
-            settings: of each parameter group what is not as the optimizer was made: its rate.
+            micro_batches: of this rank.
+            settings: for each parameter group, the settings that changed since the optimizer was
+                made, such as the learning rate.
         """
         context = self._context
         own = None
@@ -107,18 +108,18 @@ class FirstSteps:
         if everyone is None or self._loop is None:
             return
         whole = join_micro_batches([one for there in everyone if there for one in there])
-        with kept_random_state(), _disable_current_modes():  # verify's masks are of the run alone
+        with kept_random_state(), _disable_current_modes():  # verify sets masks for the run only
             self.note = self._loop.is_random(whole)
             self._expected = self._loop.step(whole, settings) if self.note is None else None
         if self.note is not None:
             self._loop = None
 
     def check(self, step: int, loss: float, norm: float) -> None:
-        """Hold the run's step against the plain loop's. Collective.
+        """Compare the run's step with the plain loop's. Collective.
 
         Raises:
-            DifferentNumbersError: on all ranks; they differ by more than rounding, and that ends
-                the run.
+            DifferentNumbersError: on all ranks; they differ by more than rounding, and `ends_run`
+                is set.
         """
         message: str | None = None
         if self._expected is not None:
@@ -151,13 +152,13 @@ class FirstSteps:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn dropout off, in place, where masks cannot be those of the samples."""
+    """Disable dropout in place, where masks cannot be tied to samples."""
     for module, name in _dropouts(model):
         setattr(module, name, 0.0)
 
 
 def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The attributes of modules that say with what chance something is dropped."""
+    """Modules and the names of their attributes that are drop probabilities."""
     found = []
     for module in model.modules():
         kind = type(module).__name__.lower()
@@ -206,7 +207,7 @@ class _PlainLoop:
         self._optimizer = make(trained)
 
     def step(self, batch: MicroBatch, settings: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-        """One step; its loss, and the norm of its gradients before clipping."""
+        """Take one step; returns its loss, and the gradient norm before clipping."""
         for group, changed in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(changed)
         self._optimizer.zero_grad(set_to_none=True)
@@ -221,7 +222,7 @@ class _PlainLoop:
         return float(loss.detach()), norm
 
     def is_random(self, batch: MicroBatch) -> str | None:
-        """Why the loop cannot be repeated; None where it can."""
+        """Why two passes give different losses; None if they give the same."""
         values = []
         state = {n: b.clone() for n, b in self._model.named_buffers()}
         for seed in (1, 2):
@@ -236,7 +237,7 @@ class _PlainLoop:
 
     def _forward(self, batch: MicroBatch) -> Tensor:
         batch = batch.double() if self._is_double else batch
-        # The model may take the containers of its inputs apart: it gets its own.
+        # The model may modify the containers of its inputs, so it gets copies of them.
         inputs = map_tensors(batch.inputs, lambda tensor: tensor)
         low = self._plan.precision == "bf16"
         with torch.autocast("cpu", dtype=torch.bfloat16) if low else nullcontext():
@@ -245,7 +246,7 @@ class _PlainLoop:
 
 
 def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
-    """The rows of several micro-batches as one; what belongs to all rows is that of the first."""
+    """Several micro-batches as one; tensors without a batch dim are taken from the first."""
     first = parts[0]
     leaves = [tree_tensors((one.inputs, one.targets)) for one in parts]
     places = iter(range(len(leaves[0])))
@@ -260,7 +261,7 @@ def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
 
 
 def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:
-    """A loss as a mean over the whole batch, by the user's function or by torch's."""
+    """The mean loss over a whole batch, by the user's function or by torch's."""
     if isinstance(loss, (GlobalMeanLoss, MeanLoss)):
         return loss.fn
     if isinstance(loss, CrossEntropy):
@@ -269,7 +270,7 @@ def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:
 
 
 def _cross_entropy(settings: CrossEntropy, output: Any, target: Tensor) -> Tensor:
-    """The cross entropy of torch of a task's logits; with auxiliary heads, the task's own sum."""
+    """Cross entropy of the logits by torch; with auxiliary heads, the sum that the task defines."""
     if not isinstance(output, Tensor):
         return CrossEntropy.__call__(settings, output, target) / max(settings.count(target), 1)
     logits = main_logits(output).float() if output.dtype == torch.bfloat16 else output

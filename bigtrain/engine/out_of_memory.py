@@ -1,8 +1,9 @@
-"""Memory ran out: what is said of it, in the words of the job that ran.
+"""Out of memory: the message that a user sees, and `memory.on_oom: adapt`, which goes on.
 
-The message names the rank, the phase, what was asked for, what the memory was made of, and the
-changes after which it is predicted to fit. Working these out is given a few seconds, in which the
-other ranks wait; then all ranks are told, and end. What is known already is said before.
+The message names the rank, the phase, the bytes that were requested, the memory by kind, and the
+changes of the job that are predicted to fit. The search for changes takes a few seconds, in which
+the other ranks wait; then all ranks are told, and end. The rest of the message is printed before
+the search. With `adapt` the ranks start again with half the micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from bigtrain.ranks.restart import Restart, RestartRequest, continuation_words
 from bigtrain.units import format_bytes
 
 REMEDY_TIMEOUT_S = 15.0
-"""Seconds for the remedies: all ranks are to have ended within 30."""
+"""Seconds for the remedies: all ranks must have ended within 30."""
 _WHERE = {
     "build": "while the model was built",
     "forward": "in the forward pass",
@@ -46,7 +47,7 @@ _WHERE = {
 
 @dataclass(frozen=True)
 class OutOfMemoryContext:
-    """Where a rank stood when it got no more memory."""
+    """The situation of a rank when its allocator failed."""
 
     rank: int
     step: int
@@ -55,16 +56,16 @@ class OutOfMemoryContext:
     micro_size: int
     """Rows of a micro-batch."""
     peak: Peak | None
-    """What was measured until then, or had been predicted."""
+    """Measured so far, or else predicted."""
     measured: bool
     limit_bytes: int | None
-    """Bytes that this rank could take, where known."""
+    """Bytes that this rank may take, where known."""
     capped: bool
-    """Whether the job's `memory.cap` is that limit."""
+    """Whether that limit is the job's `memory.cap`."""
     activity: str | None
-    """What was being done, where it is none of a step's phases."""
+    """The activity, in words, where it is not a phase of a step."""
     adapts: bool
-    """Whether the run is to go on with less at a time."""
+    """Whether the run goes on with smaller micro-batches."""
     inputs: ForecastInputs | None
     """None where the model cannot be forecast."""
 
@@ -76,10 +77,11 @@ def explain_out_of_memory(
 
     Args:
         error: the allocator's.
-        situation: where the rank stood.
-        speaks: whether this is the first rank that ran out. It prints what it held and looks for
-            what would fit; any other waits, and is ended when the first one has reported.
-        patience_s: seconds that the other ranks wait before they take the run for one that hangs.
+        situation: of this rank.
+        speaks: whether this is the first rank that ran out. It prints its memory by kind and
+            searches for changes that fit; any other rank waits, and is ended once the first one
+            has reported.
+        patience_s: seconds that the other ranks wait before they report a hang.
     """
     half = _half(situation)
     text = "\n".join([_what(error, situation), *_held(situation)])
@@ -99,20 +101,20 @@ def explain_out_of_memory(
 def predict_out_of_memory(
     subject: ForecastInputs, fullest: FullestRank | None, limit: int | None
 ) -> list[str]:
-    """What to say before a run that is predicted not to fit; nothing where it is to fit.
+    """Lines to print before a run that is predicted not to fit; none if it is predicted to fit.
 
     Args:
-        subject: what will be run.
-        fullest: its fullest rank.
+        subject: the run.
+        fullest: its rank with the highest predicted peak.
         limit: bytes that a rank may take.
     """
     if fullest is None or limit is None:
         return []
     predicted = fullest.peak
     kind, beside, kept = subject.resolved.plan.device_type, 0, ""
-    if is_accelerator(kind):  # its limit is on all that the allocator takes, not on tensors alone
+    if is_accelerator(kind):  # the limit is on all memory of the allocator, not only on tensors
         beside = non_tensor_reserve(kind)
-        kept = f", of which {format_bytes(beside)} are for workspaces and what is rounded up"
+        kept = f", of which {format_bytes(beside)} are for workspaces and rounding"
     if predicted.bytes <= limit - beside:
         return []
     search = RemedySearch()
@@ -128,12 +130,12 @@ def predict_out_of_memory(
 def predict_save_beyond(
     save: StatePeak | None, limit: int | None, config: CheckpointConfig
 ) -> list[str]:
-    """What to say before a run whose saves are predicted not to fit; nothing where they are to.
+    """Lines to print before a run whose saves are predicted not to fit; none if they fit.
 
     Args:
-        save: its predicted peak.
+        save: the predicted peak of a save.
         limit: bytes that a rank may take.
-        config: whether anything is saved, and how.
+        config: of the job's checkpoints.
     """
     if save is None or limit is None or not config.saves or save.bytes <= limit:
         return []
@@ -227,20 +229,20 @@ def _in_time(subject: ForecastInputs | None, limit: int | None, seconds: float) 
 def adapt_on_oom(
     job: Job, plan: Plan, model: nn.Module, folder: Path, before: Restart | None = None
 ) -> Iterator[None]:
-    """Have all ranks begin anew with smaller micro-batches where memory runs out inside.
+    """Start all ranks again with smaller micro-batches if memory runs out inside the block.
 
-    The global batch stays as it is, and with it what is computed.
+    The global batch stays the same, so the run computes the same numbers.
 
     Args:
-        job: what runs; with `memory.on_oom=stop` errors go their way.
-        plan: how it runs.
+        job: of the run; with `memory.on_oom=stop` the error is raised unchanged.
+        plan: of the run.
         model: as the user wrote it.
-        folder: of the run, which goes on in it.
-        before: what was changed already, the last time.
+        folder: of the run, which continues in it.
+        before: the last restart of this run; None before the first.
 
     Raises:
-        RestartRequest: for `run_guarded`, which does it.
-        OutOfMemoryError: half a micro-batch is none, or would not help.
+        RestartRequest: handled by `run_guarded`, which starts the ranks again.
+        OutOfMemoryError: the micro-batch cannot be halved, or halving would not help.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""The library door: an engine around a module, a loss and an optimizer of one's own."""
+"""`bigtrain.prepare`: an engine for the user's own module, loss, optimizer and training loop."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -46,21 +46,21 @@ from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
 from bigtrain.tracing.unreached import unfreeze
 
 COMPILING_S = 1800.0
-"""Seconds an exchange may take, at least, where blocks are compiled (`train.compile`)."""
+"""The least timeout of a collective, in seconds, if blocks are compiled (`train.compile`)."""
 
 
 def connect_job(
     job: Job, plan: Plan, placement: RankInfo, facts: Facts
 ) -> AbstractContextManager[RunContext]:
-    """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
+    """Connect to the other ranks, with the job's mesh, device and seed, for a `with` block.
 
-    What the techniques warn of is said before, by rank 0 on standard error.
+    Before that rank 0 prints the warnings of the techniques to standard error.
 
     Args:
         job: of this rank.
-        plan: made from it.
-        placement: where this process stands.
-        facts: what has to be the same on all ranks; see `start_facts`.
+        plan: made from the job.
+        placement: the rank of this process, as the launcher set it.
+        facts: must be equal on all ranks; see `start_facts`.
 
     Raises:
         ConfigError: before any process group exists; see `bigtrain.ranks.connect.connect`.
@@ -75,7 +75,7 @@ def connect_job(
         dp=plan.dp,
         tp=plan.tp,
         setup_timeout=job.mesh.setup_timeout,
-        # A rank that compiles has the others wait, in a first exchange longer than any later one.
+        # While one rank compiles, the others wait for it in their first collective.
         timeout=max(job.mesh.timeout, COMPILING_S if plan.compiles_blocks else 0.0),
         seed=job.train.seed,
         force_group=any(t.traits.needs_group for t in plan.techniques.values()),
@@ -86,16 +86,17 @@ def connect_job(
 def connect_beside(
     other: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
 ) -> AbstractContextManager[RunContext]:
-    """As `connect_job`; with another engine of this process, by the connection that it has.
+    """As `connect_job`, or share the connection of another engine of this process.
 
     Raises:
-        ConfigError: the ranks are connected and no engine is given, or its mesh is another one.
+        ConfigError: the ranks are connected already and no engine is given, or its mesh or device
+            differs.
     """
     if other is None:
         if dist.is_initialized():
             raise ConfigError(
                 "prepare: the ranks are connected already, by another engine or by the script. "
-                "Give prepare(..., beside=engine) to have a second engine, or close the first."
+                "Give prepare(..., beside=engine) for a second engine, or close the first."
             )
         return connect_job(job, plan, placement, facts)
     context = other.context
@@ -127,27 +128,27 @@ def prepare(
     """Put a model under a strategy, on the ranks that a launcher started.
 
     Args:
-        model: the class or function that makes the module (it is built where it is needed), or
-            a module already built.
+        model: the class or function that makes the module (each rank builds the part that it
+            needs), or a module already built.
         loss: a mean loss of (output, targets) such as `F.cross_entropy`.
         optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
-            function. What it made is `engine.optimizer`.
+            function. The optimizer is `engine.optimizer`.
         strategy: a preset's name, or the path of a YAML file.
-        task: measures validation; left out, the loss alone is.
+        task: defines the figures of a validation; left out, only the loss is measured.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
-            with it the memory is predicted before anything is built. Of other rows than the keys
-            say, its rows are repeated or left out.
-        learning_rate: a number; a function from the step (from 0) to its rate, for all parameter
-            groups or a list with one for each; or what makes a scheduler of torch from an
-            optimizer, which is stepped after each step. It is saved and resumed. Left out, the
-            rate is the optimizer's, and the loop's to set (`engine.optimizer`).
+            with it the memory is predicted before anything is built. If its number of rows differs
+            from the keys, rows are repeated or left out.
+        learning_rate: a number; a function from the step, counted from 0, to the rate of all
+            parameter groups or a list of one rate for each; or a function that makes a torch
+            scheduler from an optimizer, which is stepped after each step. It is saved and resumed.
+            Left out, the rate is the optimizer's, and the loop may set it (`engine.optimizer`).
         forward: (model, inputs) -> outputs, calls the model on the inputs of a batch. Left out,
-            inputs that are a dict go by keyword where the model's forward has parameters of these
-            names; anything else is its first argument.
-        metrics: what `engine.evaluate` measures besides the loss: functions of (outputs, targets)
-            by their names.
-        beside: another engine of this process, as of a GAN's other network: this one goes by its
-            connection and device, and is closed before it.
+            a dict is passed by keyword where the model's forward has parameters of these names;
+            anything else is the first argument.
+        metrics: functions of (outputs, targets) by name, which `engine.evaluate` measures besides
+            the loss.
+        beside: another engine of this process, such as that of a GAN's other network. The new
+            engine uses its connection and device, and must be closed before it.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -155,35 +156,65 @@ def prepare(
         The engine: `step(batch)` trains on this rank's (inputs, targets) of a global batch.
 
     Raises:
-        ConfigError: before any process group exists.
+        ConfigError: an argument does not fit the strategy; before any process group exists.
     """
-    check_keys(keys)
-    check_optimizer_maker(optimizer)
-    _check_whole(model)
-    form = _form(model)
-    check_metrics(metrics, () if task is None else task.figures)
-    asked = _asked_by_verify()
-    if asked is not None:
-        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
-    job, blueprint = _job_of_loop(strategy, keys), as_blueprint(model)
+    _check_arguments(model, optimizer, task, metrics, keys)
+    form, asked = _form(model), _asked_by_verify()
+    job, blueprint = _job_of_loop(strategy, keys, asked), as_blueprint(model)
     with set_model_inputs(blueprint, forward, None if example is None else example[0]) as undo:
         if asked is not None:
             disable_dropout(blueprint.model)
-        given = (blueprint, as_loss(loss), optimizer, example, job)
-        engine = _opened(*given, task, learning_rate, metrics, beside)
+        engine = _opened(
+            blueprint,
+            as_loss(loss),
+            optimizer,
+            job,
+            example=example,
+            task=task,
+            learning_rate=learning_rate,
+            metrics=metrics,
+            beside=beside,
+        )
         if asked is not None:
             _end_after_check(engine, Path(asked["report"]))
-        if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
-            if _form(model) != form:
-                _TAKEN_APART[model] = engine.plan.strategy.name
-            engine.close_last(undo.pop_all())
-            engine.close_with(_handed_back(model, blueprint, engine.resolved))
+        if isinstance(model, nn.Module):
+            _restore_at_close(engine, model, form, undo.pop_all())
         undo.pop_all()
     return engine
 
 
+def _check_arguments(
+    model: object,
+    optimizer: MakeOptimizer,
+    task: Task | None,
+    metrics: Metrics | None,
+    keys: dict[str, Any],
+) -> None:
+    check_keys(keys)
+    check_optimizer_maker(optimizer)
+    _check_whole(model)
+    check_metrics(metrics, () if task is None else task.figures)
+
+
+def _restore_at_close(
+    engine: Engine, model: nn.Module, form: Mapping[str, tuple[Any, ...]], undo: ExitStack
+) -> None:
+    """Let the engine restore the caller's module when it is closed.
+
+    Args:
+        engine: made of the module.
+        model: the caller's.
+        form: its parameters before; see `_form`.
+        undo: restores how the module takes its inputs.
+    """
+    if _form(model) != form:
+        _TAKEN_APART[model] = engine.plan.strategy.name
+    engine.close_last(undo)
+    engine.close_with(_handed_back(model, engine.blueprint, engine.resolved))
+
+
 def _asked_by_verify() -> dict[str, Any] | None:
-    """What `bigtrain verify --script` asks of this script's engine; None where nobody does."""
+    """The request of `bigtrain verify --script` to this script; None outside of it."""
     asked: dict[str, Any] | None = json_in(os.environ, VERIFY_VARIABLE)
     if asked is not None:
         kinds = {key: type(asked.get(key)) for key in ("strategy", "steps", "report")}
@@ -192,13 +223,15 @@ def _asked_by_verify() -> dict[str, Any] | None:
     return asked
 
 
-def _job_of_loop(strategy: str, keys: dict[str, Any]) -> Job:
-    """The job that a loop's keys say."""
+def _job_of_loop(strategy: str, keys: dict[str, Any], asked: dict[str, Any] | None) -> Job:
+    """The job of the keys that were passed to `prepare`; or the one that `verify` asked for."""
+    if asked is not None:
+        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
-            "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
-            "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
+            "memory.on_oom=adapt starts the program again, which only `bigtrain train` can do. "
+            "Leave it out; the message of bigtrain.OutOfMemoryError names changes that fit."
         )
     return job
 
@@ -207,18 +240,19 @@ def _opened(
     blueprint: Blueprint,
     loss: Loss,
     optimizer: MakeOptimizer,
-    example: tuple[Any, Any] | None,
     job: Job,
+    *,
+    example: tuple[Any, Any] | None,
     task: Task | None,
     learning_rate: RateArgument | None,
     metrics: Metrics | None,
     beside: Engine | None,
 ) -> Engine:
-    """The engine, on ranks that are connected; closing it ends the connection."""
+    """Plan the job, connect the ranks and make the engine; closing it ends the connection."""
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     workload = _workload(blueprint, loss, optimizer, example, job, plan)
-    # What cannot be cut, carried or followed is refused before the ranks connect.
+    # A model that the plan cannot cut, or a loss that it cannot use, is refused before connecting.
     resolved = resolve_plan(plan, workload)
     facts = start_facts(job, workload, resolved, one_node=placement.one_node)
     connection = connect_beside(beside, job, resolved.plan, placement, facts)
@@ -247,11 +281,11 @@ def _opened(
 
 
 _TAKEN_APART: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Modules of which a rank has a part since an engine was made of them, and its strategy."""
+"""Modules that an engine has cut, sliced or sharded, with the name of its strategy."""
 
 
 def _form(model: object) -> dict[str, tuple[Any, ...]]:
-    """The type and shape of each parameter; nothing of what is no module yet."""
+    """The type and shape of each parameter of a module; empty for a function or class."""
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     return {name: (type(p.data), tuple(p.shape)) for name, p in named}
 
@@ -260,7 +294,7 @@ def _check_whole(model: object) -> None:
     """Refuse a module that an earlier engine of this process has cut, sliced or sharded.
 
     Raises:
-        ConfigError: it is one; what is left of it would be trained as if it were the model.
+        ConfigError: it is one; training would treat this rank's part as the whole model.
     """
     strategy = _TAKEN_APART.get(model) if isinstance(model, nn.Module) else None
     if strategy is not None:
@@ -272,7 +306,7 @@ def _check_whole(model: object) -> None:
 
 
 def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan) -> ExitStack:
-    """What puts a caller's own module back as it was when the engine is closed."""
+    """Callbacks that restore the caller's module when the engine is closed."""
     undo = ExitStack()
     undo.callback(unfreeze, model, resolved.unreached)
     undo.callback(blueprint.give_back)
@@ -280,7 +314,7 @@ def _handed_back(model: nn.Module, blueprint: Blueprint, resolved: ResolvedPlan)
 
 
 def left_to_the_loop(job: Job) -> list[str]:
-    """What of a DeepSpeed file a loop of the user's own does itself."""
+    """A line on the sections of a DeepSpeed file that a user's loop replaces."""
     path = job.strategy.deepspeed_file
     parts = typed_sections(path, ("optimizer", "scheduler")) if path is not None else []
     if not parts:
@@ -296,23 +330,30 @@ def _workload(
     job: Job,
     plan: Plan,
 ) -> Workload:
-    """What is trained, its loss followed where there is an example to follow it by."""
+    """The workload; its loss has the divisors that the example shows, if there is one."""
     make_optimizer = whole_optimizer(optimizer, blueprint.model)
     first_batch = None
     if example is not None:
         first_batch = example_batch(example, loss, job, plan)
         loss = follow_loss(loss, blueprint.model, first_batch, plan.batch.num_parts)
         first_batch = with_own_totals(loss, first_batch)
-    given = (blueprint.model, first_batch, loss, make_optimizer, blueprint.whole_bytes)
-    return Workload(*given, notes=blueprint.notes)
+    return Workload(
+        blueprint.model,
+        first_batch,
+        loss,
+        make_optimizer,
+        whole_bytes=blueprint.whole_bytes,
+        notes=blueprint.notes,
+    )
 
 
 VERIFY_VARIABLE = "BIGTRAIN_VERIFY"
-"""What `bigtrain verify --script` asks of the script's engine, as JSON: strategy, steps, report."""
+"""The variable by which `bigtrain verify --script` asks the script, as JSON: strategy, steps,
+report (the path of the answer)."""
 
 
 def _end_after_check(engine: Engine, report: Path) -> None:
-    """Let the engine end the script when the last step that is compared is done."""
+    """Make the engine end the script after the last step that is compared."""
     step, first_steps = engine.step, engine.first_steps
 
     def leave(difference: str | None) -> None:
@@ -325,7 +366,7 @@ def _end_after_check(engine: Engine, report: Path) -> None:
     def step_and_end(batch: Any) -> StepResult:
         try:
             result = step(batch)
-        except DifferentNumbersError as error:  # all ranks have it
+        except DifferentNumbersError as error:  # raised on all ranks
             leave(str(error))
             raise
         if first_steps is not None and not first_steps.active:

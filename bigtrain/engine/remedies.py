@@ -1,7 +1,7 @@
-"""What would fit where something does not: changes of a job, each with the peak that is predicted.
+"""Remedies: changes of a job that does not fit, each with the predicted peak.
 
-The forecast of each change is the one that a run of it would print, so nothing here is a rule of
-thumb but the order in which changes are tried: what costs the least time comes first.
+Each change is forecast as a run of it would be, so only the order is a rule of thumb: the changes
+that cost the least time are tried first.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from bigtrain.prediction.predict import forecast_rank
 from bigtrain.units import format_bytes
 
 MAX_REMEDIES = 3
-"""As many remedies as are named."""
+"""The most remedies that a message names."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a job, as words to type."""
+    """A change of a job, as words for the command line."""
 
     words: tuple[str, ...]
     peak_bytes: int
-    """The predicted peak with it, on the rank with the highest."""
+    """The predicted peak with it, on the rank that needs the most."""
 
     def __str__(self) -> str:
-        """The words and what is predicted with them."""
+        """The words and the predicted peak."""
         return f"{shlex.join(self.words)}  (predicted peak {format_bytes(self.peak_bytes)})"
 
 
 @dataclass(frozen=True)
 class ForecastInputs:
-    """What did not fit: a job, and what it is run with."""
+    """A job with its plan and workload, from which other forecasts are made."""
 
     job: Job
     resolved: ResolvedPlan
@@ -52,7 +52,7 @@ class ForecastInputs:
     """With an example."""
 
     def peak(self, words: Sequence[str]) -> Peak | None:
-        """The predicted peak with some changes; None where they cannot be run or forecast."""
+        """The predicted peak after some changes; None if they cannot be run or forecast."""
         try:
             job = override_job(self.job, words)
             held = self.resolved.plan
@@ -64,7 +64,7 @@ class ForecastInputs:
             forecasts = [
                 forecast_rank(resolved, workload, rank).forecast for rank in range(plan.pp)
             ]
-        except Exception:  # user code of any kind is tried here; what fails is no way out
+        except Exception:  # user code of any kind runs here; a change that fails is no remedy
             return None
         peaks = [forecast.peak() for forecast in forecasts if forecast is not None]
         return highest_peak(peaks) if len(peaks) == plan.pp else None
@@ -72,20 +72,20 @@ class ForecastInputs:
 
 @dataclass
 class RemedySearch:
-    """The search for changes that fit, which may be looked at while it goes on."""
+    """The search for changes that fit; another thread may read it while it runs."""
 
     remedies: list[Remedy] = field(default_factory=list)
     forecasts: int = 0
-    """How many changes could be forecast at all."""
+    """Number of changes that could be forecast."""
     begun: bool = False
     complete: bool = False
-    """Whether every kind of change was tried, or enough were found."""
+    """Whether every kind of change was tried, or `MAX_REMEDIES` were found."""
 
     def run(self, subject: ForecastInputs, limit: int, deadline_s: float) -> None:
-        """Look for up to three changes after which the predicted peak fits.
+        """Search for up to `MAX_REMEDIES` changes after which the predicted peak fits.
 
         Args:
-            subject: what does not fit.
+            subject: the job that does not fit.
             limit: bytes that a rank may take.
             deadline_s: seconds after which no further change is tried.
         """
@@ -100,7 +100,7 @@ class RemedySearch:
                 if time.monotonic() > end:
                     return
                 last = self._tried(subject, candidates.pop(), usable)
-                if last is None:  # then none before it fits, and is worth its time
+                if last is None:  # the smallest does not fit, so no larger one does
                     continue
             for words in candidates:
                 if time.monotonic() > end:
@@ -116,7 +116,7 @@ class RemedySearch:
         self.complete = True
 
     def _tried(self, subject: ForecastInputs, words: Sequence[str], usable: int) -> Remedy | None:
-        """What a change is predicted to take; None where that does not fit, or nobody can say."""
+        """The change with its predicted peak; None if it does not fit or cannot be forecast."""
         peak = subject.peak(words)
         self.forecasts += peak is not None
         if peak is None or peak.bytes > usable:
@@ -125,7 +125,7 @@ class RemedySearch:
 
 
 class _EachLess(list[Sequence[str]]):
-    """Changes of which each takes less memory than the one before it."""
+    """Changes in the order of falling memory."""
 
 
 def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
@@ -148,7 +148,7 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
 
 
 def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
-    """Half the micro-batch, a quarter, and so on, as long as the global batch stays the same."""
+    """Half the micro-batch, a quarter, and so on, while the global batch stays the same."""
     size = plan.batch.micro_size
     while size % 2 == 0:
         size //= 2
@@ -156,7 +156,7 @@ def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
 
 
 def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
-    """What the techniques of a role have to offer: ours, and the user's own of the plan."""
+    """The remedies of all techniques of a role, including a user's technique in the plan."""
     asked = techniques_of(role)
     own = plan.techniques.get(role)
     if own is not None and not any(isinstance(own, type(one)) for one in asked):
@@ -165,7 +165,7 @@ def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
 
 
 def _ways(subject: ForecastInputs, usable: int) -> Iterator[Callable[[], Iterable[Sequence[str]]]]:
-    """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
+    """Kinds of change, cheapest first; the first change of a kind that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
     yield lambda: _EachLess(smaller_micro_batches(job, plan))
     less, shared, away = (

@@ -1,4 +1,4 @@
-"""Continuing from a checkpoint, and saving in a way that a full disk does not end the run."""
+"""Resuming from a checkpoint, and saving so that a full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from bigtrain.ranks.exit_status import is_stop
 from bigtrain.ranks.restart import Restart, RunNote, left_behind, resume_words
 
 _SAID_OF_DAMAGE = 3
-"""Checkpoints whose damage is said one by one."""
+"""The most damaged checkpoints that are reported one by one."""
 
 
 def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
     """Continue from the checkpoint that the job names, if it names one. Collective.
 
-    `auto` goes back to the newest that is whole.
+    `auto` takes the newest undamaged checkpoint of the run's folder.
 
     Args:
-        job: `checkpoint.resume` says where from.
-        engine: takes the state over.
+        job: with `checkpoint.resume`.
+        engine: loads the state.
         folder: of the run.
 
     Returns:
-        What is to be said of it.
+        Lines to print.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, and so are all others.
-        UnfitCheckpointError: it is another model's.
+        CheckpointError: the named checkpoint is damaged; for `auto`, all are.
+        UnfitCheckpointError: it is a checkpoint of another model.
     """
     if job.checkpoint.resume is None:
         return []
@@ -56,7 +56,7 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
         path: Path = engine.context.broadcast_object(find_checkpoint(job.checkpoint.resume))
         _load(engine, path)
         return [_from(path, engine), *_begun_anew(path, engine)]
-    # All ranks continue from the one that rank 0 has found.
+    # All ranks resume from the one that rank 0 found.
     found: list[Path] = engine.context.broadcast_object(checkpoints_of(folder / "checkpoints"))
     damaged: list[str] = []
     for path in found:
@@ -70,16 +70,16 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
     if damaged:
         raise CheckpointError(
             f"no checkpoint of {folder / 'checkpoints'} is whole. {' '.join(_shortened(damaged))} "
-            "Leave --resume out to begin anew."
+            "Leave --resume out to start from the beginning."
         )
     return []
 
 
 def _load(engine: Engine, path: Path) -> None:
-    """Take a checkpoint over.
+    """Load a checkpoint.
 
     Raises:
-        UnfitCheckpointError: it is whole, and does not fit: the user named the wrong one.
+        UnfitCheckpointError: it is undamaged, and of another model: the user named a wrong one.
     """
     try:
         engine.load(path)
@@ -92,7 +92,7 @@ def _load(engine: Engine, path: Path) -> None:
 
 
 def _shortened(damaged: list[str]) -> list[str]:
-    """The first of some sentences, and how many more there are: one says the same as a thousand."""
+    """The first few sentences, and the number of the others."""
     if len(damaged) <= _SAID_OF_DAMAGE + 1:
         return damaged
     more = len(damaged) - _SAID_OF_DAMAGE
@@ -104,22 +104,22 @@ def _from(path: Path, engine: Engine) -> str:
 
 
 def _begun_anew(path: Path, engine: Engine) -> list[str]:
-    """What is to be said where a checkpoint has weights alone: one that was converted, or SGD's."""
+    """A line if the checkpoint has no optimizer state (it was converted, or saved with SGD)."""
     optimizer = engine.runner.optimizer
     keeps_none = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]
     has_state = any(name.startswith("optimizer") for name in Manifest.open(path).tensor_files)
     if keeps_none or has_state:
         return []
-    return [f"{path.name} has no optimizer state: {type(optimizer).__name__} begins its own anew"]
+    return [f"{path.name} has no optimizer state: that of {type(optimizer).__name__} starts empty"]
 
 
 class Saving:
-    """When the state of a run is saved, and what is said of it. Collective.
+    """Saves the state of a run when the job says so. All methods are collective.
 
     Args:
-        job: `checkpoint` says when.
-        engine: of the run, which has been continued already.
-        folder: of the run; what its checkpoint `best` says counts.
+        job: with the keys of `checkpoint`.
+        engine: of the run, after it was resumed.
+        folder: of the run; the figure of its checkpoint `best` is the one to beat.
         total_steps: of the run.
     """
 
@@ -134,11 +134,11 @@ class Saving:
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
     ) -> list[str]:
-        """Save where this step is one to be saved; what is to be said.
+        """Save if this step is to be saved; returns lines to print.
 
         Args:
-            step: steps done.
-            measured: figures of a validation after it.
+            step: number of steps done.
+            measured: figures of a validation after this step; None without one.
             before: called before a save.
 
         Raises:
@@ -153,7 +153,7 @@ class Saving:
         return said
 
     def _is_best(self, measured: Mapping[str, float]) -> bool:
-        """Whether the figure is better than all before; from now on it is the best."""
+        """Whether the figure is the best so far; if so, it is remembered."""
         name = self._figure
         if name is None or not math.isfinite(measured.get(name, math.nan)):
             return False
@@ -168,28 +168,28 @@ def _figures_of_best(checkpoints: Path) -> dict[str, float] | None:
     path = best_checkpoint(checkpoints)
     try:
         return None if path is None else Checkpoint(path, verify=False).meta.get("validation")
-    except CheckpointError:  # damaged: the next one takes its place
+    except CheckpointError:  # damaged: the next best one replaces it
         return None
 
 
 def save_or_explain(
     engine: Engine, folder: Path, *, last: bool, best: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Save a checkpoint; what is to be said where that failed. Collective.
+    """Save a checkpoint; returns lines to print if that failed. Collective.
 
     Args:
         engine: of the run.
         folder: of the run.
-        last: whether the run is over: what is not saved now is lost.
+        last: whether this is the last step: an unsaved state is then lost.
         best: see `Engine.save`.
 
     Raises:
-        CheckpointError: it failed, and nothing comes after it.
+        CheckpointError: the last save of the run failed.
     """
     checkpoints = folder / "checkpoints"
     try:
         _save(engine, folder, best=best, waits=last)
-        said = failed_save(engine, folder)  # of the one before
+        said = failed_save(engine, folder)  # the save before this one
     except CheckpointError as error:
         if last:
             raise CheckpointError(
@@ -203,7 +203,7 @@ def save_or_explain(
 def _save(
     engine: Engine, folder: Path, *, best: Mapping[str, float] | None = None, waits: bool
 ) -> Path:
-    """Save; once more with the ranks that are left where one was lost in the midst of it."""
+    """Save; again with the remaining ranks if one was lost during the save."""
     while True:
         try:
             path = engine.save(folder / "checkpoints", best=best)
@@ -215,7 +215,7 @@ def _save(
 
 
 def failed_save(engine: Engine, folder: Path) -> list[str]:
-    """What is to be said of a save that failed beside the steps since the last call."""
+    """Lines on an asynchronous save that failed since the last call."""
     error = engine.saver.failure()
     if error is None:
         return []
@@ -228,7 +228,7 @@ def _newest(checkpoints: Path) -> str:
 
 
 def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
-    """Save because a signal asked the run to stop; what is to be said of it. Collective.
+    """Save because a signal asked the run to stop; returns lines to print. Collective.
 
     Args:
         engine: of the run, between two steps.
@@ -253,14 +253,14 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
 
 
 class StopReport:
-    """Says what is left of a run where Ctrl-C or SIGTERM ends a `with` block before it could save.
+    """Reports the run's newest checkpoint if Ctrl-C or SIGTERM ends a `with` block before a save.
 
     Args:
-        speaks: whether this rank says it.
+        speaks: whether this rank prints it.
     """
 
     folder: Path | None = None
-    """Of the run, as soon as it has one."""
+    """The folder of the run, once it has one."""
 
     def __init__(self, *, speaks: bool) -> None:
         self._speaks = speaks
@@ -276,14 +276,14 @@ class StopReport:
 def run_note(
     job: Job, plan: Plan, folder: Path, restart: Restart | None, *, planned: bool
 ) -> RunNote:
-    """What `bigtrain train -n` must know to start the run's ranks again.
+    """The facts that `bigtrain train -n` needs to start the run's ranks again.
 
     Args:
-        job: what runs.
-        plan: how it runs.
+        job: of the run.
+        plan: of the run.
         folder: of the run.
-        restart: what was changed already.
-        planned: whether the planner has chosen, and will again on other ranks.
+        restart: the last restart, with its changes of the job; None before the first.
+        planned: whether the planner chose the plan, and will choose again for other ranks.
     """
     return RunNote(
         folder=str(folder.resolve()),

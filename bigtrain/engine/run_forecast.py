@@ -30,7 +30,7 @@ from bigtrain.tracing.unreached import freeze_unreached
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """What is predicted of a run on this rank; empty until there is an example to predict from."""
+    """The prediction of a run on this rank; empty until there is an example to predict from."""
 
     peak: Peak | None = None
     note: str | None = None
@@ -66,7 +66,7 @@ class RunForecaster:
 
     Args:
         job: `memory.predict`, and how checkpoints are saved.
-        resolved: what is run.
+        resolved: the plan that is run.
         workload: its model is copied without values, before any technique changes it.
         context: which rank is predicted.
     """
@@ -82,7 +82,7 @@ class RunForecaster:
 
     @property
     def inputs(self) -> ForecastInputs | None:
-        """What is run, for forecasts with other keys; None where nothing can be forecast."""
+        """Inputs for forecasts with other keys of the job; None if nothing can be forecast."""
         if self.skeleton is None or self.skeleton.example is None:
             return None
         return ForecastInputs(self._job, self._resolved, self.skeleton)
@@ -145,10 +145,10 @@ class RunForecaster:
             workload: as the run was built, without an example or with one of other rows.
             module: of the runner; taken where the model has no copy without values.
             example: the first micro-batch.
-            loss: as it was followed on this batch.
+            loss: with the divisors that this batch showed.
 
         Raises:
-            ConfigError: the strategy does not allow what the example shows of the model.
+            ConfigError: the strategy cannot train a model that does what the example shows.
         """
         if self.skeleton is None:
             return self.predict(replace(workload, model=module, example=example))

@@ -46,7 +46,7 @@ class SavedState(LoopCalls):
 
     @cached_property
     def saver(self) -> Saver:
-        """Writes this run's checkpoints."""
+        """Writes the checkpoints of this run."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
     def save(
@@ -58,18 +58,18 @@ class SavedState(LoopCalls):
     ) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
 
-        With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
+        With `checkpoint.asynchronous` the checkpoint is complete once `saver.wait` returns.
 
         Args:
-            folder: for this run's checkpoints; the newest `checkpoint.keep` stay.
-            extra: plain values that `load` gives back, as `{"epoch": 3}`; those of rank 0.
-            best: figures of a validation, where no state before had better ones: it stays.
+            folder: of this run's checkpoints; the newest `checkpoint.keep` are kept.
+            best: figures of a validation, if they are the best so far; this checkpoint is kept.
+            extra: plain values that `load` returns, such as `{"epoch": 3}`; those of rank 0.
 
         Raises:
-            ConfigError: `folder` is no path, or something of the loop cannot be kept.
-            CheckpointError: it could not be written (a full disk, a folder that is gone); the same
-                on all ranks. What was there before stays, and the run can go on.
-            UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
+            ConfigError: `folder` is no path, or a state of the loop cannot be saved.
+            CheckpointError: it could not be written (a full disk, a deleted folder); the same on
+                all ranks. Earlier checkpoints stay, and the run can go on.
+            UnequalRanksError: unsliced tensors differ between ranks of the tp axis.
         """
         loop, folder = self._loop_states.state(extra), as_folder(folder, "save")
         self.saver.reserve(folder)
@@ -106,20 +106,20 @@ class SavedState(LoopCalls):
         return path
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Continue from a checkpoint: weights, optimizer, schedule, position, random states.
+        """Resume from a checkpoint: weights, optimizer, schedule, position, random states.
 
         Args:
-            path: of a checkpoint, or the folder that `save` was given: its newest.
-            weights_only: take over parameters and buffers alone, of a checkpoint that any optimizer
-                wrote, to use a trained model or to begin another training with it. The optimizer's
-                state begins anew; the position stays.
+            path: of a checkpoint, or the folder that was passed to `save`, for its newest one.
+            weights_only: load only parameters and buffers, of a checkpoint of any optimizer, to use
+                a trained model or to start another training from it. The optimizer's state starts
+                empty; the position does not change.
 
         Returns:
-            What `save` was given as `extra`; empty with `weights_only`.
+            The `extra` of `save`; empty with `weights_only`.
 
         Raises:
             ConfigError: `path` is no path.
-            CheckpointError: there is none, it is damaged, or it is another model's; on all ranks.
+            CheckpointError: there is none, it is damaged, or it is of another model; on all ranks.
         """
         path = as_folder(path, "load")
         path = newest_of_all(path, self.context) or path
@@ -133,12 +133,12 @@ class SavedState(LoopCalls):
                 self.runner.load_state(tensors)
             except DamagedCheckpointError as error:
                 if self.context.world_size == 1:
-                    raise  # all of it is taken over anew from another one
-                # The other ranks know nothing of it: to go on with another one, all have to.
+                    raise  # the caller can load another checkpoint as a whole
+                # Other ranks saw no damage, and all would have to load another checkpoint together.
                 raise CheckpointError(str(error)) from None
         if self.weight_average is not None:
             self.weight_average.load(tensors if weights_only else checkpoint.tensors)
-        self.runner.label_state()  # it was made outside of a step, and is there from now on
+        self.runner.label_state()  # the state was made outside of a step, and stays
         extra = checkpoint.meta.get("extra_state", {})
         for name, module in extra_modules(self.runner.roots):
             if name in extra:
@@ -155,13 +155,14 @@ class SavedState(LoopCalls):
 
     @cached_property
     def _extra_at_start(self) -> dict[str, Any]:
-        """What states that are no tensors the model begins with."""
+        """The extra states (`get_extra_state`) that the model starts with."""
         return extra_states(self.runner.roots)
 
     def _extra_states(self) -> dict[str, Any] | None:
-        """The states that are no tensors; on rank 0. Collective.
+        """The extra states of all modules; on rank 0. Collective.
 
-        The lowest rank's that is another than at the start: a stage's rank alone runs its modules.
+        For each module the state of the lowest rank that changed it: only the ranks of its stage
+        run the module.
         """
         ranks = self.context.gather_objects(extra_states(self.runner.roots))
         if ranks is None:

@@ -1,4 +1,4 @@
-"""Random numbers: a stream for each rank, and only kernels that give the same bits each time."""
+"""Random streams by rank, and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from bigtrain.ranks.context import RunContext
 
 @contextmanager
 def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Kernels that give the same bits each time, where `deterministic`, and as exact as `matmul`.
+    """Set deterministic kernels and the precision of matrix products, as the job's keys say.
 
-    torch names the kernels that cannot give the same bits. On a CPU `matmul` changes nothing.
+    With `train.deterministic` torch refuses kernels that are not deterministic, by name. On a CPU
+    `train.matmul` has no effect.
     """
-    if train.deterministic and device.type == "cuda":  # cuBLAS asks for it before its first call
+    if train.deterministic and device.type == "cuda":  # cuBLAS reads it at its first call
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     precision, in_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -44,7 +45,7 @@ def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Dropout and the like differ between ranks; weights and data order do not come from here."""
+    """Seed Python, NumPy and torch for a rank. Initial weights and data order have other seeds."""
     mixed = (seed * 1_000_003 + rank) % 2**32
     random.seed(mixed)
     np.random.seed(mixed)
@@ -52,21 +53,21 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def stream_of(context: RunContext) -> int:
-    """Whose stream a rank draws from: those that hold slices of the same layers draw alike."""
+    """The number of a rank's random stream; ranks with slices of the same layers share one."""
     return streams_of(context)[context.rank]
 
 
 def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
-    """Draw on where a checkpoint's ranks stopped.
+    """Continue the random streams of a checkpoint.
 
     Args:
-        meta: of the checkpoint: `random` has the states of its ranks.
+        meta: of the checkpoint; `random` holds the states of its ranks.
         context: this rank.
-        steps_done: of the run.
+        steps_done: steps of the run so far.
     """
     states = meta["random"]
     as_then = meta.get("streams", [*range(len(states))]) == streams_of(context)
     if as_then and states[context.rank] is not None:
         set_random_state(states[context.rank])
-    else:  # other ranks, or one that was lost: fresh streams, a function of where the run stands
+    else:  # another number of ranks, or a lost one: fresh streams, seeded by the step
         seed_everything(context.seed + steps_done, stream_of(context))

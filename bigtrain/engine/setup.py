@@ -1,4 +1,4 @@
-"""From the sections of a job to live objects: data, described model, loss, optimizer, length."""
+"""From a job to a run's parts: data, described model, loss, optimizer, plan, number of steps."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 
 MAX_WORKERS = 4
-"""Processes of a rank on a GPU that read ahead, unless a job says how many."""
+"""The most reader processes of a rank on a GPU, unless `data.workers` says how many."""
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What an engine is made from, and the batches to feed it."""
+    """The parts of a run: what `Engine` needs, and the batches of the data."""
 
     job: Job
     data: Data
     blueprint: Blueprint
     workload: Workload
-    """Of the blueprint's model, with one full micro-batch: the first samples of the data set."""
+    """The blueprint's model with one full micro-batch, the first samples of the data set."""
     resolved: ResolvedPlan
     order: GlobalOrder
     total_steps: int
@@ -63,17 +63,17 @@ class RunSetup:
     parameters: int
     """Elements of the parameters of the whole model, before anything is sharded."""
     frozen_parameters: int = 0
-    """How many of them are not trained."""
+    """Elements of parameters that are not trained."""
     schedule: Schedule | None = None
-    """The scheduler of a DeepSpeed file, where one sets the learning rates."""
+    """The scheduler of a DeepSpeed file, if one sets the learning rates."""
 
     @property
     def plan(self) -> Plan:
-        """What will be run."""
+        """The plan that is run."""
         return self.resolved.plan
 
     def engine(self, context: RunContext) -> Engine:
-        """The engine of this run; collective."""
+        """Make the engine of this run. Collective."""
         return Engine(
             self.blueprint,
             self.workload.loss,
@@ -87,13 +87,13 @@ class RunSetup:
         )
 
     def facts(self, *, one_node: bool) -> Facts:
-        """What has to be the same on all ranks; see `start_facts`."""
+        """The facts that must be equal on all ranks; see `start_facts`."""
         return start_facts(
             self.job, self.workload, self.resolved, one_node=one_node, data=self.data
         )
 
     def learning_rate(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+        """The learning rate of a step, counted from 0."""
         if self.schedule is not None:
             return self.schedule.rate(step, self.job.optim.lr)
         batch, epoch = self.plan.batch.global_size, self.order.steps_per_epoch
@@ -101,13 +101,13 @@ class RunSetup:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the rate rises; 0 where a DeepSpeed file sets the rates."""
+        """Steps in which the rate rises; 0 if a DeepSpeed file sets the rates."""
         if self.schedule is not None:
             return 0
         return warmup_length(self.job.optim, self.order.steps_per_epoch)
 
     def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
-        """The steps of this rank, from a position in the global order on."""
+        """This rank's steps after `samples_seen` samples of the global order."""
         return StepLoader(
             self.data.train,
             self.order,
@@ -131,9 +131,9 @@ class RunSetup:
         return min(MAX_WORKERS, usable_cores() // max(1, context.local_world_size))
 
     def validation_batches(self, context: RunContext) -> Iterable[MicroBatch]:
-        """The share of this rank in the held-out samples; nothing where there are none.
+        """This rank's part of the validation samples; empty if there are none.
 
-        The ranks that are left share those of lost ones. Collective where some may be lost.
+        The remaining ranks share the samples of lost ones. Collective if ranks may be lost.
         """
         if self.data.validation is None:
             return []
@@ -218,7 +218,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
         blueprint.whole_bytes,
         notes=(*blueprint.notes, *neutral_notes(job, model), *notes),
     )
-    # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
+    # A model that cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     return RunSetup(
         job=job,
@@ -240,10 +240,10 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
 def _followed_loss(
     job: Job, plan: Plan, data: Data, model: ModelSpec, blueprint: Blueprint
 ) -> tuple[Data, Loss, MicroBatch, list[str]]:
-    """The data with their task, the loss that is trained with, an example, and what to say of it.
+    """The data with their task, the loss of the run, an example, and lines on the loss.
 
     Raises:
-        ConfigError: data and model tell no loss, or the loss cannot be followed.
+        ConfigError: no loss follows from data and model, or its divisors cannot be found.
     """
     loss = _given_loss(job, data)
     is_given = loss is not None
@@ -277,7 +277,7 @@ def _followed_loss(
 
 
 def _given_loss(job: Job, data: Data) -> Loss | None:
-    """The loss that the job names, or the data bring; None where it is the task's own."""
+    """The loss that the job or the data name; None for the task's."""
     if job.model.loss is not None:
         return as_loss(load_object(job.model.loss, "model.loss"))
     return None if data.loss is None else as_loss(data.loss)
@@ -290,12 +290,12 @@ def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
     name, rate = job.optim.name, job.optim.lr
     return [
         f"optim: {name}, lr {rate:g} constant, no warm-up, no weight decay, no clipping: the "
-        "defaults, as nothing else is said. Set optim.KEY=VALUE"
+        "defaults, as no key of optim is set. Set optim.KEY=VALUE"
     ]
 
 
 def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
-    """The loss that a run is trained with; it counts what is right where the job asks for that.
+    """The loss of a run; with `log.accuracy` it also counts correct predictions.
 
     Raises:
         ConfigError: it cannot be counted from the loss of this job.
@@ -318,7 +318,7 @@ def _with_accuracy(job: Job, plan: Plan, data: Data, loss: Loss) -> Loss:
 
 
 def _file_schedule(job: Job, order: GlobalOrder, total_steps: int) -> Schedule | None:
-    """The scheduler of the job's DeepSpeed file; None where there is no such file or scheduler."""
+    """The scheduler of the job's DeepSpeed file; None without such a file or scheduler."""
     path = job.strategy.deepspeed_file
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""What all ranks of a run have to have been started with alike; see `bigtrain.ranks.agreement`."""
+"""The facts that must be equal on all ranks of a run; see `bigtrain.ranks.agreement`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.optim.whole import whole_optimizer
 from bigtrain.ranks.agreement import flattened, in_words
 
 _OWN_KEYS = ("data.workers", "mesh.setup_timeout")
-"""A rank may have others: nothing that the ranks do together depends on them."""
+"""Keys that may differ between ranks: nothing collective depends on them."""
 
 
 def start_facts(
@@ -28,15 +28,15 @@ def start_facts(
     one_node: bool,
     data: Data | None = None,
 ) -> dict[str, str]:
-    """The job of this rank, its model, loss, optimizer and data, and what it will run, in words.
+    """The job, model, loss, optimizer, data and plan of this rank, as text by name.
 
     Args:
         job: as loaded.
-        workload: of this rank; the model whole, its values are not looked at.
-        resolved: what will be run, with every choice made.
-        one_node: whether all ranks are on one node. Where they are on several, each node may have
-            the data at another path.
-        data: what is trained on, where the job says it.
+        workload: of this rank, with the whole model; values of weights are not read.
+        resolved: the plan, with every choice made.
+        one_node: whether all ranks are on one node. On several nodes each may have the data at
+            another path.
+        data: of the job; None where the user's loop has its own.
     """
     return {
         **_key_facts(job, one_node=one_node),
@@ -108,7 +108,7 @@ def _names_in_words(names: Collection[str]) -> str:
 def _model_facts(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         words = in_words(type(module))
-        if type(module).__module__.startswith("torch.nn."):  # others may say their address
+        if type(module).__module__.startswith("torch.nn."):  # others may contain an address
             words += f"({module.extra_repr()})"
         yield f"module {name or 'model'}", words
     for kind, tensors in (

@@ -1,7 +1,7 @@
 """The blocks of a job's model at work: seconds of each, forward and backward, and of an update.
 
-`bigtrain.timing.block_seconds` has the planner run it in a process of its own, which starts as many
-ranks as will share the device; each rank is this file again, and computes on its own:
+`bigtrain.timing.block_seconds` runs it in a new process, which starts as many ranks as will share
+the device. Each rank runs this file again, and computes independently:
 
     python bigtrain/engine/time_blocks.py --start N ANSWER REQUEST
     python bigtrain/engine/time_blocks.py ANSWER REQUEST          as a rank
@@ -13,7 +13,7 @@ micro-batch size, as JSON.
 import os
 import sys
 
-# As in train.py: a file run by its path has its own folder on sys.path, not the package's.
+# As in train.py: a file that is run by its path has its folder on sys.path, not the package's.
 if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -58,7 +58,7 @@ from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_w
 
 SCRIPT = Path(__file__)
 REPEATS = (3, 9)
-"""How often a micro-batch of one size is timed at least, and at most."""
+"""The least and the most repetitions of a micro-batch of one size."""
 SECONDS_A_SIZE = 1.0
 """For which it is repeated."""
 FREE_SHARE = 0.5
@@ -66,7 +66,7 @@ FREE_SHARE = 0.5
 
 
 class BlockStopwatch:
-    """Notes when blocks begin and end in one micro-batch.
+    """Records when blocks begin and end in one micro-batch.
 
     Args:
         model: with its blocks.
@@ -85,7 +85,7 @@ class BlockStopwatch:
             block.register_forward_hook(self._ends(name))
 
     def start(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self._moments = []
         self.note("start")
 
@@ -188,7 +188,7 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
     timed: list[BlockSeconds] = []
     before = _resident_bytes()
     for rows in wanted.rows:
-        # Twice the rows take twice of what has come, and other ranks as much.
+        # Twice the rows take twice the memory so far, on every rank.
         growth = 2 * (_resident_bytes() - before) if timed else 0
         free = free_host_bytes() or 0
         tight = context.device.type == "cpu" and growth * context.world_size > FREE_SHARE * free
@@ -200,7 +200,7 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
 
 
 def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
-    """The model with few of the blocks that are alike, and the others' weights never made."""
+    """The model with few of its equal blocks; weights of the others are never made."""
     model, blueprint = setup.blueprint.model, setup.blueprint
     short = shorten_model(model)
     if short is None:
@@ -216,7 +216,7 @@ def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
 
 
 def _runner(workload: Workload, plan: Plan, context: RunContext) -> LoopRunner:
-    """The plain loop, as one process has it."""
+    """The plain loop of one process."""
     alone = RunContext.alone(context.device, context.seed)
     root = WHOLE_MODEL.root(workload.model, workload.loss, plan, context.device)
     return LoopRunner(
@@ -281,7 +281,7 @@ def _repeat(
 def _block_shares(
     runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
 ) -> dict[BlockVariant, tuple[float, float]]:
-    """See `BlockSeconds.shares`: of a block in the middle; what it does not run is left out."""
+    """See `BlockSeconds.shares`: of a middle block; policies that it does not run are left out."""
     if len(names) < 2:
         return {}
     block = model.get_submodule(names[len(names) // 2])

@@ -1,4 +1,4 @@
-"""From a user's model, loss and optimizer to a workload, and to what is run on connected ranks."""
+"""Workloads of a user's model, loss and optimizer, and their plan on connected ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve_on_ranks(
     """Plan a job on ranks that are connected already. Collective.
 
     Args:
-        blueprint: of the model; it takes its inputs as the example has them from now on.
+        blueprint: of the model, which afterwards accepts inputs in the form of the example.
         loss: as the user gave it; followed on the example.
         optimizer: makes the optimizer from parameters.
         example: one micro-batch; needed by a strategy that cuts or slices the model.

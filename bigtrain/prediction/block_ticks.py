@@ -1,4 +1,4 @@
-"""Noting when each block of a model is computed with, forward and backward, and what it does."""
+"""Recording when each block of a model runs, forward and backward, and its operations."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Moment = Literal[
 
 
 _ALL = ""
-"""The name under which the whole model is followed."""
+"""The name of the whole model among the followed modules."""
 
 
 class BlockTickRecorder:
-    """The clock ticks at which blocks begin and end; nothing is kept alive by the noting.
+    """Records the clock ticks at which blocks begin and end; it keeps no tensor alive.
 
     Args:
-        model: hooks are put on its blocks, for good: give a copy.
-        tracker: whose clock it is.
-        names: of modules that are followed beside the blocks that share no parameter.
+        model: gets hooks on its blocks that are never removed, so pass a copy.
+        tracker: has the clock.
+        names: of further modules to follow, besides the blocks that share no parameter.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BlockTickRecorder:
         self._tracker = tracker
         self._modules = dict(independent_blocks(model))
         self.names = tuple(self._modules)
-        """Of the blocks that share no parameter."""
+        """The names of the blocks that share no parameter."""
         inside = {id(p) for block in self._modules.values() for p in block.parameters()}
         self._rest = [p for p in model.parameters() if id(p) not in inside]
         for name in names:
@@ -87,7 +87,7 @@ class BlockTickRecorder:
         self._notes[name].append((self._tracker.clock, what))
 
     def ticks(self, name: str, start: int, stop: int) -> dict[Moment, list[int]]:
-        """The moments of a block between two ticks, both included."""
+        """The ticks of a block between two ticks, both included."""
         found: dict[Moment, list[int]] = {}
         for tick, what in self._notes[name]:
             if start <= tick <= stop:
@@ -97,14 +97,14 @@ class BlockTickRecorder:
     def visits(
         self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, BlockTicks]:
-        """The modules that ran in a pass between two ticks, in their order.
+        """The modules that ran in a pass between two ticks, in order.
 
-        A block whose inputs need no gradient is taken to be done at the end of the pass.
+        The backward pass of a block whose inputs need no gradient ends with the pass.
 
         Args:
             start: of the pass.
             stop: of the pass.
-            names: of modules that are followed; left out, the blocks that share no parameter.
+            names: of followed modules; left out, the blocks that share no parameter.
         """
         wanted = self.names if names is None else [n for n in names if n in self._modules]
         every = {name: self.ticks(name, start, stop) for name in wanted}
@@ -115,7 +115,9 @@ class BlockTickRecorder:
                 continue
             begins = min(ticks.get("backward begins", [stop]))
             ends = max(ticks.get("backward ends", [stop]))
-            if ends in together:  # its own part of that gradient is there with its last parameter's
+            if (
+                ends in together
+            ):  # its part of that gradient is complete with that of its last parameter
                 ends = max(ticks.get("parameter's gradient", [ends]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
             own = list(self._modules[name].parameters())
@@ -123,10 +125,10 @@ class BlockTickRecorder:
         return dict(sorted(found, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
-        """What is in no block that is called, from the first moment of a pass to the last.
+        """The part of the model outside of called blocks, from begin to end of a pass.
 
         Its forward pass ends with the model's, before the loss. Its backward pass begins when the
-        gradient of the model's output is there: what the loss does by itself comes before.
+        gradient of the model's output exists, after the backward pass of the loss.
         """
         moments = self.ticks(_ALL, start, stop)
         begins = min(moments.get("backward begins", [start]))
@@ -135,19 +137,19 @@ class BlockTickRecorder:
         return _block_ticks(rest, (start, ends), (begins, stop))
 
     def _only_used(self, start: int, stop: int) -> Iterator[nn.Parameter]:
-        """Parameters of blocks that a pass trains without calling them, by methods for example."""
+        """Parameters of blocks that are used without a call of the block, as by its methods."""
         for name in self.names:
             moments = self.ticks(name, start, stop)
             if "forward begins" not in moments and "parameter's gradient" in moments:
                 yield from self._modules[name].parameters()
 
     def loss_ticks(self, start: int, turn: int) -> int:
-        """How many ticks of a forward pass come after the model's own."""
+        """The ticks of a forward pass after the model's, which are those of the loss."""
         return turn - max(self.ticks(_ALL, start, turn).get("forward ends", [turn]))
 
 
 def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:
-    """Ticks at which the gradient of an input is there that several blocks have."""
+    """Ticks at which the gradient of an input that several blocks share is complete."""
     last = (max(ticks["backward ends"]) for ticks in every.values() if "backward ends" in ticks)
     return {tick for tick, times in Counter(last).items() if times > 1}
 
@@ -171,11 +173,11 @@ def _block_ticks(
 
 
 class SectionHooks:
-    """Notes what every operation does, and what blocks are called with.
+    """Records every operation, and the inputs of blocks.
 
     Args:
         names: of the blocks.
-        contiguous_gradients: gradients that come back to a block lie as its output does.
+        contiguous_gradients: whether gradients of a block's output have the output's layout.
     """
 
     def __init__(self, names: Sequence[str], *, contiguous_gradients: bool = False) -> None:
@@ -184,17 +186,17 @@ class SectionHooks:
         """See `RecordedSections.copies_gradient`."""
         self._contiguous_gradients = contiguous_gradients
         self.work: list[tuple[float, ...]] = []
-        """(clock, flops, flops in bf16, bytes, how often it is done, m, n, k, batch) of each."""
+        """(clock, FLOPs, FLOPs in bf16, bytes, number of calls, m, n, k, batch) of each."""
         self.incoming: list[tuple[int, str, tuple[int, int, int]]] = []
-        """(clock, block, bytes that it is called with, those that a gradient goes back to, those
-        that are stretches of a sequence)"""
+        """(clock, block, bytes of its inputs, those that get a gradient, those that are sequence
+        shards)"""
         self.used: dict[str, set[int]] = {}
-        """When each tensor of the model was used in the first micro-batch of all."""
+        """When each tensor of the model was used in the very first micro-batch."""
         self._owners: dict[int, str] = {}
         self.clock: Callable[[], int] = lambda: 0
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Put hooks on the blocks, for good; see `record.InstallHooks`. Earlier notes go."""
+        """Put hooks on the blocks and drop earlier records; see `record.InstallHooks`."""
         for notes in (self.work, self.incoming, self.used, self._owners):
             notes.clear()
         self.clock = lambda: tracker.clock
@@ -203,7 +205,7 @@ class SectionHooks:
             block.register_forward_pre_hook(self._before(name), with_kwargs=True)
             is_sent = (
                 self._contiguous_gradients and name != self.names[-1]
-            )  # the last one's is not sent
+            )  # the output of the last block is not sent
             block.register_forward_hook(self._after(is_sent=is_sent))
         for tensors in (fake.named_parameters(), fake.named_buffers()):
             for name, tensor in tensors:

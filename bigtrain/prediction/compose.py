@@ -1,4 +1,4 @@
-"""Sections put together to a profile: of a whole model, or of one stage of it."""
+"""Composing sections into the profile of a whole model, or of one stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bigtrain.slicing.scatter_gather import scattered_bytes
 
 _MOST = 0.75
 _NUMBER_BYTES = 8
-"""What is not larger is a number, as a step count or a norm, and no copy of a parameter."""
+"""A smaller storage is a number such as a step count or a norm, not a copy of a parameter."""
 
 
 def compose_profile(
@@ -36,12 +36,12 @@ def compose_profile(
     """The profile of some sections in a row, as `record.make_profile` would make it.
 
     Args:
-        base: the run that says what the optimizer's step takes.
-        sections: in the order of the forward pass; their names tell blocks from one another.
-        after: the section that follows on another rank; None where these end the model.
-        recomputed: the names of the blocks that are computed again.
-        released: whether gradients go as soon as they are used.
-        dealt: over how many ranks the stage's inputs and outputs are scattered: see
+        base: the run that shows the memory of the optimizer's step.
+        sections: in the order of the forward pass, with different names.
+        after: the section that follows on another rank; None if these end the model.
+        recomputed: the names of the recomputed blocks.
+        released: whether gradients are freed as soon as they are used.
+        dealt: the number of ranks over which the stage's inputs and outputs are scattered; see
             `slicing.scatter_gather`.
     """
     if base.profile is not None:
@@ -93,7 +93,7 @@ def compose_profile(
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:
-    """Name, bytes and kind of what is trained."""
+    """Name, bytes and dtype of each trained tensor."""
     return tuple(
         (f"{section.name} {t.name}".strip(), t.nbytes, t.kind)
         for section in sections
@@ -105,10 +105,10 @@ def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], .
 def with_split_backward(
     whole: Profile, sections: Sequence[PassPair], dealt: tuple[int, int] = (1, 1)
 ) -> Profile:
-    """The profile of a stage that may go back in two parts, too.
+    """The profile of a stage whose backward pass may be split in two.
 
     Args:
-        whole: of the same stage, where it goes back in one part.
+        whole: of the same stage, with whole backward passes.
         sections: of the stage.
         dealt: see `stage_ends`.
     """
@@ -122,7 +122,7 @@ def with_split_backward(
 
 
 def stage_ends(first: Section, after: Section | None, dealt: tuple[int, int]) -> tuple[int, int]:
-    """Over how many ranks the storages that come in, and go out, are dealt: stretches over none.
+    """The number of ranks that inputs and outputs are scattered over; sequence shards are not.
 
     Args:
         first: of the stage.
@@ -135,31 +135,31 @@ def stage_ends(first: Section, after: Section | None, dealt: tuple[int, int]) ->
 
 
 def wire_bytes(section: Section, ranks: int) -> tuple[int, int]:
-    """Of what comes into a section, and of its gradients, the bytes that a rank is sent.
+    """The bytes of a section's inputs, and of their gradients, that one rank receives and sends.
 
     Args:
-        section: a block that a stage begins with.
-        ranks: over which is dealt what all of them have.
+        section: the first block of a stage.
+        ranks: over which tensors that all ranks have are scattered.
     """
     there, back = (scattered_bytes(whole, ranks) for whole in _whole(section))
     return section.stretches + there, section.stretches + back
 
 
 def _gathered(section: Section | None, ranks: int) -> tuple[int, int]:
-    """Of those the bytes of all parts, where such are sent, and gathered."""
+    """The bytes of whole tensors among these that are sent in parts and gathered."""
     there, back = (n if scattered_bytes(n, ranks) < n else 0 for n in _whole(section))
     return there, back
 
 
 def _whole(section: Section | None) -> tuple[int, int]:
-    """What all ranks have of what comes into a section, and of its gradients."""
+    """The bytes of a section's inputs, and of their gradients, that all ranks have equal."""
     if section is None:
         return 0, 0
     return section.incoming - section.stretches, section.incoming_gradients - section.stretches
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:
-    """The states of some sections, bytes of one process that has them whole."""
+    """Bytes of the states of some sections, whole in one process."""
     tensors = _distinct(sections)
     return Breakdown(
         parameters=sum(t.nbytes for t in tensors if not t.is_buffer),
@@ -170,12 +170,12 @@ def section_states(sections: Sequence[Section]) -> Breakdown:
 
 
 def count_parameters(sections: Sequence[Section], *, trained: bool = False) -> int:
-    """The parameters of some sections, or those that are trained, each once."""
+    """The parameters of some sections, or only the trained ones, each once."""
     return sum(t.numbers for t in _distinct(sections) if t.trained or not (trained or t.is_buffer))
 
 
 def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:
-    """Every tensor once: those of blocks as they are, those outside by their names."""
+    """Every tensor once: those of blocks unchanged, those outside of blocks by their names."""
     outside = {t.name: t for s in sections if not s.name for t in s.tensors}
     return [*outside.values(), *(t for s in sections if s.name for t in s.tensors)]
 
@@ -196,11 +196,11 @@ def _rest(
 
 
 def merge_steps(profiles: Sequence[Profile]) -> Profile:
-    """A rank with several stages as its one optimizer sees it: all their parameters, one step.
+    """The profile of a rank with several stages, for the one step of their optimizer.
 
-    Only what the optimizer's step depends on is that of all stages. Where it works on all
-    parameters at once the stages' steps are side by side, the shorter ones drawn out to the
-    longest; where it goes through them one by one they follow each other.
+    Only the fields that the optimizer's step depends on are of all stages. If it works on all
+    parameters at once, the stages' steps overlap, the shorter ones stretched to the longest; if it
+    works on one parameter at a time, they follow each other.
     """
     goes_one_by_one = all(
         _goes_one_by_one(p.step, [size for _, size, _ in p.tensors]) for p in profiles
@@ -234,21 +234,21 @@ def _begin(profile: Profile) -> int:
 
 
 def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
-    """Whether an optimizer goes through its parameters one by one, or works on all at once.
+    """Whether an optimizer updates its parameters one by one, and not all at once.
 
-    At once there is a copy of most of them at the highest moment; one by one there may be as many
-    storages, but all of them are of one parameter.
+    At once, copies of most parameters exist at the peak; one by one, there may be as many storages,
+    but all are of one parameter.
 
     Args:
-        step: recorded.
-        sizes: bytes of the parameters that it was recorded with.
+        step: the recorded timeline.
+        sizes: bytes of the parameters of that run.
     """
     highest = step.highest_tick()
     alive = Counter(
         s.nbytes for s in step.spans if s.birth <= highest < s.death and s.nbytes > _NUMBER_BYTES
     )
     wanted = Counter(size for size in sizes if size > _NUMBER_BYTES)
-    copied = max(  # in the precision of the parameters, in half and in double of it
+    copied = max(  # in the precision of the parameters, half of it, or double
         sum(min(count, alive[round(size * factor)]) for size, count in wanted.items())
         for factor in (1, 0.5, 2)
     )
@@ -256,10 +256,9 @@ def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
 
 
 def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
-    """The optimizer's step on other parameters than those that it was run on.
+    """The timeline of the optimizer's step on other parameters than those of the recorded run.
 
-    Where it works on all of them at once what it needs grows with them; where it goes through them
-    one by one it does not.
+    If it works on all parameters at once, its memory grows with them; one by one, it does not.
     """
     recorded_tensors = [t for t in _distinct(base.sections) if t.trained]
     if _goes_one_by_one(base.step, [t.nbytes for t in recorded_tensors]):
@@ -279,12 +278,12 @@ def _wires(
 def _gathers(
     first: Section, after: Section | None, dealt: tuple[int, int]
 ) -> Iterator[TensorExchange]:
-    """What is gathered of what comes in, and of the gradients that come back."""
+    """The bytes that are gathered of inputs, and of the gradients of outputs."""
     for nbytes in (_gathered(first, dealt[0])[0], _gathered(after, dealt[1])[1]):
         if nbytes:
             yield TensorExchange("all_gather", nbytes)
 
 
 def renamed(section: Section, name: str) -> Section:
-    """The same for another block."""
+    """The same section for another block."""
     return replace(section, name=name)

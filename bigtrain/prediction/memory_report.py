@@ -20,14 +20,14 @@ from bigtrain.units import format_bytes
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a step was expected to take, or why nobody can say."""
+    """The forecast seconds of a step, or why there is no forecast."""
 
     seconds: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the parts, which sum to it."""
+    """Seconds by part; they sum to `seconds`."""
     basis: StepBasis = "rates"
     source: str = "nothing was forecast"
-    """What it goes by, in words; where there is none, why not."""
+    """The source of the forecast, in words; why there is none, if there is none."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,30 @@ class StepMeasurement:
     seconds: float
     """Their median."""
     cpu: CpuUse
-    """From the first of them on."""
+    """CPU time since the first of them."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank: what was measured, and what had been predicted. Sizes in bytes."""
+    """Memory of one rank, measured and predicted. Sizes in bytes."""
 
     rank: int
     measured: MemoryMeasurement
     predicted: Peak | None
     note: str | None = None
-    """Why there is no prediction, where there is none."""
+    """Why there is no prediction; None if there is one."""
     steps: StepMeasurement | None = None
-    """None where every step was tracked."""
+    """None if memory was tracked in every step."""
     predicted_state: StatePeaks = StatePeaks()
-    """Of a save and of a resume; measured ones are in `measured`."""
+    """Predicted peaks of a save and of a resume; the measured ones are in `measured`."""
     volume: StepVolume | None = None
-    """What the rank has exchanged in a step; None where that could not be counted."""
+    """Bytes that the rank exchanged in a step; None if they could not be counted."""
     predicted_volume: StepVolume | None = None
 
     def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
-        """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
+        """Predicted less measured bytes of a kind, or of the peak, which is the sum over kinds.
 
-        None where either is missing.
+        None if either is missing.
         """
         measured, predicted = self.measured.peak, self.predicted
         if measured is None or predicted is None:
@@ -106,7 +106,7 @@ class RankMemory:
         return entry
 
     def _traffic_json(self) -> dict[str, dict[str, int | None]]:
-        """Bytes of a step by the kind of exchange."""
+        """Bytes of a step by kind of exchange, measured and predicted."""
         pair = (("", self.volume), ("predicted_", self.predicted_volume))
         return {
             kind: {
@@ -148,19 +148,19 @@ class MemoryReport:
 
     @property
     def steps(self) -> StepMeasurement | None:
-        """Of the first rank; all wait for one another in every step."""
+        """The steps of the first rank; in a step all ranks wait for each other."""
         return self.ranks[0].steps if self.ranks else None
 
     @property
     def step_error(self) -> float | None:
-        """Predicted over measured seconds, less one; None where either is missing."""
+        """Predicted divided by measured seconds, less one; None if either is missing."""
         if self.step.seconds is None or self.steps is None:
             return None
         return self.step.seconds / self.steps.seconds - 1
 
     @property
     def busy(self) -> bool:
-        """Whether others took the cores while steps were measured."""
+        """Whether other processes used the cores while steps were measured."""
         uses = [rank.steps.cpu for rank in self.ranks if rank.steps is not None]
         return bool(uses) and is_busy(uses)
 
@@ -189,7 +189,7 @@ class MemoryReport:
         )
 
     def residuals(self, engine: EngineName, precision: str) -> list[PeakRecord]:
-        """What the run says about predictions: an entry for each rank that has both figures."""
+        """Residuals of the peaks: an entry for each rank with a predicted and a measured peak."""
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         records = []
         for rank in self.ranks:
@@ -211,7 +211,7 @@ class MemoryReport:
         return records
 
     def step_residual(self, engine: EngineName) -> StepRecord | None:
-        """What the run says about forecasts of seconds; None where the machine was busy."""
+        """The residual of the seconds of a step; None if the machine was busy."""
         measured, predicted = self.steps, self.step.seconds
         if measured is None or not predicted or not measured.seconds or self.busy:
             return None
@@ -268,22 +268,22 @@ def _shown(nbytes: Any) -> str:
 
 @dataclass(frozen=True)
 class FullestRank:
-    """The highest predicted peak of all ranks, and who has it."""
+    """The highest predicted peak of all ranks, and the rank that has it."""
 
     peak: Peak
     rank: int
-    """The first that has it."""
+    """The first rank with this peak."""
     num_ranks: int
     alike: bool
-    """Whether every rank needs as much."""
+    """Whether all ranks have the same peak."""
     save: StatePeak | None = None
-    """The highest of a save, whichever rank has it."""
+    """The highest predicted peak of a save, of any rank."""
 
     @classmethod
     def among(
         cls, peaks: Mapping[int, Peak], saves: Mapping[int, StatePeak | None] | None = None
     ) -> FullestRank | None:
-        """The fullest of some ranks; None where no peak is known."""
+        """The fullest of some ranks; None if no peak is known."""
         if not peaks:
             return None
         rank = max(peaks, key=lambda one: (peaks[one].bytes, -one))
@@ -299,9 +299,9 @@ class FullestRank:
         """The fullest rank of the run, on rank 0; None elsewhere. Collective.
 
         Args:
-            context: of all ranks.
-            peak: predicted for this one.
-            save: predicted for a save of this one.
+            context: the ranks.
+            peak: predicted for this rank.
+            save: predicted for a save on this rank.
         """
         every = context.gather_objects((peak, save))
         known = {n: own for n, own in enumerate(every or []) if own is not None}

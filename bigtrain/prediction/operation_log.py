@@ -1,4 +1,4 @@
-"""What the operations of a run on fake tensors take: arithmetic, and bytes read and written."""
+"""The FLOPs and bytes of each operation of a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from bigtrain.tensors.op_cost import ProductSize, bytes_touched, flops_of, produ
 
 
 class Operation(NamedTuple):
-    """One operation as it was called."""
+    """One call of an operation."""
 
     func: Any
-    """None for a fused kernel of a compiled block."""
+    """The operation; None for a fused kernel of a compiled block."""
     args: Any
     kwargs: Any
     result: Any
@@ -36,26 +36,26 @@ class Operation(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of matrix products, convolutions and attention."""
+        """FLOPs of matrix products, convolutions and attention; 0 for others."""
         if self.func is None:
             return 0.0
         return float(flops_of(self.func, self.args, self.kwargs, self.result))
 
     @property
     def product(self) -> ProductSize:
-        """The sizes of one that has FLOPs."""
+        """The sizes (m, n, k, batch) of an operation with FLOPs."""
         return product_size(self.func, self.args, self.result)
 
     @property
     def nbytes(self) -> float:
-        """Read and written."""
+        """Bytes read and written."""
         return float(bytes_touched(self.given, self.is_result))
 
 
 class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of each operation on fake tensors that makes one, once it is done.
+    """Reports each operation on fake tensors that returns a tensor, after it is done.
 
-    Of a compiled block: of its products, and of each kernel that is fused of other operations.
+    For a compiled block it reports the matrix products, and each fused kernel of other operations.
     """
 
     def __init__(self, note: Callable[[Operation], None]) -> None:
@@ -77,13 +77,15 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
+        """Stay active while a compiled block runs, without seeing operations of the compilation."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
         del types
-        if func is torch.ops.prim.device.default:  # asked more often than all else together
+        if (
+            func is torch.ops.prim.device.default
+        ):  # called more often than all other operations together
             return args[0].fake_device
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -92,7 +94,7 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def behind(self, tracker: StorageTracker) -> Iterator[None]:
-        """Tell of what a tracker sees: a second mode would take longer than all that it notes."""
+        """Report the operations that a tracker sees: a second dispatch mode would be slower."""
         before, tracker.told = tracker.told, self._seen
         try:
             with kernels_announced(self._kernel):
@@ -103,7 +105,7 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = _tensors_among((result,))
         is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
-        if made and not is_buffer:  # without one it is a question about a tensor
+        if made and not is_buffer:  # without a result it is a query about a tensor
             given = _tensors_among(args)
             if kwargs:
                 given += _tensors_among(kwargs.values())
@@ -111,7 +113,7 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """All tensors; most values are one or none, and `tree_leaves` takes its time for those, too."""
+    """All tensors in a value. Most values are one or none, for which `tree_leaves` is slow."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -123,11 +125,11 @@ def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 @dataclass
 class BlockCost:
-    """Seconds of one forward pass of one micro-batch, at given rates."""
+    """The seconds of one forward pass of a module over one micro-batch, at given rates."""
 
     whole: float = 0.0
     between: float = 0.0
-    """Of what `selective` computes again."""
+    """Seconds of the operations that `selective` recomputes."""
 
 
 def block_costs(
@@ -140,17 +142,17 @@ def block_costs(
     bf16: bool = False,
     of_cuda: bool = False,
 ) -> dict[str, BlockCost]:
-    """What each of these modules takes in a forward pass; `""` is the whole model.
+    """The cost of each module in a forward pass; `""` is the whole model.
 
-    An operation takes as long as its arithmetic or its reading and writing, whichever is longer
+    An operation takes the time of its FLOPs or of its reads and writes, whichever is longer
     (Williams et al. 2009, Roofline).
 
     Args:
-        model: on any device; it is left as it is.
+        model: on any device; it is not changed.
         names: of the modules.
-        micro_batch: one of the run's size.
+        micro_batch: of the size of the run's.
         rates: of the device.
-        device: whose kernels are meant.
+        device: the device whose kernels are assumed.
         bf16: whether autocast is on.
         of_cuda: see `stands_for_cuda`.
     """

@@ -1,4 +1,4 @@
-"""What a run will need on one rank, before anything is built: profile, techniques, peak."""
+"""The prediction of one rank before anything is built: profile, techniques, peak."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from bigtrain.tracing.watch import untraceable_reason
 
 @dataclass(frozen=True)
 class Prediction:
-    """One rank's peak, or why there is none; and what the techniques advise, a line each."""
+    """The predicted peak of one rank, or why there is none, with the techniques' advice."""
 
     peak: Peak | None
-    """Of the fullest replica."""
+    """The peak of the replica that needs the most."""
     note: str | None = None
     advice: list[str] = field(default_factory=list)
     own_peak: Peak | None = None
-    """Of the replica that was asked about."""
+    """The peak of the replica that was asked for."""
     states: Breakdown | None = None
-    """What that replica holds at every moment of a step, and between steps; a batch is in it."""
+    """The bytes that this replica holds at every moment, also between steps; with a batch."""
     host_bytes: int = 0
-    """The most that this rank's saved activations take of the host's memory: of a run on an
-    accelerator that offloads them there."""
+    """The most host memory of this rank's saved activations, if the run is on an accelerator and
+    offloads them to the host."""
     volume: StepVolume | None = None
-    """What this rank exchanges in a step, as the techniques say."""
+    """The bytes that this rank exchanges in a step, by the techniques' `traffic`."""
 
 
 def predict(
@@ -51,11 +51,11 @@ def predict(
     """Predict one rank.
 
     Args:
-        resolved: what will be run.
+        resolved: the plan of the run.
         workload: with an example.
-        pp_rank: which of them.
-        dp_rank: which replica; None for the fullest, where they are not alike.
-        tp_rank: whose slices.
+        pp_rank: the rank's place on the pp axis.
+        dp_rank: its place on the dp axis; None for the replica that needs the most.
+        tp_rank: its place on the tp axis.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size.
@@ -85,7 +85,7 @@ def predict(
 
 
 def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> list[Peak]:
-    """The highest moments before the first step."""
+    """The peaks before the first step, while the model is built."""
     peaks = [Peak("build", forecast.building)]
     if workload.whole_bytes:
         beside = forecast.added_to_whole
@@ -97,7 +97,7 @@ def _built(forecast: Forecast, resolved: ResolvedPlan, workload: Workload) -> li
 
 
 def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
-    """The most of a rank's slices beside what is left whole, of which each goes with its slice."""
+    """The peak, above the whole model, while its tensors are replaced by slices one by one."""
     there = most = 0
     for name, parameter in model.named_parameters():
         if name in slices.by_name:
@@ -108,7 +108,7 @@ def _first_slice_bytes(slices: ModelSlices, model: nn.Module) -> int:
 
 
 def _not_compiled(profiles: Sequence[Profile]) -> str | None:
-    """What is said where blocks are compiled in the run and not in the forecast."""
+    """A line if blocks are compiled in the run, and not in the forecast."""
     reason = next((p.not_compiled for p in profiles if p.not_compiled is not None), None)
     if reason is None:
         return None
@@ -116,29 +116,29 @@ def _not_compiled(profiles: Sequence[Profile]) -> str | None:
 
 
 def _way(profiles: Sequence[Profile]) -> str | None:
-    """What is said of a model whose passes may go several ways."""
+    """A line on a model whose passes may take several branches."""
     reason = next((p.branch_condition for p in profiles if p.branch_condition is not None), None)
-    return None if reason is None else f"{reason}: bytes are forecast for the fullest way"
+    return None if reason is None else f"{reason}: bytes are forecast for the largest branch"
 
 
 @dataclass(frozen=True)
 class RankForecast:
-    """One rank before anything is built."""
+    """The forecast of one rank before anything is built."""
 
     forecast: Forecast | None
-    """Of its whole step; None where it cannot be known."""
+    """The forecast of its whole step; None if there is none."""
     note: str | None = None
-    """Why not."""
+    """Why there is no forecast."""
     profiles: tuple[Profile, ...] = ()
-    """Of the model, or of each of the rank's stages."""
+    """The profiles of the model, or of each of the rank's stages."""
     unit_forecasts: tuple[Forecast, ...] = ()
-    """What the techniques make of each profile: of one micro-batch."""
+    """For each profile the forecast of one micro-batch with all techniques."""
     host_bytes: int = 0
     """See `Prediction.host_bytes`."""
 
 
 def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> RankForecast:
-    """Profile what is on one rank, and forecast its step. See `predict`.
+    """Profile the model or the stages of one rank, and forecast its step. See `predict`.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size, or with this model.
@@ -185,7 +185,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
 
 
 def _host_bytes(plan: Plan, profiles: Mapping[int, Profile], in_flight: Sequence[int]) -> int:
-    """What activations take of the host: of each stage those of the most micro-batches at once."""
+    """Host bytes of offloaded activations: of each stage, those of its micro-batches in flight."""
     if plan.offload_tiers.activations != "cpu" or not plan.moves_activations:
         return 0
     return sum(
@@ -195,10 +195,10 @@ def _host_bytes(plan: Plan, profiles: Mapping[int, Profile], in_flight: Sequence
 
 
 def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None:
-    """Run each stage on its own: a block may bear being computed again but as the first of one.
+    """Run each stage alone: recomputation may fail only for the block that begins a stage.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a stage does not run.
     """
     for stage in range(stages):
         try:
@@ -214,7 +214,7 @@ def _by_stages(resolved: ResolvedPlan) -> bool:
 
 
 def collect_advice(profile: Profile, plan: Plan) -> list[str]:
-    """What each technique has to say where it cannot help, a line each."""
+    """The advice of techniques that cannot help, a line each."""
     lines = []
     predicted = Forecast.of(profile)
     for technique in plan.in_order:
@@ -228,12 +228,12 @@ def collect_advice(profile: Profile, plan: Plan) -> list[str]:
 def forecast_stages(
     profiles: Mapping[int, Profile], plan: Plan, known: dict[int, Forecast] | None = None
 ) -> dict[int, Forecast]:
-    """Each stage of a rank, of one micro-batch; the lowest has the optimizer's step of all.
+    """Forecast each stage of a rank over one micro-batch; the first has the step of all stages.
 
     Args:
         profiles: of the rank's stages.
-        plan: whose techniques turn them.
-        known: of each profile by itself, by its id; those that are new are put in.
+        plan: with the techniques to apply.
+        known: forecasts of single profiles, by the profile's id; new ones are added.
     """
     known = {} if known is None else known
     for profile in profiles.values():
@@ -249,12 +249,12 @@ def forecast_stages(
 
 
 def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
-    """One rank's step, as its schedule has it.
+    """Forecast one rank's step in the order of its schedule.
 
     Args:
-        forecasts: of its stages; the whole model, where that is not cut, is stage 0.
-        plan: what will be run.
-        pp_rank: the rank.
+        forecasts: of its stages; a model that is not cut is stage 0.
+        plan: of the run.
+        pp_rank: the rank's place on the pp axis.
     """
     cut_strategy = plan.techniques.get("cut")
     actions = None
@@ -267,7 +267,7 @@ def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: i
 
 
 def forecast_step(profile: Profile, plan: Plan) -> Forecast:
-    """Predict one rank's memory: each technique turns the forecast of those before it."""
+    """Forecast a profile: each technique changes the forecast of those before it."""
     predicted = Forecast.of(profile)
     for technique in plan.in_order:
         predicted = technique.estimate(predicted, profile, plan)

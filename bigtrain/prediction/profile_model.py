@@ -12,7 +12,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import tracing_device
-from bigtrain.prediction.fullest_way import WAYS, OneWay
+from bigtrain.prediction.largest_branch import BRANCHES, OneBranch
 from bigtrain.prediction.record import profile_from_run, record_steps
 from bigtrain.prediction.state_figures import state_bytes, storage_bytes
 from bigtrain.tracing.watch import untraceable_reason
@@ -21,14 +21,14 @@ from bigtrain.tracing.watch import untraceable_reason
 def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     """Run two optimizer steps on fake tensors, the second one of two micro-batches.
 
-    Of a model that may go several ways the fullest one is run, in every micro-batch.
+    If passes of the model may take several branches, every micro-batch takes the largest one.
 
     Args:
         workload: with an example.
-        resolved: for the precision, the clipping, the device and what blocks keep.
+        resolved: with precision, clipping, device and policies.
 
     Returns:
-        The profile; with only the states in it, and the reason, where the model cannot run so.
+        The profile; if the model cannot run on fake tensors, only its states and the reason.
     """
     device = tracing_device(resolved.plan.device_type)
     error: Exception | None = None
@@ -39,42 +39,44 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
             error = raised
     try:
         return _fullest_profile(workload, resolved, device)
-    except Exception as raised:  # noqa: BLE001 - the same, with answers that are made up
+    except Exception as raised:  # noqa: BLE001 - the same, with made-up answers
         reason = untraceable_reason(error or raised)
         return profile_states_only(workload.model, workload.micro_batch, reason)
 
 
 def _fullest_profile(workload: Workload, resolved: ResolvedPlan, device: torch.device) -> Profile:
-    """Of the way through a model that comes by most of it, and of these the one that takes most.
+    """The profile of the branch that uses the most parameters, and among these the most memory.
 
     Raises:
-        Exception: no way is known; of any kind that the model's own code raises.
+        Exception: no branch runs; of any kind that the model's code raises.
     """
     found: list[tuple[tuple[int, int], Profile]] = []
     error: Exception | None = None
-    for answer, passes in WAYS:
-        way = OneWay(answer, passes)
+    for answer, passes in BRANCHES:
+        branch = OneBranch(answer, passes)
         try:
-            run = record_steps(workload, resolved, device, way, [way.install])
+            run = record_steps(workload, resolved, device, branch, [branch.install])
             profile = profile_from_run(run, resolved.plan)
         except Exception as raised:  # noqa: BLE001 - user code of any kind runs here
             error = error or raised
             continue
-        profile = replace(profile, branch_condition=_way_taken(way, resolved))
+        profile = replace(profile, branch_condition=_branch_taken(branch, resolved))
         peak = max(one.peak().bytes for one in profile.passes.values())
-        found.append(((-way.left_out, peak), profile))
-        if not way.left_out:
+        found.append(((-branch.left_out, peak), profile))
+        if not branch.left_out:
             break
     if not found:
-        raise error or RuntimeError("no way through the model is known")
+        raise error or RuntimeError("no branch of the model runs on fake tensors")
     return max(found, key=lambda one: one[0])[1]
 
 
-def _way_taken(way: OneWay, resolved: ResolvedPlan) -> str:
-    """What makes a model's way."""
+def _branch_taken(branch: OneBranch, resolved: ResolvedPlan) -> str:
+    """A clause on the reason for different branches."""
     if resolved.routes.vary:
         return f"not every pass uses {resolved.routes.names}"
-    asked = "the model changes its way" if way.question is None else f"{way.question} decides"
+    asked = (
+        "the model changes its branch" if branch.question is None else f"{branch.question} decides"
+    )
     return f"{asked} what a pass does"
 
 

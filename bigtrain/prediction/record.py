@@ -1,7 +1,7 @@
-"""A model's memory before anything runs: the plain loop, once over on fake tensors.
+"""Recording a model's memory before a run: the plain loop, on fake tensors.
 
-The same loop, loss and optimizer as in the run, under the same tracker; only the numbers in
-the tensors are missing. So the timelines are those of the run, storage by storage.
+It is the loop, loss and optimizer of the run, under the same tracker; only the values in the
+tensors are missing. So the timelines equal those of the run, storage by storage.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from bigtrain.tracing.watch import untraceable_reason
 
 
 class FakeMeter(MemoryMeter):
-    """A meter that does nothing but track."""
+    """A meter that only tracks."""
 
     def __init__(self, tracker: StorageTracker, device: torch.device) -> None:  # no super: no reset
         self.device = device
@@ -78,10 +78,10 @@ class GradientTicks:
 
 @dataclass(frozen=True)
 class FakeRun:
-    """Two steps on fake tensors, the second of two micro-batches, and what was noted meanwhile."""
+    """The record of two steps on fake tensors, the second one of two micro-batches."""
 
     model: nn.Module
-    """The fake twin."""
+    """The copy of the model without values."""
     runner: LoopRunner
     choices: Mapping[str, BlockPolicy]
     timeline: Timeline
@@ -94,11 +94,11 @@ class FakeRun:
     gradients: GradientTicks
     """When the first micro-batch of the second step makes gradients."""
     exchange_log: Sequence[tuple[int, TensorExchange]] = ()
-    """Those of all steps, each with its tick."""
+    """The exchanges of all steps, each with its tick."""
     first_step: FakeRun | None = None
-    """The first step, where it was taken with two micro-batches of another size."""
+    """The first step, if it had two micro-batches of another size."""
     later: FakeRun | None = None
-    """The third step, where there is one."""
+    """The third step, if there was one."""
     not_compiled: str | None = None
     """See `Profile.not_compiled`."""
     step_memory: StepMemory | None = None
@@ -107,12 +107,12 @@ class FakeRun:
     """See `Profile.early_share`."""
 
     def window(self, number: int) -> Timeline:
-        """The first micro-batch, the next, or the step: 0, 1, 2."""
+        """The timeline of the first micro-batch (0), the next (1), or the optimizer's step (2)."""
         return timeline_window(self.timeline, *self.marks[number : number + 2])
 
 
 InstallHooks = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
-"""Given the fake twin and the clock; entered around all passes."""
+"""Called with the fake model and the tracker; the result is entered around all passes."""
 
 
 def record_steps(
@@ -123,21 +123,21 @@ def record_steps(
     hooks: Sequence[InstallHooks] = (),
     earlier_batch: MicroBatch | None = None,
 ) -> FakeRun:
-    """Take a fake twin of a model, or of a part of it, through the plain loop.
+    """Run a fake copy of a model, or of a part of it, in the plain loop.
 
-    Where blocks are compiled their programs are run, or, if torch makes none without numbers, the
-    blocks as they are written.
+    If blocks are compiled, their programs are run; if torch cannot compile them without values,
+    the blocks are run as written.
 
     Args:
         workload: with an example.
-        resolved: as in the run; its layout is not looked at.
-        device: whose kernels decide what is saved.
-        unit: what of the model.
-        hooks: what else is noted.
+        resolved: of the run; its layout is ignored.
+        device: the device whose kernels are assumed; they decide which tensors are saved.
+        unit: the part of the model that is run.
+        hooks: further recorders.
         earlier_batch: a micro-batch of another size, for the first step.
 
     Raises:
-        Exception: of any kind that the model's own code raises where it sees no numbers.
+        Exception: of any kind that the model's code raises on tensors without values.
     """
     if not resolved.plan.compiles_blocks:
         return _record(workload, resolved, device, unit, hooks, earlier_batch)
@@ -160,7 +160,7 @@ def _step_memory(
 def _fake_model(
     workload: Workload, resolved: ResolvedPlan, device: torch.device, exchanges: ExchangeLog
 ) -> tuple[nn.Module, SlicedState | None]:
-    """The model without numbers as the run has it: its types, its memory format, its slices."""
+    """The model without values, with the dtypes, memory format and slices of the run."""
     plan = resolved.plan
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
     for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
@@ -178,7 +178,7 @@ def _fake_model(
 
 
 def _cast_inputs(root: nn.Module, plan: Plan) -> None:
-    """Have the model and its blocks called with numbers in bf16, where a technique does it."""
+    """Cast floating-point inputs of the model and its blocks to bf16, if a technique does."""
     if not (plan.bf16_parameters and plan.replicate.casts_inputs):
         return
 
@@ -214,7 +214,9 @@ def _record(
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
     mode = FakeMode(of_cuda=of_cuda)
-    watching = tracker if plan.compiles_blocks else tracker.behind(mode)  # programs see modes alone
+    watching = (
+        tracker if plan.compiles_blocks else tracker.behind(mode)
+    )  # compiled programs see only modes
     with program, mode, watching:
         fake, slices = _fake_model(workload, resolved, device, exchanges)
         root = unit.root(fake, workload.loss, plan, device)
@@ -241,35 +243,51 @@ def _record(
             replaced = root if plan.replicate.replaces_products else None
             products = ReplacedProducts(replaced, lambda: tracker.clock)
             noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
-            for hook in hooks:  # before the ticks: what they do to a gradient comes before it
+            for hook in hooks:  # before the tick hooks, because they change gradients first
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)
             births: list[GradientTicks] = []
             marks = unit.steps(runner, batches, partial(_step, tracker, births, products))
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
-    early_share = early_state / max(1, state_bytes(fake, runner.optimizer).optimizer)
-    step_memory = _step_memory(workload, device, plan, runner.optimizer)
-    first, *others = (
-        FakeRun(
-            model=fake,
-            runner=runner,
-            choices=choices,
-            timeline=timeline,
-            marks=step_marks,
-            ticks=ticks,
-            batch_bytes=sizes[-1],
-            widths=widths,
-            gradients=gradients,
-            exchange_log=exchanges.all,
-            step_memory=step_memory,
-            early_share=early_share,
-        )
-        for step_marks, gradients in zip(marks, births, strict=True)
+    first = FakeRun(
+        model=fake,
+        runner=runner,
+        choices=choices,
+        timeline=timeline,
+        marks=marks[0],
+        ticks=ticks,
+        batch_bytes=sizes[-1],
+        widths=widths,
+        gradients=births[0],
+        exchange_log=exchanges.all,
+        step_memory=_step_memory(workload, device, plan, runner.optimizer),
+        early_share=early_state / max(1, state_bytes(fake, runner.optimizer).optimizer),
     )
-    if not others:  # a single step
+    return _with_all_steps(first, marks, births, sizes)
+
+
+def _with_all_steps(
+    first: FakeRun,
+    marks: Sequence[tuple[int, ...]],
+    births: Sequence[GradientTicks],
+    sizes: Sequence[int],
+) -> FakeRun:
+    """The record of the second step, with those of the first and third; or of a single step.
+
+    Args:
+        first: the record of the first step.
+        marks: of each step; see `FakeRun.marks`.
+        births: the gradient ticks of each step.
+        sizes: bytes of each micro-batch size.
+    """
+    others = [
+        replace(first, marks=step_marks, gradients=gradients)
+        for step_marks, gradients in zip(marks[1:], births[1:], strict=True)
+    ]
+    if not others:
         return first
-    earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
+    earlier = replace(first, batch_bytes=sizes[0]) if len(sizes) > 1 else None
     return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 
 
@@ -280,14 +298,14 @@ def _step(
     runner: LoopRunner,
     batches: Sequence[MicroBatch],
 ) -> tuple[int, ...]:
-    """One step; the ticks of its begin, the ends of its micro-batches, its end.
+    """Take one step; returns the ticks of its begin, of the end of each micro-batch, of its end.
 
-    `births` gets those of the gradients that the first micro-batch makes, where it makes all.
+    The gradient ticks of the first micro-batch are appended to `births`.
     """
     ticks = [tracker.clock]
     runner.take_exchanges()
     for batch in batches:
-        runner.begin_step()  # where gradients are released there is no second one
+        runner.begin_step()  # if gradients are released, no `update` ends the step
         runner.run_micro_batch(batch, 1.0)
         if len(ticks) == 1:
             births.append(_gradient_ticks(tracker, products, runner, begin=ticks[0]))
@@ -301,7 +319,7 @@ def _step(
 def _gradient_ticks(
     tracker: StorageTracker, products: ReplacedProducts, runner: LoopRunner, begin: int
 ) -> GradientTicks:
-    """When the micro-batch that just ran has made its gradients; `begin` is the step's tick."""
+    """The gradient ticks of the last micro-batch; `begin` is the first tick of the step."""
     trained = [p for p in runner.module.parameters() if p.requires_grad]
     known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
     births, passes, begins = [], [], list[int | None]()
@@ -329,7 +347,7 @@ def _gradient_ticks(
 
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
-    """What a run on fake tensors says of a model, or of what was run of it."""
+    """The profile of a model, or of a part of it, from its run on fake tensors."""
     states = state_bytes(run.model, run.runner.optimizer)
     first, later = tuple(pairwise(run.marks[:3]))
     blocks, followed = (
@@ -367,7 +385,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
 
 
 def timeline_window(timeline: Timeline, start: int, stop: int) -> Timeline:
-    """The spans born in one stretch; what outlives it is cut off at its end."""
+    """The spans born in an interval of ticks, cut off at its end."""
     spans = tuple(
         Span(s.nbytes, s.kind, s.birth, min(s.death, stop + 1))
         for s in timeline.spans

@@ -54,7 +54,7 @@ class RecordedSections:
     """A model as sections in the order of its forward pass, and its optimizer's step."""
 
     sections: tuple[Section, ...]
-    """The first and the last are what is before and after all blocks."""
+    """The first and the last are the parts before and after all blocks."""
     step: Timeline
     step_work: OpLog
     """Of the optimizer and the clipping."""
@@ -65,8 +65,8 @@ class RecordedSections:
     profile: Profile | None = None
     """Of the whole model, where it is one section: its blocks do not follow one another."""
     copies_gradient: bool = False
-    """Whether a block's output lies otherwise in memory than the gradient that came back for it:
-    between ranks that gradient is sent as the output lies, and may have to be copied."""
+    """Whether the memory layout of a block's output differs from that of its gradient. Between
+    ranks a gradient is sent in the layout of the output, and may have to be copied."""
     step_memory: StepMemory | None = field(default=None, compare=False, repr=False)
     """See `Profile.step_memory`."""
     early_share: float = 0.0
@@ -101,14 +101,14 @@ def record_sections(
     contiguous_gradients: bool = False,
     unit: WholeModel = WHOLE_MODEL,
 ) -> tuple[RecordedSections, ...]:
-    """Run a model on fake tensors and take the run apart; see `record.make_profile`.
+    """Run a model on fake tensors and split the run into sections; see `make_profile`.
 
     Args:
-        workload: the model on the meta device; its example is not looked at.
+        workload: the model on the meta device; its example is not used.
         names: of its blocks.
-        micro_batches: one, or two of different sizes: both are taken in one run.
-        plan: as in the run.
-        device: whose kernels decide what is saved.
+        micro_batches: one, or two of different sizes, both in one run.
+        plan: of the run.
+        device: the device whose kernels are assumed.
         slices: of the model, where it is sliced: the first rank's are run.
         contiguous_gradients: see `SectionHooks`.
         unit: how many steps it takes.
@@ -117,7 +117,7 @@ def record_sections(
         One for each micro-batch.
 
     Raises:
-        CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
+        UntraceableError: the model's code raises without values; the cause is its exception.
         ConfigError: a technique refuses the model.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
@@ -149,8 +149,14 @@ def _recorded(
 ) -> FakeRun:
     *before, last = micro_batches
     resolved = ResolvedPlan.of(plan, workload.model, slices=slices)
-    given = (replace(workload, example=last), resolved, device)
-    return record_steps(*given, unit, [notes.install], before[0] if before else None)
+    return record_steps(
+        replace(workload, example=last),
+        resolved,
+        device,
+        unit,
+        hooks=[notes.install],
+        earlier_batch=before[0] if before else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -180,12 +186,24 @@ class SectionSplitter:
             first_pass, later_pass = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
             passes = mark_gradients(first_pass, later_pass)
             forward, backward = (self._work(*window) for window in windows[1][place])
-            incoming = (0, 0, 0)
+            incoming, incoming_gradients, sequence_shards = 0, 0, 0
             if 0 < place < len(names) - 1:
-                incoming = self._incoming(self.order[place - 1])
-            there, back = (self._exchanges(*window) for window in windows[1][place])
-            given = (name, passes, forward, backward, tensors[place], *incoming)
-            sections.append(Section(*given, exchanges=(there, back)))
+                before = self.order[place - 1]
+                incoming, incoming_gradients, sequence_shards = self._incoming(before)
+            in_forward, in_backward = (self._exchanges(*window) for window in windows[1][place])
+            sections.append(
+                Section(
+                    name,
+                    passes,
+                    forward,
+                    backward,
+                    tensors[place],
+                    incoming=incoming,
+                    incoming_gradients=incoming_gradients,
+                    stretches=sequence_shards,
+                    exchanges=(in_forward, in_backward),
+                )
+            )
         begin, stop = run.marks[2], run.marks[3]
         slots = optimizer_state_figures(run.model, run.runner.optimizer, run.widths)["state_slots"]
         return RecordedSections(
@@ -246,7 +264,7 @@ class SectionSplitter:
         return turn - self._run.ticks.loss_ticks(self._run.marks[which], turn)
 
     def windows(self, pass_number: int) -> list[Windows]:
-        """Of what is before the blocks, of each block, of what is after them."""
+        """Of the part before the blocks, of each block, of the part after them."""
         start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
         turn = self._turn(pass_number)
         moments = [self._moments(name, pass_number) for name in self.order]
@@ -255,7 +273,7 @@ class SectionSplitter:
         if moments:
             forward_edges.append(moments[-1].forward[1])
             backward_edges.append(min(max(turn, moments[-1].backward[0]), backward_edges[-1]))
-        else:  # one section before the turn, none after it
+        else:  # one section before the end of the forward pass, none after
             forward_edges.append(turn)
             backward_edges.append(turn)
         forward_edges.append(turn)
@@ -329,7 +347,7 @@ class SectionSplitter:
         return [tuple(own) for own in tensors_of_section]
 
     def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[int]:
-        """The sections that a tensor belongs to: what is tied may be used before and after."""
+        """The sections to which a tensor belongs; a tied one may belong to several."""
         for block, place in blocks.items():
             if name.startswith(f"{block}."):
                 return [place]
@@ -367,7 +385,7 @@ def record_split_backward(
     It goes back to the first block: a stage that begins before it goes back in one part.
 
     Returns:
-        For each micro-batch the blocks by their names, and under "" what is after them; None where
+        For each micro-batch the blocks by name, and under "" the part after them; None where
         the model does not run so.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
@@ -384,7 +402,7 @@ def record_split_backward(
 def _split_sections(
     apart: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
 ) -> dict[str, PassPair]:
-    """The blocks of a run and what is after them; nothing where they do not follow one another."""
+    """The blocks of a run and the part after them; empty if blocks do not follow one another."""
     if not apart.order:
         return {}
     names = [*apart.order, ""]

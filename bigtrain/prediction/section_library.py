@@ -1,7 +1,7 @@
-"""A model as the search sees it: its blocks, for any micro-batch size and whatever they keep.
+"""A model's sections for the planner: any micro-batch size, any policy, any number of tp ranks.
 
-What two runs on fake tensors show to grow with the rows of a micro-batch is known for all other
-sizes; what two runs of sliced layers show to shrink with their ranks for more of them.
+Two runs on fake tensors of different row counts show how each size grows with the rows, and give
+all other row counts. Two runs of sliced layers do the same for the number of tp ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bigtrain.slicing.state import ModelSlices
 
 @dataclass(frozen=True, eq=False)
 class ModelSections:
-    """A model's sections for one micro-batch size, all blocks choosing alike."""
+    """A model's sections for one micro-batch size, with one policy for all blocks."""
 
     base: RecordedSections
     sections: tuple[Section, ...]
-    """What is before the blocks, every block of the model, what is after them."""
+    """The part before the blocks, every block of the model, the part after them."""
 
     @cached_property
     def states(self) -> Breakdown:
@@ -46,7 +46,7 @@ class ModelSections:
 
     @cached_property
     def exchanges(self) -> tuple[tuple[object, int], ...]:
-        """What the tp axis exchanges, each time with the number of sections in a row that do so."""
+        """Exchanges of the tp axis, each with the number of consecutive sections that have it."""
         runs = groupby(section.exchanges for section in self.sections)
         return tuple((exchanges, sum(1 for _ in run)) for exchanges, run in runs)
 
@@ -125,14 +125,14 @@ class SectionLibrary:
             rows: of a micro-batch.
             choice: of every block.
             waiting: whether several micro-batches wait at the head.
-            cut: whether the sections are laid over ranks, each with parameters of its own.
+            cut: whether the sections are on several ranks, each with untied parameters.
             exact: whether the memory of what is after the blocks matters, which may take a run of
                 its own where the loss goes in chunks.
 
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
-        # What is before and after the blocks is taken from the run in which they keep all.
+        # The parts before and after the blocks are those of the run in which blocks keep all.
         keeps_all = choice == "keep"
         kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
         kind = kind._replace(cut=keeps_all and kind.cut)
@@ -160,7 +160,7 @@ class SectionLibrary:
 
     def _body(self, plan: Plan, kind: RunKind, rows: int, *, exact: bool) -> None:
         recorded, is_exact = self._read_off(plan, kind, rows)
-        # Of blocks that keep less nobody asks what is after them.
+        # The part after blocks under another policy is never asked for.
         if exact and not is_exact and kind.choice == "keep":
             *sections, end = recorded.sections
             own_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
@@ -195,7 +195,7 @@ class SectionLibrary:
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
     ) -> dict[str, PassPair] | None:
-        """The blocks by their names, and what is after them under "", going back in two parts.
+        """The blocks by name, and under "" the part after them, with split backward passes.
 
         Args:
             plan: as all others: see `model_sections`.
@@ -240,6 +240,6 @@ class SectionLibrary:
         return (self._own(recorded.sections[0]), *blocks, self._own(recorded.sections[-1]))
 
     def _own(self, section: Section) -> Section:
-        """With the model's own names of what was tied."""
+        """The section with the model's names of tied tensors."""
         tensors = (replace(t, name=self._runs.aliases.get(t.name, t.name)) for t in section.tensors)
         return replace(section, tensors=tuple(tensors))

@@ -1,10 +1,10 @@
-"""A model in sections: what one micro-batch does to memory and time in each, forward and back.
+"""A model in sections: the memory and time of one micro-batch in each, forward and backward.
 
-A section is a block of the model, or what runs before the first block or after the last. It has a
-window of clock ticks in the forward pass and one in the backward pass, or two, where that goes for
-the inputs' gradients first and for the weights' later. What is recorded of it is cut to its own
-windows, so that sections are put together in another number and order than they were recorded in:
-a block a hundred times, a stage's blocks alone, blocks that keep less.
+A section is a block of the model, or the part before the first block or after the last. It has a
+window of clock ticks in the forward pass and one in the backward pass, or two if gradients of
+inputs and of weights are computed in separate passes. Its record is cut to its windows, so sections
+can be composed in another number and order than they were recorded: one block a hundred times, only
+a stage's blocks, blocks under another policy.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.scatter_gather import scattered_bytes
 
 DETAILED_ENDS = 2
-"""Sections at either end of a row of equal ones that are laid out tick by tick."""
+"""The number of sections at each end of a run of equal ones that are composed tick by tick."""
 
 
 class Anchor(IntEnum):
-    """What the ticks of a birth or a death count from."""
+    """The origin of the ticks of a birth or a death."""
 
     FORWARD = 0
-    """The beginning of the section's own forward pass, and likewise:"""
+    """The begin of the section's forward pass; the next ones likewise:"""
     INPUTS = 1
     """Its backward pass; where that is in two parts the one for the inputs' gradients."""
     WEIGHTS = 2
@@ -47,11 +47,11 @@ class Anchor(IntEnum):
     LAST = 7
     """The beginning of the last section's forward pass."""
     RETURN = 8
-    """The end of the model's own forward pass, before the loss (what autocast has converted)."""
+    """The end of the model's forward pass, before the loss: autocast frees its copies there."""
 
 
 class Storage(NamedTuple):
-    """One storage as a section has it: born in one of its windows. There are very many."""
+    """One storage of a section, made in one of its windows. A tuple, as there are very many."""
 
     nbytes: int
     kind: MemoryKind
@@ -103,7 +103,7 @@ class SectionTensor:
     state_bytes: int = 0
     """Of the optimizer, for this one."""
     state_scalars: int = 0
-    """Bytes of those that are step counts and the like."""
+    """Bytes of those that are scalars, such as step counts."""
 
     @property
     def numbers(self) -> int:
@@ -140,8 +140,8 @@ class SectionPass:
     """Ticks of its windows: see `Windows`."""
     storages: tuple[Storage, ...]
     ticks: BlockTicks | None = None
-    """Of the block, in the section's own ticks, 1 to the sum of `lengths`; None of what is in no
-    block."""
+    """The ticks of the block, counted in the section from 1 to the sum of `lengths`; None outside
+    of blocks."""
     gradients: tuple[int, ...] = ()
     """Which storages are gradients, those that are added to others, too."""
     wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
@@ -157,17 +157,17 @@ class SectionPass:
         return sum(s.nbytes for s in self.storages if not s.window and s.until in own)
 
     def at_stage_end(self, side: int, ranks: int) -> SectionPass:
-        """Where a stage begins (0) or ends (1) with it, whose wires so many ranks deal out."""
+        """The section at a stage's begin (0) or end (1), its boundary tensors scattered."""
         found = list(self.storages)
         for place in self.wires[side]:
             whole, sent = found[place], scattered_bytes(found[place].nbytes, ranks)
-            found += [] if ranks == 1 else [whole]  # what is gathered goes as between blocks
+            found += [] if ranks == 1 else [whole]  # gathered tensors are freed as between blocks
             found[place] = whole._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(found))
 
     @cached_property
     def flat(self) -> tuple[Storage, ...]:
-        """What others see of it: what waits between its windows, and what they let go of."""
+        """Its effect on other sections: storages alive between its windows, or freed in theirs."""
         sums: dict[tuple[MemoryKind, Anchor, Anchor], int] = {}
         seen = [self.storages[place] for place in self.gradients]
         seen += [one for one in self.storages if one.until >= Anchor.FIRST]
@@ -187,10 +187,10 @@ PassPair = tuple[SectionPass, SectionPass]
 
 @dataclass(frozen=True)
 class Section:
-    """One block, or what is before or after all blocks."""
+    """One block, or the part before or after all blocks."""
 
     name: str
-    """Of the block; empty for what is in none."""
+    """The name of the block; empty outside of blocks."""
     passes: PassPair
     forward: OpLog
     backward: OpLog
@@ -201,12 +201,14 @@ class Section:
     """Of those that a gradient goes back to."""
     stretches: int = 0
     """Bytes of `incoming` that arrive as sequence shards: see `slicing.scatter_gather`."""
-    slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
-    exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()  # over the tp axis, both ways
+    slowdown: tuple[float, float] = (1.0, 1.0)
+    """Measured seconds divided by the seconds at the device's rates, forward and backward."""
+    exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()
+    """Exchanges over the tp axis, forward and backward."""
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
-    """The passes of a section with their gradients told: by the first, in which they stay."""
+    """The passes of a section with gradients marked; the first pass, which keeps them, tells."""
     near, others = (
         [(place, s) for place, s in enumerate(section_pass.storages) if s.until < Anchor.FIRST]
         for section_pass in (first, later)
@@ -235,10 +237,10 @@ def section_spans(
     stop: int,
     returned: int | None = None,
 ) -> SectionPass:
-    """What of a timeline belongs to a section.
+    """The storages of a timeline that belong to a section.
 
-    What comes from the section before belongs to it from the beginning of its window on, where it
-    lets go of it. What goes to the section after belongs to it until its window ends.
+    An output of the section before belongs to it from the begin of its window, if it frees it. Its
+    own output belongs to it until its window ends.
 
     Args:
         spans: of one micro-batch.
@@ -268,25 +270,26 @@ def section_spans(
     both = tuple(wires[0]), tuple(wires[1])
     is_last = place + 1 == len(windows) and returned is not None
     beyond = windows[-1][0].end - returned if is_last and returned is not None else 0
-    given = (lengths, tuple(storages))
-    return SectionPass(*given, gradients=tuple(gradients), wires=both, loss_ticks=beyond)
+    return SectionPass(
+        lengths, tuple(storages), gradients=tuple(gradients), wires=both, loss_ticks=beyond
+    )
 
 
 _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
 
 
 class _Owner:
-    """A section that takes of a timeline what belongs to it; the backward pass is in one part.
+    """Selects the storages of a section from a timeline; the backward pass is whole.
 
-    What lives on beyond its windows for a little is let go of where they end. What autocast has
-    converted goes all at once when the model's forward pass is over: in what order says nothing.
+    A storage that outlives its windows by a few ticks is ended with them. Copies of autocast are
+    freed together after the model's forward pass, in an order without meaning.
 
     Args:
         windows: see `section_spans`.
         place: of the section.
         stop: see there.
-        leaving: the end of the model's own forward pass, and the next tick at which something is
-            made; None where these are not known.
+        leaving: the end of the model's forward pass, and the next tick at which a storage is made;
+            None if unknown.
     """
 
     def __init__(
@@ -302,7 +305,7 @@ class _Owner:
         self._after = windows[place + 1] if place + 1 < len(windows) else None
 
     def owned(self, span: Span) -> Storage | None:
-        """In the section's own ticks; None of what is another's."""
+        """The storage in the section's ticks; None if it belongs to another section."""
         forward, backward = self._own
         born = Anchor(int(backward.is_result(span)))
         if forward.is_result(span) or backward.is_result(span):
@@ -328,7 +331,7 @@ class _Owner:
         return Storage(span.nbytes, span.kind, Anchor(side), 1, window, death)
 
     def side(self, span: Span) -> int | None:
-        """0 of what comes from the section before, 1 of what the section after hands back."""
+        """0 for inputs from the section before, 1 for gradients from the section after."""
         if span.death > self._stop or self._leaves(span):
             return None
         forward, backward = self._own
@@ -375,12 +378,13 @@ class _SplitOwner(_Owner):
         if span.birth <= forward.begin and (before is None or span.birth > before[0].begin):
             if span.death <= self._turn + 1:
                 death = span.death - forward.begin
-                given = (*arrived, Anchor.FORWARD, 1, Anchor.FORWARD, death)
-                return Storage(*given) if forward.frees(span) else None
+                if not forward.frees(span):
+                    return None
+                return Storage(*arrived, Anchor.FORWARD, 1, Anchor.FORWARD, death)
             is_own = _goes(span, self._own) or (before is None and span.death > self._stop)
             return Storage(*arrived, Anchor.FORWARD, 1, *self._until(span)) if is_own else None
         if after is not None and after[1].is_result(span) and _goes(span, self._own):
-            # The gradient of what goes out.
+            # The gradient of an output.
             return Storage(*arrived, Anchor.INPUTS, 1, *self._until(span))
         return None
 
@@ -406,7 +410,7 @@ class _SplitOwner(_Owner):
         if span.death <= forward.end + 1:
             until = Anchor.FORWARD, span.death - forward.begin
         elif after is not None and (span.death <= after[0].end + 1 or _goes(span, after)):
-            until = Anchor.FORWARD, forward.length + 1  # the section after has it from then on
+            until = Anchor.FORWARD, forward.length + 1  # it belongs to the section after from there
         elif span.death <= self._turn + 1:
             until = Anchor.TURN, 1
         return self._storage(span, Anchor.FORWARD, *until)
@@ -425,22 +429,23 @@ class _SplitOwner(_Owner):
 
 
 def _goes(span: Span, windows: Windows) -> bool:
-    """Whether it is let go of on the way back through a section, in either part."""
+    """Whether a storage is freed in the backward pass of a section, in either part."""
     return any(window.frees(span) for window in windows[1:])
 
 
 def concatenate_sections(
     passes: Sequence[SectionPass], *, begins: bool, is_sent: bool, dealt: tuple[int, int] = (1, 1)
 ) -> tuple[Timeline, list[BlockTicks], int]:
-    """Sections one after another, there and back.
+    """Compose sections one after another, forward and backward.
 
-    In a row of equal ones each has a little more or less beside it than the one before, always the
-    same: the highest moment is near the ends. The others are there as those see them.
+    In a run of equal sections, the live bytes outside of each grow or shrink by a constant from one
+    to the next, so the peak is near the ends of the run. Only those are composed tick by tick,
+    which is much quicker; of the others only the effect on them is.
 
     Args:
         passes: in the order of the forward pass.
-        begins: whether what comes in is from another rank.
-        is_sent: whether what comes out goes to another rank.
+        begins: whether inputs come from another rank.
+        is_sent: whether outputs go to another rank.
         dealt: see `compose_profile`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A smaller model that stands for a large one: of blocks that are alike only a few are left."""
+"""A shortened model that represents a large one: of equal blocks only a few remain."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from bigtrain.models.blocks import independent_blocks
 
 
 def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
-    """A copy with fewer of the blocks that are alike, and for each original block that of the copy.
+    """Copy a model with fewer of its equal blocks.
 
     Args:
-        model: on the meta device; it is left as it is.
-        most: blocks that are left of a run of equal ones.
+        model: on the meta device; it is not changed.
+        most: the most blocks that remain of a run of equal ones.
 
     Returns:
-        None where there is nothing to leave out.
+        The copy, and for each block of the model the index of its block in the copy. None if
+        nothing can be left out.
     """
     named = independent_blocks(model)
     groups: dict[str, list[str]] = {}
@@ -44,12 +45,12 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
             place += 1
             order.append(place)
         else:
-            order.append(place)  # as the last one that was kept before it
+            order.append(place)  # the last remaining block before it
     return copied, tuple(order)
 
 
 def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> list[str]:
-    """The children of a list that can be left out: others beside them are alike."""
+    """The children of a module list that can be left out, because their neighbours are equal."""
     container = model.get_submodule(parent)
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return []
@@ -61,7 +62,7 @@ def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> li
 
 
 def _runs(signatures: Sequence[str]) -> list[range]:
-    """Stretches of equal neighbours."""
+    """Runs of equal neighbours."""
     runs, start = [], 0
     for place in range(1, len(signatures) + 1):
         if place == len(signatures) or signatures[place] != signatures[start]:
@@ -71,7 +72,7 @@ def _runs(signatures: Sequence[str]) -> list[range]:
 
 
 def block_signature(block: nn.Module) -> str:
-    """What two blocks that compute alike have in common: modules, options, shapes."""
+    """A text that is equal for blocks that compute the same: modules, options, shapes."""
     shapes = [
         (name, tuple(t.shape), t.dtype, t.requires_grad)
         for tensors in (block.named_parameters(), block.named_buffers())
@@ -81,13 +82,13 @@ def block_signature(block: nn.Module) -> str:
 
 
 def untie_parameters(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
-    """A copy in which nothing is tied: as stages have it, each with a parameter of its own.
+    """Copy a model with untied parameters, as stages have them.
 
     Args:
         model: on the meta device.
 
     Returns:
-        The copy, and for each new parameter the name of the one that it was tied to.
+        The copy, and for each new parameter the name of the parameter to which it was tied.
     """
     copied = copy.deepcopy(model)
     first_name: dict[int, str] = {}

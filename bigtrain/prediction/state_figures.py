@@ -25,12 +25,17 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Br
 def optimizer_state_figures(
     model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
 ) -> dict[str, Any]:
-    """How the optimizer's state goes with the number of trained elements.
+    """The size of the optimizer's state in relation to the trained elements.
 
     Args:
-        model: profiled.
+        model: the profiled model.
         optimizer: after a step on it.
-        widths: of `state_bytes_by_slot`: bf16 ones are updated in fp32 by those who shard state.
+        widths: of `state_bytes_by_slot`; techniques that shard state update bf16 parameters in
+            fp32.
+
+    Returns:
+        `trained_elements`; `state_slots`, state tensors per parameter in fp32 sizes; and
+        `state_scalars`, bytes of other state. See the fields of `Profile`.
     """
     elements, state_numbers, scalars = 0, 0.0, 0
     for parameter in model.parameters():
@@ -51,7 +56,7 @@ def optimizer_state_figures(
 def updated_shapes(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """See `Profile.updated`; empty where the optimizer is not put to the parameters themselves."""
+    """See `Profile.updated`; empty if the optimizer does not update the parameters themselves."""
     groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
     if not all(id(p) in groups for p in trained):
@@ -60,7 +65,7 @@ def updated_shapes(
 
 
 def storage_bytes(leaves: Iterable[object]) -> int:
-    """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
+    """Bytes of the distinct storages of some tensors; a meta tensor counts like a real one."""
     storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""What of a model a run on fake tensors takes through the loop."""
+"""The part of a model that a run on fake tensors takes through the loop: here, all of it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bigtrain.losses.loss import Loss
 from bigtrain.memory.tracker import StorageTracker
 
 TakeStep = Callable[[LoopRunner, Sequence[MicroBatch]], tuple[int, ...]]
-"""Takes these micro-batches through a loop; returns `FakeRun.marks`."""
+"""Takes one step of a loop over these micro-batches; returns `FakeRun.marks`."""
 
 
 class WholeModel:
-    """What of a model goes through the loop: here all of it."""
+    """A whole model in the loop; subclasses run a part of it."""
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:  # noqa: ARG002
-        """A real micro-batch as the loop takes it, before anything is fake."""
+        """The micro-batch as the loop takes it, before fake tensors are made."""
         return micro_batch
 
     def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
-        """What the forward pass calls, of a fake twin of the whole model."""
+        """The module that the forward pass calls, from a fake copy of the whole model."""
         del plan, device
         attach_head(loss, fake)
         return fake
@@ -38,12 +38,15 @@ class WholeModel:
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
     ) -> list[tuple[int, ...]]:
-        """All steps; the optimizer makes its state in the first.
+        """Take all steps; the optimizer makes its state in the first.
 
         Args:
-            runner: of this.
+            runner: the result of `runner`.
             batches: one, or two of different sizes.
-            step: takes one.
+            step: takes one step.
+
+        Returns:
+            The marks of each step.
         """
         first, last = batches[0], batches[-1]
         small = [first] if len(batches) == 1 else [first, first]

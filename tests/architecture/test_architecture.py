@@ -374,7 +374,7 @@ def test_files_and_functions_stay_readable_at_a_sitting():
 
 def test_the_script_is_the_flow_and_nothing_else():
     path = ROOT / "bigtrain" / "train.py"
-    assert len(path.read_text().splitlines()) < 150
+    assert len(path.read_text().splitlines()) < 175
     assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
 
 

@@ -108,7 +108,7 @@ def test_a_run_says_that_it_begins_the_optimizers_state_anew(tmp_path):
     assert done.returncode == 0, done.stderr
     told = done.stdout + done.stderr
     assert "continues after step 0 from" in told
-    assert "step-0 has no optimizer state: AdamW begins its own anew" in told
+    assert "step-0 has no optimizer state: that of AdamW starts empty" in told
     done = forked_cli(["train", *words, "log.name=third", "--resume", str(tmp_path / "first")])
     assert done.returncode == 0, done.stderr
     assert "anew" not in done.stdout + done.stderr

@@ -1,1 +1,1 @@
-"""What goes alongside an engine's step: an average of its weights, its model in another loss."""
+"""Additions to an engine: an average of its weights, and its model inside another loss."""

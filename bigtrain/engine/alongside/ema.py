@@ -1,8 +1,8 @@
-"""An exponential moving average of the weights, kept in the pieces in which a rank has them.
+"""An exponential moving average of the weights, held as each rank holds its weights.
 
-Whatever the strategy, a rank averages what it holds itself: shards under fsdp and ZeRO, its stages
-in a pipeline, its slices under tensor. So an average costs a rank as much as its own weights, and
-keeping it sends nothing.
+Under every strategy a rank averages the weights that it holds: shards under fsdp and ZeRO, its
+stages in a pipeline, its slices under tensor. An average takes the same memory as the rank's
+weights, and updating it sends nothing.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor
 
 SLOT = AVERAGE_SUFFIX.removeprefix(".")
-"""The key under which a checkpoint has an average, beside the slots of the optimizer."""
+"""The key of an average in a checkpoint, next to the optimizer's keys of the parameter."""
 
 
 def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
-    """Keep an exponential moving average of an engine's trained weights from now on.
+    """Keep an exponential moving average of an engine's trained weights.
 
-    It begins with the weights as they are, and follows each step: average = decay * average +
-    (1 - decay) * weight, in the precision in which weights are updated (fp32 where bf16 is only
-    computed with). Frozen parameters and buffers are the model's own. `engine.save` and
-    `engine.load` have it in their checkpoints. Collective.
+    It starts at the current weights. After each step average = decay * average + (1 - decay) *
+    weight, in the precision in which weights are updated (fp32 where only the computation is in
+    bf16). Frozen parameters and buffers are not averaged. `engine.save` and `engine.load` include
+    the average in their checkpoints. Collective.
 
     Args:
         engine: of `bigtrain.prepare`, before or after a checkpoint is loaded.
-        decay: in [0, 1); or a function that gives it for a step, counted from 1.
+        decay: in [0, 1); or a function from the step, counted from 1, to the decay.
 
     Raises:
-        ConfigError: the decay is not in [0, 1), the engine has an average already, or its ranks do
-            not hold one model (parameter servers, local SGD).
+        ConfigError: the decay is not in [0, 1), the engine already has an average, or its ranks do
+            not train one common model (parameter servers, local SGD).
     """
     if not callable(decay) and not 0 <= decay < 1:
         raise ConfigError(
@@ -46,11 +46,11 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
         )
     traits, name = engine.plan.replicate, engine.plan.strategy.name
     if engine.weight_average:
-        raise ConfigError("ema: this engine has an average already. Use the one that there is.")
+        raise ConfigError("ema: this engine already has an average. Use that one.")
     if traits.num_servers or traits.inexact_reason:
         raise ConfigError(
-            f"ema: under strategy {name} the ranks do not have one model after each step, of which "
-            "there could be an average. Use --strategy ddp, or one that shards."
+            f"ema: under strategy {name} the ranks do not have the same model after each step, so "
+            "there is nothing to average. Use --strategy ddp, or one that shards."
         )
     average = Ema(engine, decay)
     engine.follow_average(average)
@@ -74,7 +74,7 @@ class Ema:
         return sum(values.nbytes for values in self._values.values())
 
     def _tensors(self) -> dict[str, StateTensor]:
-        """What this rank holds of the trained weights, each under its first name."""
+        """The trained weights that this rank holds, each under its first name."""
         state, found = self._engine.runner.state(), {}
         for root in self._engine.runner.roots:
             for name, parameter in root.named_parameters():
@@ -85,7 +85,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Follow the weights after a step; the engine calls it."""
+        """Update the average after a step; the engine calls it."""
         step = self._engine.steps_done
         decay = self._decay(step) if callable(self._decay) else self._decay
         for name, tensor in self._tensors().items():
@@ -110,9 +110,10 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Have the averages in the model's place, to evaluate, predict or save; then the weights.
+        """Put the averages into the model, to evaluate, predict or save; then the weights again.
 
-        The weights are kept beside meanwhile, once more what this rank holds of them. Collective.
+        Inside the block the weights are held in addition, once more their bytes on this rank.
+        Collective.
 
         Example:
             with average.swapped():
@@ -130,7 +131,7 @@ class Ema:
             self._put(weights)
 
     def _put(self, values: Mapping[str, Tensor]) -> None:
-        """Give the model these values for the pieces that this rank holds. Collective."""
+        """Write these values into the parts of the model that this rank holds. Collective."""
         runner, context = self._engine.runner, self._engine.context
         own = {n: t for n, t in runner.state().items() if n.startswith("model.")}
         first = {
@@ -146,12 +147,12 @@ class Ema:
         elsewhere = {
             name for names in context.all_gather_objects(list(own)) for name in names or ()
         }
-        for name in elsewhere - held.keys():  # of other stages: known by name, and never read
+        for name in elsewhere - held.keys():  # tensors of other stages are named, and never read
             held[name] = _Held(name, _NOTHING, None)
         runner.load_state(held)
 
     def state(self) -> dict[str, StateTensor]:
-        """What this rank holds of the averages, as a checkpoint names it."""
+        """The averages that this rank holds, under their names in a checkpoint."""
         found = {}
         for name, tensor in self._tensors().items():
             average = self._values.get(name)
@@ -162,10 +163,10 @@ class Ema:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, SavedTensor]) -> None:
-        """Take over what this rank holds of saved averages; without some, begin with the weights.
+        """Read this rank's part of saved averages; a missing one starts at the weight.
 
         Args:
-            saved: of a checkpoint whose weights the model has taken over.
+            saved: of a checkpoint whose weights the model has read already.
         """
         for name, tensor in self._tensors().items():
             key, values = f"optimizer.{name}.{SLOT}", tensor.values()
@@ -182,28 +183,28 @@ _NOTHING = StateTensor(torch.float32, (), (), lambda: torch.empty(0))
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds of a tensor, to be read as a saved one is."""
+    """The part of a tensor on this rank, with the interface of a saved tensor."""
 
     name: str
     tensor: StateTensor
     values: Tensor | None
-    """In the place of the tensor's own."""
+    """Read instead of the tensor's values; None for those."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """The dtype of the tensor."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.tensor.shape
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """These elements, which are here.
+        """These elements of the tensor, as a flat copy.
 
         Raises:
-            BigtrainError: they are on other ranks.
+            BigtrainError: some of them are on other ranks.
         """
         values = self.tensor.values() if self.values is None else self.values
         if tuple(extents) == self.tensor.extents:

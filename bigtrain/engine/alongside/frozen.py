@@ -1,4 +1,4 @@
-"""One engine's model inside another's loss, its weights held still: a GAN's discriminator."""
+"""One engine's model inside another's loss, with constant weights: a GAN's discriminator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bigtrain.errors import ConfigError
 
 
 def frozen(engine: Engine) -> Callable[..., Any]:
-    """The model of an engine as a function through which gradients go, and into which none do.
+    """The model of an engine as a function whose inputs get gradients and whose weights do not.
 
-    A loss of another engine may call it: what it returns has the graph back to its arguments, and
-    the model's own weights, as they are at the time of the call, get no gradient.
+    The loss of another engine may call it. Gradients of the result reach the arguments; the weights
+    have the values of the time of the call, and get no gradient.
 
     Args:
         engine: under a strategy that leaves a rank the whole model.
@@ -29,13 +29,11 @@ def frozen(engine: Engine) -> Callable[..., Any]:
     if not holds_whole_model(plan) or plan.tp > 1:
         reason = "a rank has a part of the model, and another engine's loss needs all of it"
     elif "recompute" in plan.techniques:
-        reason = (
-            "blocks are computed again in the backward pass, when the weights are not held still"
-        )
+        reason = "blocks are recomputed in the backward pass, when the weights are not constant"
     if reason:
         raise ConfigError(
             f"frozen: under strategy {plan.strategy.name} {reason}. Use strategy ddp, zero1_torch "
-            "or zero2 for this engine; the other one may have any."
+            "or zero2 for this engine; the other engine may have any strategy."
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:

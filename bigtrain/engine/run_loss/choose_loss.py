@@ -62,7 +62,7 @@ def choose_loss(
     copies_modules: bool = False,
     device_type: str = "cpu",
 ) -> Loss:
-    """The task's loss, in chunks where the job says so.
+    """The task's loss, in chunks if the job asks for it.
 
     Without `model.chunked_loss` only bigtrain's own language models have a chunked loss.
 

@@ -1,7 +1,7 @@
-"""What a user's own loss averages over, found before it is trained with.
+"""The divisors of a user's loss: the counts that its means average over, found before training.
 
-The loss is recorded twice, without the model's numbers (`losses.loss_trace`); the formula that
-follows (`losses.loss_formula`) says how the losses of micro-batches make that of the global batch.
+The loss is recorded twice on tensors without values (`losses.loss_trace`). The formula that
+follows (`losses.loss_formula`) composes the loss of the global batch from those of micro-batches.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from bigtrain.tensors.tree import map_tensors, tree_tensors
 from bigtrain.tracing.call_hooks import pretend_compiling
 
 _MOST_INVENTED = 2**26
-"""Numbers of outputs that are made up at most, where a loss does not run without any."""
+"""The most elements of outputs that are made up for a loss that needs values."""
 
 
 def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -> Loss:
-    """A loss whose means are those of the global batch, where it does not say what it counts.
+    """A loss whose means are over the global batch, if its counts are not declared.
 
-    Nothing runs on real outputs, no random state changes, and nothing is left in memory. Modules of
-    the model that compute means of the loss themselves are watched from now on.
+    Nothing runs on real outputs, no random state changes, and no memory stays allocated. Modules of
+    the model that compute means of the loss themselves get hooks.
 
     Args:
-        loss: any; only a `MeanLoss` of a function that does not say what it divides by changes.
+        loss: any; only a `MeanLoss` without declared counts changes.
         model: on any device; it is not run itself.
         example: a micro-batch with its targets.
-        parts: micro-batches of a global batch, over all ranks; of one alone any loss is right.
+        parts: micro-batches of a global batch, over all ranks; with 1 nothing changes.
 
     Raises:
-        ConfigError: its value for a batch does not follow from those of the batch's parts.
+        ConfigError: the loss of a batch does not follow from the losses of its parts.
     """
     if not _is_to_follow(loss, parts):
         return loss
     skeleton = model
-    with suppress(Exception):  # a model that cannot be copied is followed as long as it is whole
+    with suppress(Exception):  # a model that cannot be copied is used itself
         skeleton = meta_copy(model)
     find = _Finder(loss, skeleton)
     try:
@@ -67,10 +67,10 @@ def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -
 def agree_on_loss(
     loss: Loss, model: nn.Module, example: MicroBatch | None, parts: int, context: RunContext
 ) -> Loss:
-    """As `follow_loss`, the same on all ranks. Collective.
+    """As `follow_loss`, with the same result on all ranks. Collective.
 
     Returns:
-        The loss; the same one where there is no example.
+        The loss; unchanged without an example.
 
     Raises:
         ConfigError: on all ranks; see `follow_loss`. Or the loss divides by other things on some
@@ -101,7 +101,7 @@ def agree_on_loss(
 
 
 def with_own_totals(loss: Loss, example: MicroBatch) -> MicroBatch:
-    """An example, counted by this loss as if it were the global batch."""
+    """An example with the counts of this loss, as if it were the global batch."""
     example = replace(example, count=loss.count(example.targets))
     if isinstance(loss, GlobalMeanLoss):
         (example,) = loss.with_totals([example], lambda own: own)
@@ -118,9 +118,9 @@ _PASTE = "bigtrain.MeanLoss(fn, count_of=lambda targets: ...)"
 def _refusal(loss: MeanLoss, reason: str) -> str:
     return (
         f"model.loss: {loss.name}: the loss of a batch does not follow from those of its "
-        f"micro-batches: {reason}. Return a sum of means over the batch; or say what the mean "
+        f"micro-batches: {reason}. Return a sum of means over the batch; or declare the "
         f"counts, as in bigtrain.MeanLoss(fn, ignore_index=-100) or {_PASTE}; or let each "
-        "micro-batch count by its rows, which is not what one process computes: "
+        "micro-batch count by its rows, which gives other numbers than one process: "
         'bigtrain.MeanLoss(fn, count_of="rows").'
     )
 
@@ -158,7 +158,7 @@ class _Finder:
                 raise NoFormulaError(f"it cannot be followed ({reason})") from None
 
     def _outputs(self, batches: tuple[MicroBatch, MicroBatch]) -> tuple[Any, Any] | None:
-        """The model's outputs without numbers; None where it does not run so."""
+        """The model's outputs without values; None if it does not run so."""
 
         def run(device: torch.device) -> tuple[Any, Any]:
             model = fake_model(self._model, device, double=False)
@@ -173,14 +173,14 @@ class _Finder:
     def _of_outputs(
         self, batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
     ) -> LossFormula:
-        """The formula of a loss of outputs of these shapes."""
+        """The formula of a loss, from outputs of these shapes."""
         pairs = enumerate(zip(batches, outputs, strict=True))
         try:
             traces = [self._loss_of(b, o, n) for n, (b, o) in pairs]
         except Exception:
             if sum(t.numel() for t in tree_tensors(outputs)) > _MOST_INVENTED:
                 raise
-            # It looks at numbers: it gets some, each row of the second batch twice.
+            # It reads values, so outputs are made up; the second batch has each row twice.
             first = map_tensors(outputs[0], _invented)
             rows = batches[0].rows
             seconds = first, map_tensors(first, lambda t: _twice(t, rows))
@@ -219,7 +219,7 @@ class _Finder:
             return record_loss(run, fakes=True, step=step)
 
     def _whole(self, batch: MicroBatch, step: int) -> Trace:
-        """Record the model's forward pass with the loss."""
+        """Record the model's forward pass and the loss."""
 
         def run(recorder: CallRecorder) -> Any:
             with recorder.frames(model):
@@ -233,14 +233,14 @@ class _Finder:
 
 
 class _LossInModelError(Exception):
-    """The loss is made in the model's forward pass."""
+    """The loss is computed in the model's forward pass."""
 
 
 @contextmanager
 def kept_modules(fn: Any) -> Iterator[None]:
-    """Give the modules that a loss uses their tensors and attributes back at the end of the block.
+    """Restore tensors and attributes of the modules that a loss uses, at the end of the block.
 
-    A recording hands them tensors without numbers, which they may keep: running means, say.
+    During a recording they may store tensors without values, for instance in running means.
 
     Args:
         fn: the loss: a module, a function that refers to some, a method, or a partial of one.
@@ -277,7 +277,7 @@ _MOST_STEPS = 4
 
 
 def _referred(value: Any) -> list[Any]:
-    """What a function, a method, a partial of one, or an object that is called, refers to."""
+    """The objects that a function, a method, a partial or a callable object references."""
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -305,7 +305,7 @@ def _twice(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _invented(like: Tensor) -> Tensor:
-    """Numbers in the place of outputs, the same at every call."""
+    """Made-up values for outputs, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(like.shape, generator=generator)
     return values.to(like.dtype) if like.is_floating_point() else torch.zeros_like(values).long()

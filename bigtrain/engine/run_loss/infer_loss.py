@@ -1,8 +1,8 @@
-"""The loss of a run whose data name no task: what targets and outputs tell, with a line on it.
+"""The loss of a run whose data name no task, inferred from targets and outputs.
 
-`model.loss` of the job comes first, then the `loss` of the data. Where neither is given, a loss in
-the model's own output is taken; else whole-number targets are classes (cross entropy), and
-floating-point targets of the output's shape are values (mean squared error).
+`model.loss` of the job comes first, then the `loss` of the data. Without both, a loss in the
+model's output is used; else integer targets are classes (cross entropy), and floating-point targets
+of the output's shape are values (mean squared error).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bigtrain.tensors.fake import fake_model, run_without_numbers
 
 
 def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, str]:
-    """A loss for data without one, and a line on what was chosen and why.
+    """Infer a loss for data without one; returns it with a line on the choice.
 
     Args:
         name: `data.name`, for the messages.
@@ -28,7 +28,8 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
         example: one micro-batch; only its shapes matter.
 
     Raises:
-        ConfigError: targets and outputs tell none, or the model does not run so.
+        ConfigError: no loss follows from targets and outputs, or the model does not run without
+            values.
     """
     way_out = (
         "Give Data(..., loss=...), a mean loss of (output, targets), or set "
@@ -65,7 +66,7 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
 
 
 def own_loss(output: Any, _targets: Any = None) -> Any:
-    """The loss in a model's output, a tensor without dims; None where there is none."""
+    """The loss in a model's output, a tensor without dims; None if there is none."""
     found = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
     return found if isinstance(found, Tensor) and found.dim() == 0 else None
 
@@ -76,7 +77,7 @@ def _output(model: nn.Module, example: MicroBatch, device: torch.device) -> Any:
 
 
 def _class_dim(logits: Tensor, targets: Tensor) -> Any:
-    """The dim of the logits that whole-number targets choose along; None where there is none."""
+    """The class dim of the logits for integer targets; None if there is none."""
     if targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool:
         return None
     shape = tuple(logits.shape)

@@ -1,8 +1,8 @@
-"""A loss's formula tried on made-up outputs: two micro-batches must add up to both at once.
+"""A trial of a loss's formula on made-up outputs: two micro-batches must sum to the whole.
 
-The formula follows from which functions the loss calls (`losses.loss_formula`). A trial finds what
-that cannot see: a loss that pairs the first half of the rows with the second, or that takes the
-rows whose losses are highest.
+The formula follows from the functions that the loss calls (`losses.loss_formula`). A trial finds
+losses that it cannot see through: one that pairs the first half of the rows with the second, or
+that selects the rows with the highest losses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 _ROWS = 4
 _MOST_NUMBERS = 2**24
-"""Outputs of more numbers than this, in so many rows, are not made up."""
+"""Outputs with more elements than this, in `_ROWS` rows, are not made up."""
 _SAME = 1e-4
-"""Relative difference that rounding in fp32 explains."""
+"""The largest relative difference that fp32 rounding explains."""
 
 _FormulaOf = Callable[[tuple[MicroBatch, MicroBatch], tuple[Any, Any]], LossFormula]
 
@@ -39,10 +39,10 @@ def try_formula(
     batches: tuple[MicroBatch, MicroBatch],
     outputs: tuple[Any, Any],
 ) -> None:
-    """Compare the loss of a few rows with what its parts contribute, on made-up outputs.
+    """Compare the loss of a few rows with the sum of its parts, on made-up outputs.
 
-    Nothing is compared where the loss does not run on them, draws random numbers or changes tensors
-    that it keeps; nor where the outputs do not have one entry a row along some dim.
+    Nothing is compared if the loss does not run on them, draws random numbers, or changes tensors
+    that it stores; nor if no dim of the outputs has one entry for each row.
 
     Args:
         loss: the user's; a module is copied, so that it keeps its state.
@@ -88,7 +88,7 @@ def _value(fn: Callable[[Any, Any], Tensor], output: Any, batch: MicroBatch, see
 def _added_up(
     loss: MeanLoss, find: _FormulaOf, batch: MicroBatch, output: Any, dims: list[int | None]
 ) -> float:
-    """What two halves of the rows contribute, added up."""
+    """The sum of the losses of two halves of the rows, by the formula."""
     half = _ROWS // 2
     parts = [batch.part(start, start + half) for start in (0, half)]
     outputs = [_along_rows(output, dims, partial(_narrowed, start, half)) for start in (0, half)]
@@ -110,7 +110,7 @@ def _added_up(
 def _row_dims(
     batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
 ) -> list[int | None] | None:
-    """The dim of each output along its rows; None in all where one is not by rows."""
+    """The batch dim of each output, or None for it; None instead if a dim is unclear."""
     dims: list[int | None] = []
     for one, two in zip(*(tree_tensors(output) for output in outputs), strict=True):
         grown = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
@@ -158,7 +158,7 @@ def _narrowed(start: int, length: int, tensor: Tensor, dim: int) -> Tensor:
 
 
 def twice(batch: MicroBatch) -> MicroBatch:
-    """A batch with each row twice: all rows, and all of them again."""
+    """A batch with all rows, and all of them again."""
     return replace(batch.map_rows(_both), rows=2 * batch.rows)
 
 
@@ -167,12 +167,12 @@ def _both(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _own(value: Any) -> Any:
-    """A copy: a loss may change what it is given."""
+    """A copy, because a loss may change its arguments."""
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 class _KeepsItsTensors(TorchDispatchMode):
-    """Ends a trial before it changes a tensor that was not made in it."""
+    """Raises before a trial changes a tensor that was not made in it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

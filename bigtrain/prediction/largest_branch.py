@@ -1,9 +1,9 @@
-"""The memory of a model that goes other ways in other passes: of the fullest of them.
+"""The memory of a model whose passes take different branches: that of the largest branch.
 
-Experts, towers, layers left out: which modules a pass calls may follow from values, from chance, or
-from a count of the model's own. Without numbers there is no answer to the first, so one is made up
-here, and every micro-batch of a run on fake tensors begins as the first one did: all go the same
-way. Several ways are tried where one does not come by all that is trained.
+Experts, towers, skipped layers: the modules that a pass calls may depend on values, on random
+numbers, or on a counter of the model. Without values the first has no answer, so one is made up
+here. Every micro-batch of a run on fake tensors starts from the same state, so that all take the
+same branch. If one branch does not use all trained parameters, several are tried.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from bigtrain.memory.tracker import StorageTracker
 from bigtrain.prediction.whole_model import WholeModel
 from bigtrain.tracing.made_up_answers import Answer, MadeUpAnswers, made_up_chance
 
-WAYS: Sequence[tuple[Answer, int]] = (("everything", 0), ("nothing", 0), ("everything", 1))
-"""What is answered, and how many passes the model has been through before."""
+BRANCHES: Sequence[tuple[Answer, int]] = (("everything", 0), ("nothing", 0), ("everything", 1))
+"""Pairs of the answer, and the number of passes before; tried in this order."""
 _PLAIN = (bool, int, float, str, type(None))
 _SEED = 0
 
 
-class OneWay(WholeModel):
-    """A whole model that takes the same way in every micro-batch.
+class OneBranch(WholeModel):
+    """A whole model that takes the same branch in every micro-batch.
 
     Args:
-        answer: to what it asks of values and of chance.
-        passes: that it has been through before, by its own count.
+        answer: to questions about values and random numbers.
+        passes: the number of passes before the recorded ones, for the model's own counter.
     """
 
     def __init__(self, answer: Answer, passes: int) -> None:
         self.answer, self.passes = answer, passes
         self.question: str | None = None
-        """The first operation that asked for values."""
+        """The first operation that asked for values; None if none did."""
         self.left_out = 0
-        """Bytes of the parameters that this way does not come by."""
+        """Bytes of the parameters that this branch does not use."""
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
-        """The loop. What gets no gradient is given zeros: other passes come by it."""
+        """The loop. Parameters without a gradient get zeros, because other passes use them."""
         return _FilledLoop(assembly, self)
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Answer, and begin every pass anew; see `record.InstallHooks`."""
+        """Answer, and start every pass from the first state; see `record.InstallHooks`."""
         del tracker
         return self._answering(fake)
 
@@ -68,30 +68,30 @@ class OneWay(WholeModel):
 
 
 class _FilledLoop(LoopRunner):
-    """The plain loop, with zeros for the gradients of what a pass does not come by."""
+    """The plain loop, with zeros as gradients of parameters that a pass does not use."""
 
-    def __init__(self, assembly: Assembly, way: OneWay) -> None:
+    def __init__(self, assembly: Assembly, branch: OneBranch) -> None:
         super().__init__(assembly)
-        self._way = way
+        self._branch = branch
         self._missing: list[nn.Parameter] = []
 
     def backward(self, loss: Tensor) -> None:
         """See `LoopRunner.backward`."""
         super().backward(loss)
-        if self._released is not None:  # none of them stays
+        if self._released is not None:  # they are freed at once
             return
         missing = [p for p in self._trained if p.grad is None]
         if missing:
             self._missing = missing
-            self._way.left_out = max(self._way.left_out, sum(p.nbytes for p in missing))
-        for parameter in self._missing:  # made in every pass, as all other gradients are
+            self._branch.left_out = max(self._branch.left_out, sum(p.nbytes for p in missing))
+        for parameter in self._missing:  # made in every pass, like the other gradients
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros if parameter.grad is None else parameter.grad
 
 
 @dataclass
 class _Beginning:
-    """Called before each pass: the model, and what is drawn, are as before the first one."""
+    """Reset the model's counters and the random state to those before the first pass."""
 
     model: nn.Module
     passes: int
@@ -119,16 +119,16 @@ class _Beginning:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Numbers and words that a module keeps: counts, most of all."""
+    """Numbers and strings in a module's attributes, which may be counters."""
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
-    """Answers such that rows which are told apart by a number are dealt out, not given to each.
+    """Answers that distribute rows over experts, instead of giving all rows to each.
 
-    Of the rows of which `choices == number` is asked, the first number gets half, the next half of
-    what is left, and each at least one: every expert is called, and all together have as many as
-    there are.
+    When the model asks `choices == number` of the rows, the first number gets half of them, the
+    next half of the rest, and each at least one. So every expert is called, and their rows sum to
+    the batch.
     """
 
     def __init__(self, answer: Answer, on_question: Any) -> None:
@@ -137,7 +137,7 @@ class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
         self._masks: dict[int, int] = {}
 
     def restart(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._dealt.clear()
         self._masks.clear()
 
