@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from support.full import in_turn
+from support.full import fewer
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -152,7 +153,7 @@ def put_together(kept: ModelSections, chosen: ModelSections, *, again: bool) -> 
     return compose_profile(kept.base, sections, recomputed=names if again else ())
 
 
-@pytest.mark.parametrize(("name", "words"), in_turn(MODELS, WORDS))
+@pytest.mark.parametrize(("name", "words"), fewer(product(MODELS, WORDS), 8))
 def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
     exact, made, plan = taken_apart(name, words, 4)
     for key in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):
@@ -332,9 +333,9 @@ def by_step(step: Timeline) -> list[tuple[Any, ...]]:
     ("name", "words", "blocks"),
     [
         ("gpt", "tensor", [3, 2, 2]),
-        ("gpt", "tensor_sequence", [3, 2, 2, 2, 2]),
+        pytest.param("gpt", "tensor_sequence", [3, 2, 2, 2, 2], marks=pytest.mark.full),
         ("gpt", "zero1_torch bf16", [3, 3, 3]),  # embeddings and their sum end with the first one
-        ("gpt", "tensor bf16", [3, 3, 3]),
+        pytest.param("gpt", "tensor bf16", [3, 3, 3], marks=pytest.mark.full),
     ],
 )
 def test_blocks_between_are_not_run_where_they_are_as_the_first(name, words, blocks, monkeypatch):
