@@ -111,7 +111,6 @@ FULL = {
     "compare/test_command.py::test_largest_is_where_it_stops_fitting": 1,
     "core/test_ranks_participation.py::test_what_not_every_step_or_rank_uses": 4,
     "costs/test_ranks_traffic.py::test_real_ranks_exchange_what_is_stated": 14,
-    "planner/test_bounds.py::test_what_converts_is_left_out_only_where_it_is_not_faster": 1,
     "planner/test_search.py::test_a_plan_is_forecast_as_the_run_of_its_file": 2,
     "prediction/test_ranks_peaks.py::test_each_rank_of_slices_has_the_peak_that_was_predicted": 4,
     "strategies/test_ranks_checkpointing.py::test_under_other_strategies_the_numbers_are_those"

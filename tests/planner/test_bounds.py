@@ -51,7 +51,6 @@ def planned() -> PlannedAnswer:
     return asked("bf16")
 
 
-@pytest.mark.full
 def test_what_converts_is_left_out_only_where_it_is_not_faster(planned: PlannedAnswer) -> None:
     """Every candidate evaluated, one by one: the fastest is missed by the slack at most."""
     every = every_plan(planned.search, planned.question.limit)
