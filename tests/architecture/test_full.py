@@ -139,8 +139,6 @@ FULL = {
     "prediction/test_ranks_peaks_of_stages.py::test_the_optimizers_step_is_one_for_all_stages_of"
     "_a_rank": 3,
     "prediction/test_ranks_peaks_of_stages.py::test_recomputed_micro_batches": 2,
-    "prediction/test_section_library.py::test_blocks_between_are_not_run_where_they_are_as_the"
-    "_first": 2,
     "strategies/test_ranks_checkpointing.py::test_one_process_computes_the_same_to_the_last_bit"
     "_dropout_on": 4,
     "strategies/test_ranks_checkpointing.py::test_under_deepspeed": 1,

@@ -333,9 +333,9 @@ def by_step(step: Timeline) -> list[tuple[Any, ...]]:
     ("name", "words", "blocks"),
     [
         ("gpt", "tensor", [3, 2, 2]),
-        pytest.param("gpt", "tensor_sequence", [3, 2, 2, 2, 2], marks=pytest.mark.full),
+        ("gpt", "tensor_sequence", [3, 2, 2, 2, 2]),
         ("gpt", "zero1_torch bf16", [3, 3, 3]),  # embeddings and their sum end with the first one
-        pytest.param("gpt", "tensor bf16", [3, 3, 3], marks=pytest.mark.full),
+        ("gpt", "tensor bf16", [3, 3, 3]),
     ],
 )
 def test_blocks_between_are_not_run_where_they_are_as_the_first(name, words, blocks, monkeypatch):
