@@ -6,9 +6,10 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.full import EVERY_FULL
+from support.full import EVERY_FULL, fewer, in_turn
 from support.zygote import interpreter, surroundings
 
 ROOT = Path(__file__).parents[2]
@@ -184,3 +185,26 @@ def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_pa
     assert len(collected(tmp_path, *plugin, "-m", "full")) == 4
     named = "test_some.py::test_long[3]"
     assert collected(tmp_path, *plugin, named) == [named]
+
+
+def daily(cases: list[Any]) -> list[tuple[Any, ...]]:
+    """The values of the parameters that are not full."""
+    return [case.values for case in cases if not case.marks]
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"), [(0, []), (1, [0]), (2, [0, 6]), (3, [0, 3, 6]), (7, [*range(7)])]
+)
+def test_a_few_cases_are_spread_evenly_and_the_others_full(count: int, wanted: list[int]) -> None:
+    cases = fewer(range(7), count)
+    assert [values for case in cases for values in case.values] == [*range(7)]
+    assert daily(cases) == [(n,) for n in wanted]
+
+
+def test_cases_of_several_values_and_those_with_marks_stay_as_they_are() -> None:
+    skipped = pytest.mark.skip(reason="no")
+    cases = fewer([("a", 1), pytest.param("b", 2, marks=skipped, id="of b")], 1)
+    assert daily(cases) == [("a", 1)]
+    assert (cases[1].values, cases[1].id) == (("b", 2), "of b")
+    assert [mark.name for mark in cases[1].marks] == ["skip", "full"]
+    assert daily(in_turn("ab", [(1, 2), (3, 4)])) == [("a", 1, 2), ("b", 3, 4)]
