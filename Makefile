@@ -44,11 +44,11 @@ system:
 		echo "Run: sudo apt-get install$$missing"; \
 	fi
 
-# What times, memory or signals are measured in runs last and by itself. FULL takes in what proves
-# at greater length: --full all of it, --full-fifth=auto a fifth, which the date chooses.
+# Tests that measure time, memory or signals run last and alone; only their files are collected.
+# FULL=--full takes in the longer proofs.
 test: $(READY) system check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone" $(FULL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone $(FULL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone $(FULL) $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 test-full: FULL := --full
 test-full: test

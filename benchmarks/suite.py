@@ -1,10 +1,11 @@
-"""What the tests take: seconds of every test, in the two runs of `make test`.
+"""Seconds of every test in the two runs of `make test`, and of `make check`.
 
     python benchmarks/suite.py --output benchmarks/results/suite.json
     python benchmarks/suite.py --full --output FILE       # with those marked `full`
 
-On an idle machine only. A test's seconds are those of its setup, call and teardown on one of two
-workers, which share the machine.
+On an idle machine only. The seconds of a test are those of its setup, call and teardown on one of
+two workers, which share the machine. CPU seconds are of all processes that a run has waited for: on
+a busy machine these are closer to what a run takes than its wall time is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,14 +36,14 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="with the tests marked full")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    whole: dict[str, Any] = {"runs": {}}
-    failed = 0
+    whole: dict[str, Any] = {"runs": {"check": _timed(["make", "check"])}}
+    failed = int(whole["runs"]["check"].pop("status") != 0)
     seconds: Counter[str] = Counter()
     for marks, words in RUNS.items():
-        found, wall_s, status = _run(marks, [*words, *(["--full"] if options.full else [])])
+        found, took = _run(marks, [*words, *(["--full"] if options.full else [])])
         seconds.update(found)
-        failed |= status
-        whole["runs"][marks] = {"wall_seconds": round(wall_s), "tests": len(found)}
+        failed |= int(took.pop("status") != 0)
+        whole["runs"][marks] = {**took, "tests": len(found)}
     by_file: Counter[str] = Counter()
     for name, spent in seconds.items():
         by_file.update({name.partition("::")[0]: spent})
@@ -53,17 +55,28 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run(marks: str, words: list[str]) -> tuple[dict[str, float], float, int]:
-    """One run of pytest: seconds by test, seconds of all, and whether it failed."""
+def _run(marks: str, words: list[str]) -> tuple[dict[str, float], dict[str, int]]:
+    """Run pytest once; return the seconds of each test, and those of the run as `_timed` does."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}"]
-        began = time.monotonic()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        status = subprocess.run([*command, *words], cwd=TOP, env=environment).returncode
-        wall_s = time.monotonic() - began
+        took = _timed([*command, *words])
         cases = ElementTree.parse(report).iter("testcase")
-        return {_name(case): float(case.get("time", 0)) for case in cases}, wall_s, status
+        return {_name(case): float(case.get("time", 0)) for case in cases}, took
+
+
+def _timed(command: list[str]) -> dict[str, int]:
+    """Run a command; return its exit status, wall seconds, and CPU seconds."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    status = subprocess.run(command, cwd=TOP, env=environment).returncode
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "status": status,
+        "wall_seconds": round(time.monotonic() - began),
+        "cpu_seconds": round(cpu_s),
+    }
 
 
 def _name(case: ElementTree.Element) -> str:

@@ -6,7 +6,10 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
+from support.full import EVERY_FULL, fewer, in_turn
 from support.zygote import interpreter, surroundings
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +25,7 @@ FULL = {
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
     "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 18,
     "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 6,
-    "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
+    "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 74,
     "doctor/test_checks.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "engine/test_ranks_ema.py::test_an_average_is_that_of_a_plain_loop": 7,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
@@ -36,11 +39,11 @@ FULL = {
     "own_loop/test_ranks_schedules.py::test_a_scheduler_moves_what_updates": 20,
     "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,
     "planner/test_search.py::test_backward_passes_in_two_parts_are_forecast_as_such": 4,
-    "planner/test_search.py::test_many_blocks_are_forecast_as_each_of_them": 14,
+    "planner/test_search.py::test_many_blocks_are_forecast_as_each_of_them": 22,
     "prediction/test_ranks_compiled_peaks.py::test_the_peak_of_compiled_blocks_is_foretold": 9,
-    "prediction/test_section_library.py::test_a_model_put_together_is_forecast_as_a_whole_one": 15,
+    "prediction/test_section_library.py::test_a_model_put_together_is_forecast_as_a_whole_one": 22,
     "prediction/test_ranks_optimizer_peaks.py::test_every_optimizer_of_torch_on_every_engine": 18,
-    "prediction/test_ranks_peaks_of_stages.py::test_every_rank_of_every_schedule": 1,
+    "prediction/test_ranks_peaks_of_stages.py::test_every_rank_of_every_schedule": 11,
     "prediction/test_ranks_peaks_of_uses.py::test_the_peak_of_odd_uses_of_parameters_is"
     "_predicted": 5,
     "prediction/test_ranks_peaks_of_ways.py::test_the_fullest_way_is_forecast": 3,
@@ -60,7 +63,7 @@ FULL = {
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
     "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 3,
     "strategies/test_ranks_inner_gradients.py::test_it_is_as_in_a_plain_loop_or_refused_in_a"
-    "_line": 3,
+    "_line": 5,
     "strategies/test_ranks_transformers.py::test_stock_models_train_as_in_a_plain_loop": 4,
     "test_beyond_one_loss.py::test_what_is_frozen_at_first_trains_after_a_save": 2,
     "strategies/test_ranks_odd_parameters.py::test_what_users_write_is_right_or_refused_by"
@@ -79,7 +82,7 @@ FULL = {
     "slicing/test_ranks_sequence.py::test_sequence_shards_have_the_gradients_of_one_process": 4,
     "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 3,
     "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 4,
-    "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 16,
+    "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 24,
     "strategies/test_ranks_tensor.py::test_models_in_slices_equal_one_process": 3,
     "strategies/test_ranks_tensor.py::test_stages_that_send_each_other_parts_equal_one_process": 3,
     "strategies/zero/test_ranks_on_deepspeed.py::test_it_equals_one_process": 4,
@@ -106,9 +109,8 @@ FULL = {
     "checkpoint/test_ranks_slices.py::test_other_strategies_open_what_slices_have_saved_and_the"
     "_other_way_round": 2,
     "compare/test_command.py::test_largest_is_where_it_stops_fitting": 1,
-    "core/test_ranks_participation.py::test_what_not_every_step_or_rank_uses": 4,
-    "costs/test_ranks_traffic.py::test_real_ranks_exchange_what_is_stated": 14,
-    "planner/test_bounds.py::test_what_converts_is_left_out_only_where_it_is_not_faster": 1,
+    "core/test_ranks_participation.py::test_what_not_every_step_or_rank_uses": 6,
+    "costs/test_ranks_traffic.py::test_real_ranks_exchange_what_is_stated": 19,
     "planner/test_search.py::test_a_plan_is_forecast_as_the_run_of_its_file": 2,
     "prediction/test_ranks_peaks.py::test_each_rank_of_slices_has_the_peak_that_was_predicted": 4,
     "strategies/test_ranks_checkpointing.py::test_under_other_strategies_the_numbers_are_those"
@@ -128,6 +130,22 @@ FULL = {
     "strategies/zero/test_ranks_on_fairscale.py::test_a_checkpoint_goes_from_one_strategy_to"
     "_another": 3,
     "test_ranks_train_launchers.py::test_two_ranks_train_under": 3,
+    "planner/test_search.py::test_what_the_table_calls_a_plan_is_typed_back": 1,
+    "planner/test_tensor_axis.py::test_a_plan_with_slices_is_forecast_as_its_run": 9,
+    "prediction/test_ranks_optimizer_peaks.py::test_a_step_is_forecast_as_the_optimizer_takes"
+    "_it": 4,
+    "prediction/test_ranks_peaks.py::test_on_one_rank_fully_shard_copies_without_buffers_of_an"
+    "_exchange": 4,
+    "prediction/test_ranks_peaks_of_stages.py::test_the_optimizers_step_is_one_for_all_stages_of"
+    "_a_rank": 3,
+    "prediction/test_ranks_peaks_of_stages.py::test_recomputed_micro_batches": 2,
+    "strategies/test_ranks_checkpointing.py::test_one_process_computes_the_same_to_the_last_bit"
+    "_dropout_on": 4,
+    "strategies/test_ranks_checkpointing.py::test_under_deepspeed": 1,
+    "strategies/test_ranks_parity.py::test_ddp_equals_one_process_in_float64": 10,
+    "strategies/zero/test_ranks_on_deepspeed.py::test_a_micro_batch_may_do_without_a_parameter": 3,
+    "strategies/zero/test_ranks_on_torch.py::test_bf16_stays_near_and_the_saved_weights_are"
+    "_fp32": 2,
 }
 
 
@@ -141,8 +159,12 @@ def collected(folder: Path, *words: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_nothing_is_left_for_another_day_but_what_stands_here() -> None:
-    names = collected(ROOT, "-m", "full")
+def test_nothing_is_left_for_another_day_but_what_stands_here(
+    request: pytest.FixtureRequest,
+) -> None:
+    names = request.config.stash.get(EVERY_FULL, None)
+    if names is None:  # this run is of some files only
+        names = collected(ROOT, "-m", "full")
     found = Counter(re.sub(r"\[.*", "", name.removeprefix("tests/")) for name in names)
     assert found == FULL
 
@@ -162,3 +184,26 @@ def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_pa
     assert len(collected(tmp_path, *plugin, "-m", "full")) == 4
     named = "test_some.py::test_long[3]"
     assert collected(tmp_path, *plugin, named) == [named]
+
+
+def daily(cases: list[Any]) -> list[tuple[Any, ...]]:
+    """The values of the parameters that are not full."""
+    return [case.values for case in cases if not case.marks]
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"), [(0, []), (1, [0]), (2, [0, 6]), (3, [0, 3, 6]), (7, [*range(7)])]
+)
+def test_a_few_cases_are_spread_evenly_and_the_others_full(count: int, wanted: list[int]) -> None:
+    cases = fewer(range(7), count)
+    assert [values for case in cases for values in case.values] == [*range(7)]
+    assert daily(cases) == [(n,) for n in wanted]
+
+
+def test_cases_of_several_values_and_those_with_marks_stay_as_they_are() -> None:
+    skipped = pytest.mark.skip(reason="no")
+    cases = fewer([("a", 1), pytest.param("b", 2, marks=skipped, id="of b")], 1)
+    assert daily(cases) == [("a", 1)]
+    assert (cases[1].values, cases[1].id) == (("b", 2), "of b")
+    assert [mark.name for mark in cases[1].marks] == ["skip", "full"]
+    assert daily(in_turn("ab", [(1, 2), (3, 4)])) == [("a", 1, 2), ("b", 3, 4)]

@@ -157,7 +157,7 @@ def totals(seen, said, micro_batches):
     return sent, calls, expected, messages
 
 
-@pytest.mark.parametrize("case", fewer(CASES, 15))
+@pytest.mark.parametrize("case", fewer(CASES, 10))
 def test_real_ranks_exchange_what_is_stated(case):
     world_size, make, data, strategy, keys = CASES[case]
     mesh = {"pp": 2, "dp": 2} if keys is MESH else {}

@@ -11,6 +11,7 @@ A change that claims to change no number leaves all of them equal.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -19,14 +20,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("forecasts", "planner", "listing", "messages")
-EVERY = {"forecasts": 67, "planner": 14, "listing": 9, "messages": 5}
+EVERY = {"forecasts": 131, "planner": 14, "listing": 9, "messages": 5}
 """Of how many cases the quick part has one; prime to the lengths of the rows of cases."""
 MOST_SHOWN = 20
 FIXED = {
@@ -50,7 +51,7 @@ def main() -> int:
     began, differences, count = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = f"{empty}/cache"
-        with multiprocessing.get_context("spawn").Pool(options.jobs, _start, (empty,)) as workers:
+        with _workers(options.jobs, empty) as workers:
             for part in [options.only] if options.only else PARTS:
                 names = workers.apply(_names, (part,))
                 names = names[:: EVERY[part]] if options.quick else names
@@ -70,11 +71,47 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="write the files anew")
     parser.add_argument("--only", choices=PARTS, help="one part")
     parser.add_argument("--quick", action="store_true", help="a representative part")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, metavar="N", help="processes (default 2); 0: this one"
+    )
     options = parser.parse_args()
     if options.write and options.quick:
         parser.error("--write writes whole files; leave --quick out")
     return options
+
+
+@contextlib.contextmanager
+def _workers(jobs: int, folder: str) -> Iterator[Any]:
+    """Processes that compute cases; where there is to be none, this one, silent meanwhile."""
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(jobs, _start, (folder,)) as pool:
+            yield pool
+        return
+    shown, said = sys.stdout, sys.stderr
+    _start(folder)
+    try:
+        yield _ThisProcess(shown)
+    finally:
+        os.chdir(HERE)  # the folder is about to be removed
+        sys.stdout, sys.stderr = shown, said
+
+
+class _ThisProcess:
+    """As a pool of no processes; what is printed between two parts is seen."""
+
+    def __init__(self, shown: Any) -> None:
+        self._silent, self._shown = sys.stdout, shown
+        sys.stdout = shown
+
+    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        with contextlib.redirect_stdout(self._silent):
+            return function(*arguments)
+
+    def imap_unordered(
+        self, function: Callable[[Any], Any], asked: list[Any], chunksize: int
+    ) -> list[Any]:
+        assert chunksize == 1
+        return [self.apply(function, (one,)) for one in asked]
 
 
 def _start(folder: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from support.programs import run
 from support.rooms import sources, tree
+from support.zygote import interpreter
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import TECHNIQUE_ALIASES, TECHNIQUES, techniques_of
@@ -105,7 +105,7 @@ def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, 
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     (tmp_path / "mymodule.py").write_text(block)
     monkeypatch.chdir(tmp_path)
-    bigtrain = [sys.executable, "-m", "bigtrain"]
+    bigtrain = [interpreter(), "-m", "bigtrain"]
     given = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
     own = "strategy.replicate=mymodule:MyStrategy"
     planned = run([*bigtrain, "plan", *given, "--global-batch-size=8", *SMALL, "mesh.pp=1", own])

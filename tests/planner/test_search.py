@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.full import fewer, in_turn
+from support.full import fewer
 from support.plan_candidates import GPT, candidate_of, every_plan
 
 from bigtrain.assembly.make_plan import make_plan
@@ -43,9 +44,15 @@ def question(
     return Question(job, NODE, devices, global_batch_size=8, **given)
 
 
+@cache
+def on_four(limit: int) -> PlannedAnswer:
+    """On four devices with so many MiB."""
+    return ask(question(4, limit * MIB))
+
+
 @pytest.fixture(scope="module")
 def roomy() -> PlannedAnswer:
-    return ask(question(4, 40 * MIB))
+    return on_four(40)
 
 
 def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) -> None:
@@ -58,13 +65,9 @@ def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) ->
     assert len(best) == min(MAX_PLANS, len(found))
 
 
-@cache
-def on_four(limit: int) -> PlannedAnswer:
-    """On four devices with so many MiB."""
-    return ask(question(4, limit * MIB))
-
-
-@pytest.mark.parametrize(("limit", "modes"), [(40, {None}), (3, {None}), (2, {None, "full"})])
+@pytest.mark.parametrize(
+    ("limit", "modes"), fewer([(40, {None}), (3, {None}), (2, {None, "full"})], 2)
+)
 def test_what_the_table_calls_a_plan_is_typed_back(limit: int, modes: set[str | None]) -> None:
     found = set()
     for one in on_four(limit).result.best:
@@ -140,7 +143,9 @@ MANY_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("share", "candidate"), in_turn([1.0, 0.9], MANY_BLOCKS), ids=described)
+@pytest.mark.parametrize(
+    ("share", "candidate"), fewer(product([1.0, 0.9], MANY_BLOCKS), 6), ids=described
+)
 def test_many_blocks_are_forecast_as_each_of_them(
     deep: PlannedAnswer, candidate: Candidate, share: float
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.full import fewer
 from support.nets import DeepResidual, tokens
 from support.parity import adamw
 from support.peaks import settled
@@ -63,21 +64,26 @@ def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int
 @pytest.mark.parametrize(
     ("strategy", "ranks", "pp"),
     [
-        ("layer_split", 2, 2),
-        ("gpipe", 2, 2),
         ("1f1b", 2, 2),
         ("interleaved_1f1b", 2, 2),
-        ("zero_bubble", 2, 2),
         ("zbv", 2, 2),
-        ("dualpipev", 2, 2),
-        ("gpipe", 4, 4),
-        ("1f1b", 4, 4),
-        ("1f1b_ddp", 4, 2),
-        ("1f1b_zero1", 4, 2),
-        pytest.param("1f1b_zero2", 4, 2, marks=pytest.mark.full),
         ("1f1b_fsdp", 4, 2),
-        ("1f1b_fsdp", 2, 2),
-        ("zbv", 4, 4),
+        *fewer(
+            [
+                ("layer_split", 2, 2),
+                ("gpipe", 2, 2),
+                ("zero_bubble", 2, 2),
+                ("dualpipev", 2, 2),
+                ("gpipe", 4, 4),
+                ("1f1b", 4, 4),
+                ("1f1b_ddp", 4, 2),
+                ("1f1b_zero1", 4, 2),
+                ("1f1b_zero2", 4, 2),
+                ("1f1b_fsdp", 2, 2),
+                ("zbv", 4, 4),
+            ],
+            0,
+        ),
     ],
 )
 def test_every_rank_of_every_schedule(strategy: str, ranks: int, pp: int) -> None:
@@ -123,7 +129,7 @@ def step_peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
     ],
     ids=["all parameters at once", "state on disk", "one by one"],
 )
-@pytest.mark.parametrize("strategy", ["interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("strategy", fewer(["interleaved_1f1b", "zbv"], 1))
 def test_the_optimizers_step_is_one_for_all_stages_of_a_rank(
     strategy: str, keys: dict[str, Any], slack: float
 ) -> None:
@@ -176,7 +182,7 @@ def test_blocks_computed_again_on_shards() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-@pytest.mark.parametrize("strategy", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("strategy", fewer(["1f1b", "gpipe"], 1))
 def test_recomputed_micro_batches(strategy: str, checkpoint: str) -> None:
     keys = {"strategy.cut.checkpoint": checkpoint}
     for predicted, measured, _ in found(SLACK, 2, strategy, keys, pp=2):

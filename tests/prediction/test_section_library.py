@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from support.full import in_turn
+from support.full import fewer
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -150,7 +151,7 @@ def put_together(kept: ModelSections, chosen: ModelSections, *, again: bool) -> 
     return compose_profile(kept.base, sections, recomputed=names if again else ())
 
 
-@pytest.mark.parametrize(("name", "words"), in_turn(MODELS, WORDS))
+@pytest.mark.parametrize(("name", "words"), fewer(product(MODELS, WORDS), 8))
 def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
     exact, made, plan = taken_apart(name, words, 4)
     for key in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):

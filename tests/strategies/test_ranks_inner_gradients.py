@@ -141,7 +141,7 @@ def train_all(context: Any, strategy: str, has_example: int) -> Any:
 
 HELD = ("single", "ddp", "ddp+full", "zero1_torch", "ddp+offload_disk", "oss")
 OTHERS = ("fsdp", "zero1", "zero2", "zero3", "1f1b", "tensor")
-LONGER = ("oss", "zero1", "ddp+offload_disk")
+LONGER = ("oss", "zero1", "zero3", "ddp+full", "ddp+offload_disk")
 
 
 @pytest.mark.parametrize(

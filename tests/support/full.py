@@ -56,7 +56,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="also run all tests marked full")
 
 
+EVERY_FULL = pytest.StashKey[list[str]]()
+"""The names of all tests marked full, where all tests were collected."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before those are dropped that a mark leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = [(config.invocation_params.dir / word).resolve() for word in config.args]
+    if places == [config.rootpath / "tests"]:
+        marked = [item for item in items if item.get_closest_marker("full") is not None]
+        config.stash[EVERY_FULL] = [item.nodeid for item in marked]
     named = any("::" in word for word in config.args)
     if config.getoption("full") or named or "full" in config.getoption("markexpr"):
         return

@@ -1,13 +1,14 @@
-"""The state of a process that a test could change: what a process must keep to serve another test.
+"""The state of a process that a test could change, to tell whether it may run another test.
 
-`state()` before and after a call; `changes(before, after)` names what differs. Compared are the
-globals of bigtrain, of the tests and of torch.distributed, the attributes of their classes and of
-those classes of torch that tests patch, and the switches of torch. New modules and new names are
-no change: they are what a first import brings.
+Take `state()` before and after a call; `changes(before, after)` names the differences. Compared are
+the globals of bigtrain, of the tests and of torch.distributed, the attributes of their classes and
+of the classes of torch that tests patch, and torch's switches. New modules and new names are no
+change: the first import brings them.
 """
 
 from __future__ import annotations
 
+import resource
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _WATCHED = ("bigtrain", "tests", "support", "golden")
-"""Packages of which every global and every class is compared."""
+"""In these packages every global and every class is compared."""
 _PATCHED = (
     "torch",
     "torch.distributed",
@@ -32,7 +33,7 @@ _PATCHED = (
     "socket",
     "shutil",
 )
-"""Modules of which functions and classes are compared: their other globals change in use."""
+"""In these modules functions and classes are compared; their other globals change in use."""
 _CLASSES = (
     "torch.Tensor",
     "torch.nn.Module",
@@ -43,6 +44,7 @@ _CLASSES = (
 )
 _PLAIN = (bool, int, float, str, list, bytes)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
 _PATIENCE_S = 0.5
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,19 +58,24 @@ def watched() -> list[str]:
 
 
 def state() -> State:
-    """What could change, by owner and name; the values themselves, so that none is mistaken."""
+    """Return all that is compared, by owner and name.
+
+    The values are kept themselves: an `id` may be given to another object later.
+    """
     found: State = {}
     for name in watched():
         found[name] = dict(vars(sys.modules[name]))
         for value in list(found[name].values()):
             if isinstance(value, type) and value.__module__ == name:
                 found[f"{name}.{value.__qualname__}"] = dict(vars(value))
-        if not name.startswith("bigtrain"):
-            found[f"lengths in {name}"] = {
-                key: len(value)
-                for key, value in found[name].items()
-                if type(value) in (list, dict, set) and not key.startswith("__")
-            }
+        # Caches of bigtrain grow in use; its tables, in capitals, do not.
+        found[f"lengths in {name}"] = {
+            key: len(value)
+            for key, value in found[name].items()
+            if type(value) in (list, dict, set)
+            and not key.startswith("__")
+            and (key.isupper() or not name.startswith("bigtrain"))
+        }
     for name in _PATCHED:
         found[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
     for path in _CLASSES:
@@ -114,6 +121,7 @@ def _switches() -> dict[str, Any]:
         "anomaly detection": torch.is_anomaly_enabled(),
         "precision of matrix products": torch.get_float32_matmul_precision(),
         "the threads": sorted(_threads()),
+        "limits of the system": [resource.getrlimit(number) for number in _LIMITS],
         "the hook of threads": threading.excepthook,
         "the signals": [signal.getsignal(number) for number in _SIGNALS],
     }

@@ -1,6 +1,7 @@
-"""The process of a rank: it answers one call after the other, each connected anew.
+"""The process of a rank: it answers one call after the other, and connects anew for each.
 
-What a call leaves behind is undone or named: the process is used again only if nothing is.
+After each call it names what the call has changed in the process; if that is anything, the caller
+ends the process.
 """
 
 from __future__ import annotations
@@ -145,12 +146,12 @@ def _answer(call: Call, pipe: Connection, known: State) -> State:
 
 
 def _with_new_modules(known: State) -> State:
-    """What is known, and the state of modules that have been imported since."""
+    """Add the state of modules that have been imported since the last call."""
     return known if known.keys() >= set(watched()) else {**state(), **known}
 
 
 def _connect_and_call(call: Call, function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """What the function returns, as an answer."""
+    """Connect, call the function, and return its result as an answer."""
     from bigtrain.ranks.connect import connect
 
     placement = RankInfo(

@@ -20,6 +20,10 @@ def process(context, what=None):
         import bigtrain.errors
 
         bigtrain.errors.ConfigError = RuntimeError
+    elif what == "a table of bigtrain":
+        from bigtrain.job.arguments import READERS
+
+        READERS["mine"] = next(iter(READERS.values()))
     elif what == "a method":
         torch.nn.Module.train = torch.nn.Module.eval
     elif what == "a list of the tests":
@@ -61,6 +65,7 @@ def test_ranks_that_have_changed_nothing_answer_the_next_call():
     "what",
     [
         "a global of bigtrain",
+        "a table of bigtrain",
         "a method",
         "a list of the tests",
         "a switch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -41,9 +42,26 @@ FAMILIES = {
 }
 
 
-def each_model() -> list[Any]:
-    """All names as parameters of a test."""
-    first = set(FAMILIES.values())
+QUICK = (
+    "alexnet",
+    "convnext_tiny",
+    "densenet121",
+    "efficientnet_b0",
+    "googlenet",
+    "lraspp_mobilenet_v3_large",
+    "mobilenet_v3_small",
+    "resnet18",
+    "shufflenet_v2_x0_5",
+    "squeezenet1_1",
+    "swin_t",
+    "vit_b_16",
+)
+"""Models of families that differ most, for tests that run a model and not only describe it."""
+
+
+def each_model(daily: Iterable[str] = tuple(FAMILIES.values())) -> list[Any]:
+    """All names as parameters of a test; those that are not `daily` are full."""
+    first = set(daily)
     return [n if n in first else pytest.param(n, marks=pytest.mark.full) for n in NAMES]
 
 
