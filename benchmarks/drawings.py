@@ -157,7 +157,7 @@ def flow_panel(width: float) -> list[str]:
         if number:
             parts.append(arrow(x - 22, 60, x - 3, 60))
     x = 10 + 3 * step + (step - 24) / 2
-    forecast = "predict: the peak of every rank, on tensors without numbers, before anything is built"
+    forecast = "predict: the peak of every rank, on fake tensors, before anything is built"
     parts += [arrow(x, 86, x, 104), text(x, 120, forecast, size=11, style=middle)]
     return parts
 

@@ -50,7 +50,11 @@ def test_what_is_sent():
         "`interleaved_1f1b`": ("interleaved 1f1b",),
     }
     shown = {}
-    text = (ROOT / "docs" / "internals" / "strategies_measured.md").read_text("utf-8").partition("| the textbook's")[2]
+    text = (
+        (ROOT / "docs" / "internals" / "strategies_measured.md")
+        .read_text("utf-8")
+        .partition("| the textbook's")[2]
+    )
     for start, names in starts.items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
         counted = line.split(" | ")[3].split(",")[0].split(" (")[0].split("; ")

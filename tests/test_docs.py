@@ -110,7 +110,7 @@ def test_the_pages_of_the_api_are_those_of_the_docstrings(name):
 
 @each_page
 def test_lines_are_at_most_120_wide(page):
-    """Except those that cannot be broken: rows of tables, a single link, the output of a program."""
+    """Except those that cannot be broken: rows of tables, a single link, a program's output."""
     in_code = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):

@@ -1,4 +1,4 @@
-"""The page for users of other tools: each line of ours runs, or is a job or a command that is read."""
+"""The page for users of other tools: each line of ours runs, or is read as a job or a command."""
 
 from __future__ import annotations
 

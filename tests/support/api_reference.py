@@ -25,7 +25,8 @@ HEAD = """# API reference
 
 Every name that `import bigtrain` offers. This page is generated from signatures and docstrings
 (`python tests/test_docs.py --write`); do not edit it. How a training loop uses these names:
-[your_loop.md](your_loop.md). Names for authors of strategies: [api_strategies.md](api_strategies.md).
+[your_loop.md](your_loop.md). Names for authors of strategies:
+[api_strategies.md](api_strategies.md).
 """
 AUTHORS = """# API reference for authors of strategies
 
@@ -94,7 +95,9 @@ def signature(name: str, function: Any) -> list[str]:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not stars:
             words, stars = [*words, "*"], True
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+            parameter.kind, ""
+        )
         stars = stars or prefix == "*"
         word = f"{prefix}{parameter.name}"
         if parameter.annotation is not parameter.empty:
