@@ -1,4 +1,4 @@
-"""The peak memory of the default job under each strategy: the first table of docs/internals/measured.md.
+"""The peak memory of the default job under each strategy: docs/internals/measured.md.
 
     python benchmarks/strategies.py [--output benchmarks/results/strategies.json]
 

@@ -3,8 +3,8 @@
 A bias's gradient is a sum over all rows, and that of torch 2.11 on a GPU takes up to eight bytes
 for each number it adds: often the highest moment of a backward pass. Attention's backward pass adds
 the queries' gradients up in fp32. These are the sizes that torch's and cuDNN's code asks the
-allocator for, as they were seen on an H100 (docs/internals/gpu.md). What cuDNN's convolutions take depends on
-the algorithm that it picks, and is not here.
+allocator for, as they were seen on an H100 (docs/internals/gpu.md). What cuDNN's convolutions take
+depends on the algorithm that it picks, and is not here.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh of torch, for the shapes of blocks and grids.
 """

@@ -38,9 +38,9 @@ class Tolerance:
     def of(cls, precision: Precision) -> Tolerance:
         """What sums in another order may change, over a few steps.
 
-        Some multiples of what was measured (docs/internals/measured.md): of the unit in the last place in
-        fp64 and fp32, and in bf16, where a gradient is rounded each time that it is added to, of
-        2^-8. Of a loss DeepSpeed's stage 3 takes 4e-4: it rounds before it adds the bias.
+        Some multiples of what was measured (docs/internals/measured.md): of the unit in the last
+        place in fp64 and fp32, and in bf16, where a gradient is rounded each time that it is added
+        to, of 2^-8. Of a loss DeepSpeed's stage 3 takes 4e-4: it rounds before it adds the bias.
         """
         return {
             "fp64": cls(1e-12, 1e-9, 1e-9),
