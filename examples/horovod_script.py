@@ -9,7 +9,7 @@ import bigtrain.hvd as hvd  # was: import horovod.torch as hvd
 hvd.init()
 BATCH, STEPS = 32, 10  # samples of a step on all ranks; steps
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-torch.manual_seed(hvd.rank())  # every rank its own: rank 0's weights then go to all
+torch.manual_seed(hvd.rank())  # another seed on each rank: rank 0's weights are broadcast below
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 10)).to(device)
 adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
 optimizer = hvd.DistributedOptimizer(
@@ -20,7 +20,7 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 inputs = torch.randn(STEPS * BATCH, 16, generator=torch.Generator().manual_seed(0)).to(device)
 targets = inputs[:, :10].argmax(dim=1)
-half = BATCH // hvd.size() // 2  # samples of one of a rank's two backward passes
+half = BATCH // hvd.size() // 2  # samples of each of a rank's two backward passes
 for step in range(STEPS):
     mean = torch.zeros((), device=device)
     for part in range(2):

@@ -1,4 +1,4 @@
-"""A loop of one's own: `torchrun --nproc-per-node 2 examples/own_loop.py fsdp+full` or another."""
+"""Your own loop: `torchrun --nproc-per-node 2 examples/own_loop.py fsdp+full` or another."""
 
 import functools
 import sys
@@ -13,7 +13,7 @@ BATCH, MICRO, STEPS = 32, 8, 10  # samples of a step on all ranks, of a micro-ba
 
 
 def net() -> nn.Module:
-    """Four equal blocks; it is called where the strategy wants it."""
+    """Four equal blocks; the strategy decides where it is called."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
     return nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 10))
 

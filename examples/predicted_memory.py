@@ -10,14 +10,14 @@ import bigtrain
 
 
 class Tower(nn.Module):
-    """Any module will do: nothing here knows of stages or shards."""
+    """Any module works: this one knows nothing of stages or shards."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 256, 0) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """From (rows, 16, 64) to the same."""
+        """(rows, 16, 64) -> (rows, 16, 64)."""
         return torch.add(x, self.blocks(x))
 
 
@@ -30,9 +30,9 @@ with bigtrain.prepare(
     train__global_batch_size=16,
     train__micro_batch_size=4,
 ) as engine:
-    for _ in range(3):  # each replica has its share of the global batch
+    for _ in range(3):  # each replica takes its share of the global batch
         inputs = torch.rand(16 // engine.context.dp_size, 16, 64)
         engine.step((inputs, inputs.cos()))
-    report = engine.memory()  # all ranks ask, rank 0 gets it
+    report = engine.memory()  # all ranks call it, rank 0 gets the report
 for rank in report.as_json()["ranks"] if report else ():
     print("rank {rank}: predicted {predicted_peak_bytes}, measured {peak_bytes}".format(**rank))

@@ -1,7 +1,7 @@
 """A trainer: DataLoader, cosine schedule, clipping, bf16, accuracy, TensorBoard, two epochs a run.
 
 python examples/trainer.py FOLDER single bf16
-torchrun --nproc-per-node 2 examples/trainer.py FOLDER zero2 bf16    # goes on from there
+torchrun --nproc-per-node 2 examples/trainer.py FOLDER zero2 bf16    # continues from there
 """
 
 import functools
@@ -19,24 +19,24 @@ ROWS, BATCH, EPOCHS, A_RUN = 144, 32, 4, 2
 
 
 def net() -> nn.Module:
-    """Four equal blocks; it is called where the strategy wants it."""
+    """Four equal blocks; the strategy decides where it is called."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
     return nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 10))
 
 
 def rows(seed: int) -> TensorDataset:
-    """Numbers, and which of the first ten is the largest."""
+    """Random numbers, and the index of the largest of the first ten."""
     inputs = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(inputs, inputs[:, :10].argmax(dim=1))
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The share of rows that are right."""
+    """The share of rows with the right answer."""
     return (outputs.argmax(dim=-1) == targets).float().mean()
 
 
 def main(folder: str, strategy: str, precision: str) -> None:
-    """Two more epochs."""
+    """Train for two more epochs."""
     train, held_out = rows(0), rows(1)
     steps = EPOCHS * -(-ROWS // BATCH)
     with bigtrain.prepare(

@@ -24,9 +24,9 @@ def row_of(page: str, start: str) -> list[str]:
 def test_shares_of_the_digits():
     found = results("asynchronous_230.json")
     shown = [f"{100 * share:.1f} %" for share in found["mean_top1"].values()]
-    assert row_of("servers.md", "97") == shown
+    assert row_of("internals/strategies_measured.md", "97") == shown
     rows = [row for runs in found["runs"].values() for row in runs if "most_staleness" in row]
-    page = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    page = (ROOT / "docs" / "internals" / "strategies_measured.md").read_text("utf-8")
     said = re.search(r"Pushes were (\S+) versions old on average and (\d) at most", page)
     assert said is not None
     average = sum(row["mean_staleness"] for row in rows) / len(rows)
@@ -50,7 +50,11 @@ def test_what_is_sent():
         "`interleaved_1f1b`": ("interleaved 1f1b",),
     }
     shown = {}
-    text = (ROOT / "docs" / "classics.md").read_text("utf-8").partition("| the textbook's")[2]
+    text = (
+        (ROOT / "docs" / "internals" / "strategies_measured.md")
+        .read_text("utf-8")
+        .partition("| the textbook's")[2]
+    )
     for start, names in starts.items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
         counted = line.split(" | ")[3].split(",")[0].split(" (")[0].split("; ")
@@ -71,5 +75,5 @@ def test_seconds_over_slow_links():
             f"{rows[name]['step_seconds']:.2f} ({rows[name]['predicted_seconds']:.2f})"
             for name in order
         ]
-        cells = row_of("speedup.md", link["link"])[1:]
+        cells = row_of("internals/strategies_measured.md", link["link"])[1:]
         assert [cell.rpartition(": ")[2] for cell in cells] == expected

@@ -1,7 +1,7 @@
 """The bytes that real ranks send in a step, against formulas written here and not in the product.
 
 All ranks together, to the byte. Where an engine does other than its formula, how it differs is
-written out: docs/classics.md has the same differences.
+written out: docs/internals/strategies_measured.md has the same differences.
 """
 
 from __future__ import annotations

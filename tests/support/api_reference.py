@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cached_property
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -180,8 +180,9 @@ def entry(module: str, name: str, value: Any) -> list[str]:
     """One public name."""
     lines = ["", f"### `{name}`", ""]
     if get_origin(value) is not None:
-        values = ", ".join(f"`{annotation(one)}`" for one in get_args(value))
-        return [*lines, f"A type: {values}."]
+        first = get_origin(value) is Annotated  # the others are what pydantic does with it
+        values = get_args(value)[:1] if first else get_args(value)
+        return [*lines, f"A type: {', '.join(f'`{annotation(one)}`' for one in values)}."]
     where = value.__module__
     lines += [f"From `{where}`.", ""] if where != module else []
     if not inspect.isclass(value):

@@ -138,5 +138,5 @@ def key_reference() -> str:
             lines += technique_sections()
     device = values_of(Job.model_fields["device"].annotation, [])
     text = field_texts(Job)["device"]
-    lines += ["", "## `device`", "", f"{text} Values: {device}; default `auto`."]
+    lines += ["", "## `device`", "", text, f"Values: {device}; default `auto`."]
     return re.sub(r"\n{3,}", "\n\n", "\n".join([HEAD, *contents(lines), *lines])).strip() + "\n"
