@@ -153,7 +153,7 @@ def test_the_explanation_comes_before_the_others_give_up(tmp_path):
 def test_adapting_is_for_the_command_alone():
     from bigtrain.engine.prepare import prepare
 
-    with pytest.raises(ConfigError, match=r"memory\.on_oom=adapt begins the program anew"):
+    with pytest.raises(ConfigError, match=r"memory\.on_oom=adapt starts the program again"):
         prepare(
             torch.nn.Linear,
             torch.nn.functional.cross_entropy,
