@@ -68,7 +68,7 @@ def test_more_ranks_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -
     words = "-n 64: a rank takes about 350.0 MiB .* all ranks 21.88 GiB, and 20.00 GiB are free"
     with pytest.raises(ConfigError, match=f"{words}. Use -n 29 or fewer"):
         check_resources(64)
-    with pytest.raises(ConfigError, match="-n 33: .* 2 cores, and more than 16 .* Use -n 32 or"):
+    with pytest.raises(ConfigError, match="-n 33: .* 2 cores .*, and at most 16 .* Use -n 32 or"):
         check_resources(33)
     check_resources(32)
     monkeypatch.setattr(launch, "free_host_bytes", lambda: 100 * MIB)
@@ -128,7 +128,7 @@ def test_kernel_that_ended_a_rank_for_its_memory_is_named(
     said = capsys.readouterr().err
     assert "the kernel killed it because host memory ran out (host memory " in said
     assert "GiB free now" in said
-    assert "--cap SIZE for an explanation" in said
+    assert "--cap SIZE, which explains" in said
 
 
 @pytest.mark.parametrize(
