@@ -145,8 +145,8 @@ def main() -> None:
         files = len({file for file, _ in stays})
         print(f"depth {depth}: {len(stays)} stays, {files} files, {functions} functions")
     if options.show:
-        for file, functions in walk.stays(options.depth):
-            print(f"{file}: {', '.join(functions)}")
+        for file, names in walk.stays(options.depth):
+            print(f"{file}: {', '.join(names)}")
 
 
 if __name__ == "__main__":

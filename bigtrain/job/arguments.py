@@ -359,53 +359,10 @@ def checkpoint_parser() -> CommandParser:
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     verify = action("verify", "compare every file with its hashes; exit status 1 if one is damaged")
     verify.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    made = action("convert", "convert a checkpoint of another library, or an older one of bigtrain")
-    made.add_argument(
-        "source", metavar="SOURCE", help="its file or folder; docs/checkpoints.md lists the formats"
+    _add_convert_arguments(
+        action("convert", "convert a checkpoint of another library, or an older one of bigtrain")
     )
-    made.add_argument(
-        "target", metavar="TARGET", help="the new checkpoint: step-N, or the folder to put it in"
-    )
-    made.add_argument(
-        "--step", type=int, metavar="N", help="optimizer steps that the model was trained for"
-    )
-    made.add_argument(
-        "--samples",
-        type=int,
-        metavar="N",
-        help="samples that it was trained on: the data continue after them",
-    )
-    made.add_argument(
-        "--tie",
-        action="append",
-        default=[],
-        metavar="NAME=OTHER",
-        help="NAME is tied to OTHER and left out: lm_head.weight=transformer.wte.weight",
-    )
-    made.add_argument(
-        "--key", metavar="NAME", help="key of the model in the file of a trainer: ema, nets.g"
-    )
-    made.add_argument(
-        "--strip",
-        metavar="PREFIX",
-        help="convert tensors whose names begin with PREFIX, and drop it from the names",
-    )
-    export = action("export", "write the tensors of a checkpoint to one file")
-    export.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
-    export.add_argument(
-        "output", metavar="OUT", help="a .safetensors file, or a .pt file for torch.load"
-    )
-    export.add_argument(
-        "--part",
-        choices=("model", "optimizer"),
-        default="model",
-        help="which tensors (default model)",
-    )
-    export.add_argument(
-        "--dtype",
-        choices=("fp64", "fp32", "fp16", "bf16"),
-        help="dtype of floating-point tensors (default: as saved)",
-    )
+    _add_export_arguments(action("export", "write the tensors of a checkpoint to one file"))
     diff = action("diff", "print the largest differences of two checkpoints, by tensor")
     diff.add_argument("first", metavar="A", help=OWN_CHECKPOINTS)
     diff.add_argument("second", metavar="B", help=OWN_CHECKPOINTS)
@@ -413,6 +370,57 @@ def checkpoint_parser() -> CommandParser:
         "--exit-code", action="store_true", help="exit status 1 if they differ, as git diff"
     )
     return parser
+
+
+def _add_convert_arguments(parser: CommandParser) -> None:
+    parser.add_argument(
+        "source", metavar="SOURCE", help="its file or folder; docs/checkpoints.md lists the formats"
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="the new checkpoint: step-N, or the folder to put it in"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="optimizer steps that the model was trained for"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="samples that it was trained on: the data continue after them",
+    )
+    parser.add_argument(
+        "--tie",
+        action="append",
+        default=[],
+        metavar="NAME=OTHER",
+        help="NAME is tied to OTHER and left out: lm_head.weight=transformer.wte.weight",
+    )
+    parser.add_argument(
+        "--key", metavar="NAME", help="key of the model in the file of a trainer: ema, nets.g"
+    )
+    parser.add_argument(
+        "--strip",
+        metavar="PREFIX",
+        help="convert tensors whose names begin with PREFIX, and drop it from the names",
+    )
+
+
+def _add_export_arguments(parser: CommandParser) -> None:
+    parser.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
+    parser.add_argument(
+        "output", metavar="OUT", help="a .safetensors file, or a .pt file for torch.load"
+    )
+    parser.add_argument(
+        "--part",
+        choices=("model", "optimizer"),
+        default="model",
+        help="which tensors (default model)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp64", "fp32", "fp16", "bf16"),
+        help="dtype of floating-point tensors (default: as saved)",
+    )
 
 
 def _side_parser(

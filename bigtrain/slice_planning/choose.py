@@ -30,7 +30,7 @@ SMALL = 0.01
 NEARLY_MOST = 0.98
 """Among sets of classes that slice this fraction of the most possible bytes, the one that sends
 least is chosen."""
-Candidate = SliceClass | SingleLayer
+SliceCandidate = SliceClass | SingleLayer
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Choice:
             guessed=self._trace.guessed,
         )
 
-    def _may_be_sliced(self, candidate: Candidate) -> bool:
+    def _may_be_sliced(self, candidate: SliceCandidate) -> bool:
         """Whether none of its tensors must stay whole."""
         return not any(name in self._whole for name in candidate.slices)
 
@@ -255,7 +255,7 @@ class _Choice:
             or not all(n in self._all_single_layers for n in candidate.slices)
         )
 
-    def _most_bytes(self) -> list[Candidate]:
+    def _most_bytes(self) -> list[SliceCandidate]:
         """Choose the classes with most bytes; then single layers, the largest first."""
         whole = sum(self._nbytes.values())
         chosen = self._most_classes(alone=False)
@@ -281,7 +281,7 @@ class _Choice:
             sliced += sum(map(self._sliced_bytes, forms))
         return chosen
 
-    def _most_classes(self, *, alone: bool) -> list[Candidate]:
+    def _most_classes(self, *, alone: bool) -> list[SliceCandidate]:
         """Return, of the sets of classes with nearly the most bytes, the one that sends least.
 
         Args:
@@ -302,9 +302,9 @@ class _Choice:
                 taken |= candidate.slices.keys()
         return chosen
 
-    def _cheapest(self, prices: Prices, limit: float | None) -> list[Candidate]:
+    def _cheapest(self, prices: Prices, limit: float | None) -> list[SliceCandidate]:
         """Return the set that takes the least time among those that fit the limit."""
-        parts: list[Candidate] = [
+        parts: list[SliceCandidate] = [
             *self._classes,
             *(f for forms in self._single_layers.values() for f in forms),
         ]
@@ -335,7 +335,7 @@ class _Choice:
         return list(fitting[0].taken)
 
     def _option(
-        self, candidate: Candidate, cost: float, state: float, activations: float
+        self, candidate: SliceCandidate, cost: float, state: float, activations: float
     ) -> Option:
         """Return a class or a single layer as an option, with the bytes that it saves a rank."""
         saved_states = sum(
@@ -357,14 +357,14 @@ class _Choice:
         counts = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
         return next(counts, 1)
 
-    def _sent(self, candidate: Candidate | None) -> int:
+    def _sent(self, candidate: SliceCandidate | None) -> int:
         """Return about how many bytes a rank sends for it in a micro-batch."""
         exchanged: Sequence[SliceExchange] = candidate.exchanged if candidate is not None else ()
         return sum(
             sent.nbytes * _sent_per_byte(sent.kind) * self._times(sent.where) for sent in exchanged
         )
 
-    def _sliced_bytes(self, candidate: Candidate) -> int:
+    def _sliced_bytes(self, candidate: SliceCandidate) -> int:
         return sum(self._nbytes.get(name, 0) for name in candidate.slices)
 
     def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleLayer | None:

@@ -98,7 +98,7 @@ FULL = {
     "test_ranks_survival.py::test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named": 1,
     "test_ranks_faults.py::test_faults_at_random_change_no_number": 2,
     "test_ranks_hosts.py::test_launchers_train_over_two_hosts": 3,
-    "test_docs.py::test_the_train_commands_of_the_readme_run_dry": 7,
+    "test_docs.py::test_the_train_commands_of_the_readme_run_dry": 8,
     "verify/test_command.py::test_batchnorm_is_compared_in_equal_micro_batches": 1,
     "verify/test_command.py::test_bf16_parameters_are_held_against_one_process_that_has_them": 1,
     "verify/test_command.py::test_dropout_is_the_same_in_one_process_and_in_stages": 1,
