@@ -113,8 +113,7 @@ def connect(
     agreement = Agreement(meeting.store, placement.rank, placement.world_size)
     guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
     with _destroyed_group(), guard, _connection_settings(placement, meeting, agreement):
-        connection_facts = _connection_facts(sizes, rank_device, backend_name, seed)
-        agreement.require({**connection_facts, **facts})
+        agreement.require(_connection_facts(sizes, rank_device, backend_name, seed) | dict(facts))
         mesh = _open_mesh(
             placement, meeting, rank_device, backend_name, sizes, setup_timeout, timeout
         )
