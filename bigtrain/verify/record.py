@@ -99,21 +99,9 @@ def record_run(
             "chance": None,
             "no_gradients": None,
         }
-        update = engine.runner.update
-
-        def record_and_update(loss: StepLoss | None = None) -> float:
-            try:
-                gradients = engine.runner.gradients()
-            except BigtrainError as error:  # gradients were used and freed in the backward pass
-                recording["no_gradients"] = str(error)
-            else:
-                step = engine.steps_done + 1
-                write_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
-            return update(loss)
-
         is_compiled = parts.resolved.plan.compiles_blocks
         dropout = NoDropout() if is_compiled else tie_dropout(engine)
-        engine.runner.update = record_and_update  # type: ignore[method-assign]
+        record_gradients(engine, recording, folder)
         write_weights(folder / "weights-before.safetensors", engine, names)
         trace: ExecutionTrace | None = None
         for batch in parts.training_steps(context, 0):
@@ -145,6 +133,29 @@ def record_run(
         recording["plain_loop"] = first_steps.note if first_steps else None
         recording["differs_from_plain_loop"] = first_steps.difference if first_steps else None
         (folder / "record.json").write_text(json.dumps(recording) + "\n", "utf-8")
+
+
+def record_gradients(engine: Engine, recording: dict[str, Any], folder: Path) -> None:
+    """Let the engine write its gradients before each update.
+
+    Args:
+        engine: of the run.
+        recording: its `no_gradients` becomes the reason if an engine frees gradients early.
+        folder: for the files.
+    """
+    update = engine.runner.update
+
+    def record_and_update(loss: StepLoss | None = None) -> float:
+        try:
+            gradients = engine.runner.gradients()
+        except BigtrainError as error:  # gradients were used and freed in the backward pass
+            recording["no_gradients"] = str(error)
+        else:
+            path = folder / f"gradients-{engine.steps_done + 1}.safetensors"
+            write_tensors(path, gradients, engine.context)
+        return update(loss)
+
+    engine.runner.update = record_and_update  # type: ignore[method-assign]
 
 
 def tie_dropout(engine: Engine) -> TiedDropout:
