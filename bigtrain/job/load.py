@@ -27,7 +27,7 @@ from bigtrain.job.presets import (
     preset_names,
     read_preset,
 )
-from bigtrain.job.public_names import public_hint, refuse_yacs
+from bigtrain.job.public_names import PUBLIC_VALUES, public_hint, refuse_yacs
 from bigtrain.job.schema import BATCH_KEYS, Job, deepspeed_file_in
 from bigtrain.job.strategy_words import read_strategy, words_in
 
@@ -354,9 +354,11 @@ def _fix(fault: ErrorDetails, name: str) -> str:
         return f" Use {words.format(name, fault['ctx'][key])}."
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", str(fault["ctx"]["expected"]))
-        near = difflib.get_close_matches(str(fault["input"]).lower(), known, n=1)
-        if near:
-            return f" Use {name}={near[0]}."
+        value = str(fault["input"]).lower()
+        near = difflib.get_close_matches(value, known, n=1)
+        meant = PUBLIC_VALUES.get(name, {}).get(value) or (near[0] if near else None)
+        if meant:
+            return f" Use {name}={meant}."
     return f" Set {name} to such a value."
 
 

@@ -152,6 +152,18 @@ YACS: dict[str, _Words] = {
 that of one GPU, and all its parameters decay."""
 
 
+PUBLIC_VALUES = {
+    "train.precision": {
+        **dict.fromkeys(("fp16", "float16", "half", "bfloat16", "amp", "mixed", "16"), "bf16"),
+        **dict.fromkeys(("bf16-mixed", "16-mixed", "bf16-true", "16-true"), "bf16"),
+        **dict.fromkeys(("float32", "float", "single", "no", "32", "32-true"), "fp32"),
+        **dict.fromkeys(("float64", "double", "64", "64-true"), "fp64"),
+    },
+}
+"""Values of other tools, in lower case, by key: the value here. fp16 needs loss scaling, which bf16
+replaces."""
+
+
 def refuse_yacs(values: Mapping[str, Any], shown: str) -> None:
     """Refuse a YACS file with capital sections, such as distribuuuu's, with the equivalent command.
 

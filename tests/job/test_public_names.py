@@ -9,7 +9,7 @@ import torch
 
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
-from bigtrain.job.public_names import PUBLIC_NAMES, YACS, public_hint
+from bigtrain.job.public_names import PUBLIC_NAMES, PUBLIC_VALUES, YACS, public_hint
 from bigtrain.job.schema import Job
 from bigtrain.optim.factory import learning_rate
 
@@ -34,6 +34,16 @@ def test_each_public_name_is_answered_with_a_key_that_there_is(ours):
         with pytest.raises(ConfigError) as said:
             load_job(None, "single", [f"{section}.{name}=1"])
         assert f"unknown key {section}.{name}, did you mean {ours}?" in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [(key, value, ours) for key in PUBLIC_VALUES for value, ours in PUBLIC_VALUES[key].items()],
+)
+def test_each_value_of_other_tools_is_answered_with_one_that_loads(key, value, ours):
+    with pytest.raises(ConfigError, match=rf"{key}: needs .* Use {key}={ours}\.$"):
+        load_job(None, "single", [f"{key}={value}"])
+    load_job(None, "single", [f"{key}={ours}"])
 
 
 def test_no_public_name_has_two_meanings():
