@@ -156,7 +156,7 @@ PUBLIC_VALUES = {
     "train.precision": {
         **dict.fromkeys(("fp16", "float16", "half", "bfloat16", "amp", "mixed", "16"), "bf16"),
         **dict.fromkeys(("bf16-mixed", "16-mixed", "bf16-true", "16-true"), "bf16"),
-        **dict.fromkeys(("float32", "float", "single", "no", "32", "32-true"), "fp32"),
+        **dict.fromkeys(("float32", "float", "single", "false", "32", "32-true"), "fp32"),
         **dict.fromkeys(("float64", "double", "64", "64-true"), "fp64"),
     },
 }
