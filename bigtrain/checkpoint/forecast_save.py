@@ -1,12 +1,12 @@
-"""What a save holds beside the state, worked out from who has which part of which tensor.
+"""Bytes that a save needs in addition to the state, derived from the parts that each rank holds.
 
-The rounds are gone through as `FileWriting` does, and bytes are added up instead of moved:
+The rounds are those of `FileWriting`; bytes are added up instead of moved:
 
     pieces written    min(3, pieces of its files so far) * min(16 MiB, its largest file)
-    leaving           of a round's pieces what the rank has and others write, in the fullest round
-    snapshot          asynchronous: all that the rank gives, to itself, too; its room stays
-    arriving          of the rank's own piece what others have, in the fullest round
-    made              tensors that have to be made to be read: from a disk, or of several pieces
+    leaving           bytes that the rank sends to other writers, in the largest round
+    snapshot          asynchronous only: all bytes that the rank contributes; kept between saves
+    arriving          bytes of the rank's own piece that others send, in the largest round
+    made              tensors that must be assembled to be read: from a disk, or of several pieces
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from bigtrain.job.schema import CheckpointConfig
 
 @dataclass(frozen=True)
 class SaveBytes:
-    """The most that one rank holds for a save beside the state, in bytes."""
+    """The most bytes that one rank needs for a save in addition to the state."""
 
     waiting: int
     """While training waits, on the host."""
     beside: int = 0
     """In the thread that writes while training goes on, on the host."""
     made: int = 0
-    """Of `waiting` what lies where the state does: tensors that are made to be read."""
+    """The part of `waiting` on the state's device: tensors that are assembled to be read."""
 
 
 @dataclass(frozen=True)
 class Making:
-    """What it takes to look at a tensor that is not there as it is saved. Bytes, of one rank."""
+    """Bytes of one rank to read a tensor that must be assembled first."""
 
     kept: int
-    """While its pieces are sent and written."""
+    """Bytes while its pieces are sent and written."""
     passing: int = 0
-    """More, while it is made."""
+    """Further bytes while it is assembled."""
 
 
 def files_of(held_by_rank: Sequence[Mapping[str, Held]]) -> list[TensorFile]:
-    """The files of a checkpoint of this state, each rank seeing the folder."""
+    """Return the files of a checkpoint of this state, if every rank sees the folder."""
     return checkpoint_files(plan_entries(held_by_rank, range(len(held_by_rank))))
 
 
@@ -61,13 +61,13 @@ def forecast_save(
     asynchronous: bool = False,
     most_bytes: int | None = None,
 ) -> SaveBytes:
-    """What one rank holds at most beside the state.
+    """Return the most bytes that one rank needs in addition to the state.
 
     Args:
         files: of all ranks.
-        rank: which of them.
-        made: by name, the tensors of this rank that are made to be read.
-        asynchronous: whether training goes on meanwhile.
+        rank: the rank to forecast.
+        made: by name, the tensors of this rank that are assembled to be read.
+        asynchronous: whether training continues during the save.
         most_bytes: see `FileWriting.take`.
     """
     rounds = rounds_of(files)
@@ -105,14 +105,15 @@ def forecast_save(
 def estimate_save(
     part_bytes: Sequence[int], largest: int, config: CheckpointConfig, *, ranks: int, shards: int
 ) -> SaveBytes:
-    """The same in closed form, by sizes alone: for the planner, which has many plans to judge.
+    """Return the bytes of a save in closed form, from sizes only, for the planner's many plans.
 
     Args:
-        part_bytes: of the model's tensors and of the optimizer's, as these ranks save them.
+        part_bytes: bytes of the model's tensors and of the optimizer's, as these ranks save them.
         largest: bytes of the largest tensor, which one rank writes.
-        config: how it is saved.
-        ranks: that share the writing.
-        shards: in which each tensor lies; 1 where ranks have whole ones, or stretches of many.
+        config: the job's checkpoint section.
+        ranks: number of ranks that share the writing.
+        shards: number of shards of each tensor; 1 if ranks hold whole tensors or flat slices of
+            many tensors.
     """
     shares = [max(-(-size // ranks), min(size, largest)) for size in part_bytes if size]
     size = min(PIECE_BYTES, max(shares, default=0))
@@ -128,14 +129,14 @@ def estimate_save(
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank has to do with one round, in bytes."""
+    """A rank's part in one round, in bytes."""
 
     sent: int
     own: int
     arriving: int
     writes: bool
     names: frozenset[str]
-    """The tensors that it looks at."""
+    """The tensors that it reads."""
 
     @classmethod
     def of(cls, one: Round, rank: int) -> _Share:
@@ -154,7 +155,7 @@ class _Share:
 def _made(
     made: Mapping[str, Making], before: frozenset[str], names: frozenset[str]
 ) -> tuple[int, int]:
-    """While a round's tensors are made, and once they are: those of the last one stay till then."""
+    """Bytes while a round's tensors are assembled, and after; the previous round's stay so long."""
     if not made:
         return 0, 0
     new = sum(made[name].kept for name in names - before if name in made)

@@ -81,7 +81,7 @@ def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer
 
 
 def config_texts(model: nn.Module) -> dict[str, str]:
-    """Return `config.json` for a transformers model, so that `from_pretrained` opens the folder."""
+    """Return `config.json` for a transformers model, whose from_pretrained needs that file."""
     config = getattr(model, "config", None)
     write = getattr(config, "to_json_string", None)
     if not callable(write) or not hasattr(config, "architectures"):

@@ -87,8 +87,8 @@ class GradientHooks:
     def _run_on_whole(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Run post-accumulate hooks of a sharded parameter on a gathered copy.
 
-        Changes that the hooks make to its gradient or values are copied into the shards. What they
-        do not change is not copied: a hook may have changed the model's parameter directly.
+        Changes that the hooks make to its gradient or values are copied into the shards. Unchanged
+        tensors are not copied, because a hook may have changed the model's parameter directly.
         """
         shards: Any = parameter.data
         whole: Any = nn.Parameter(shards.full_tensor(), requires_grad=parameter.requires_grad)

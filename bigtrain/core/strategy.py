@@ -273,7 +273,7 @@ class Assembly:
     shard: MakeShardedUpdate | None = None
     """Set by a replicate technique that runs in the engine of the cut; see `Plan.shares_engine`."""
     block_policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
-    """What modules save for the backward pass, by name."""
+    """The policies of modules for their saved activations, by name."""
     slices: SlicedState | None = None
     """How the model's layers are sliced over the tp axis; None if they are not."""
     offloader: Offloader | None = None

@@ -17,7 +17,7 @@ BatchDims = tuple[int | None, ...]
 def batch_tensors(inputs: Any, targets: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a batch with their names, in the order of `map_tensors`.
 
-    Names are those of `data.batch_dims`: `inputs`, `inputs.position_ids`, `inputs[1]`, `targets`.
+    Names are those of `data.batch_dims`, such as inputs, inputs.position_ids, inputs[1], targets.
     """
     return [*_named("inputs", inputs), *_named("targets", targets)]
 

@@ -176,7 +176,7 @@ def decode_image(path: Path) -> None:
 
 
 def read_colours(path: str | Path) -> Any:
-    """Read an image as RGB, whatever its mode: a loader for `ImageFolder`.
+    """Read an image as RGB, whatever its mode: a loader for torchvision's ImageFolder.
 
     Raises:
         ConfigError: it cannot be read.

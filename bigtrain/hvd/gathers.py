@@ -387,13 +387,13 @@ def barrier(process_set: ProcessSet = _ALL) -> None:
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's: zeros are made where they are needed
-    """Say that this rank has no more data, and wait until all have said so. Collective.
+    """Report that this rank has no more data, and wait until all ranks have. Collective.
 
-    Until then this rank takes part in the others' `allreduce` with zeros: the average still divides
-    by all ranks. What is not a sum is refused on the others meanwhile.
+    Until then this rank contributes zeros to the others' `allreduce`; averages still divide by all
+    ranks. Exchanges other than sums are refused on the other ranks in the meantime.
 
     Returns:
-        The number of the rank that was the last to join.
+        The last rank to join.
     """
     return _ALL.channel().join()
 
@@ -404,10 +404,10 @@ def poll(handle: Handle) -> bool:
 
 
 def wait_for(handle: Handle) -> Any:
-    """Wait for an exchange, and return what came out: what the function without `async` returns.
+    """Wait for an exchange, and return the result of the function without `async`.
 
     Raises:
-        ConfigError: the ranks have asked for different things; or it is no handle.
+        ConfigError: the ranks requested different exchanges, or the argument is not a handle.
     """
     return _handle(handle).result()
 
@@ -424,13 +424,13 @@ def _handle(handle: Any) -> Handle:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Any:
-    """Return a rank's object on every rank. Collective; what the others give is not looked at.
+    """Return a rank's object on every rank. Collective.
 
     Args:
-        obj: can be pickled.
-        root_rank: whose; its number among all ranks.
+        obj: a picklable object; ignored on the other ranks.
+        root_rank: the sender, numbered among all ranks.
         name: for messages.
-        process_set: among whom.
+        process_set: the ranks that take part.
     """
     link = set_of(process_set).channel().link
     if link.size == 1:

@@ -13,7 +13,7 @@ _PARTS = ("record", "pace")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` without abbreviated options that suggests the nearest word."""
+    """An `argparse.ArgumentParser` without abbreviated options that suggests the nearest word."""
 
     def __init__(self, **keys: object) -> None:
         keys.setdefault("allow_abbrev", False)

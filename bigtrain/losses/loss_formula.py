@@ -646,6 +646,6 @@ def _orders_values(call: Call) -> bool:
 
 
 def _is_alpha(call: Call, position: int) -> bool:
-    """Whether a number is the `alpha` of `torch.add(a, b, alpha=...)`."""
+    """Whether a number is the last argument of `torch.add(a, b, alpha=...)`."""
     args, _ = tree_unflatten(list(range(len(call.leaves))), call.spec)
     return position not in args

@@ -1,8 +1,8 @@
 """Switch off key-value caches, which serve text generation and only hinder training.
 
-Models of transformers, and similar ones, return the keys and values of every layer if
-`config.use_cache` is true, which is the default. One object collects them through the layers, so no
-pipeline could be cut between two layers; and they stay alive until the step ends.
+Models of transformers, and similar ones, return the keys and values of every layer if use_cache of
+their configuration is true, which is the default. One object collects them through the layers, so
+no pipeline could be cut between two layers; and they stay alive until the step ends.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     """The most micro-batches of which each stage of a rank has saved tensors at one moment.
 
     They are saved from F to B, or to W: torch's I keeps the graph and its saved tensors
-    (`retain_graph=True` in `stage_backward_input`).
+    (`retain_graph=True` in its backward pass for inputs).
     """
     in_flight = dict.fromkeys((stage for stage, _, _ in actions), 0)
     most = dict(in_flight)

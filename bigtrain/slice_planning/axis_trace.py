@@ -1,4 +1,4 @@
-"""A model run once on fake tensors, with the axes of all that depends on its parameters."""
+"""One forward pass on fake tensors that records the axes of all parameter-dependent tensors."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ from bigtrain.tracing.watch import (
 )
 
 RULE_MODULES = (product_rules, view_rules)
-"""Imported for the rules that they put into the table."""
+"""Imported because they register rules in the table."""
 
 
 @dataclass
 class AxisTrace:
-    """What was seen."""
+    """The record of a forward pass."""
 
     state: dict[str, HeldTensor]
-    """Parameters and buffers, by their plain names; tied ones are the same object."""
+    """Parameters and buffers by plain name; tied ones share one object."""
     trained: frozenset[str]
     """Names of parameters."""
     records: list[OpRecord]
     saved: list[tuple[HeldTensor, int]]
-    """What autograd keeps for the backward pass, and its bytes."""
+    """The tensors that autograd saves for the backward pass, with their bytes."""
     failed: str = ""
-    """Why the run ended before its end; '' where it did not."""
+    """The reason why the pass stopped early; '' if it was complete."""
     tensors: list[HeldTensor] = field(default_factory=list)
     guessed: str = ""
-    """Where values decide what the model does, and others were made up for them."""
+    """Operations whose result depends on values, for which the pass made up values."""
     listed: dict[str, str] = field(default_factory=dict)
-    """Parameters and buffers that are taken out of a list of all, as `parameters()` gives it, with
-    their values or sizes: by name, in which module. There a rank finds what it holds."""
+    """Tensors taken from a list of all, such as `parameters()`, whose values or sizes are used: the
+    module by tensor name. On a rank such code sees the rank's own part."""
 
 
 def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrace:
     """Run a fake twin of a model forward.
 
-    Where the values of tensors decide what it does it is run once more, with values that are made
-    up: what is sliced then goes by one way through its code of several; numbers do not.
+    If the values of tensors decide which operations run, the model runs once more with made-up
+    values. The slices then follow one branch of several; the numbers of a real run do not.
 
     Args:
-        model: on any device; it is left as it is.
+        model: on any device; not changed.
         inputs: of one micro-batch; only shapes matter.
-        class_dim: of the output, which goes into a cross entropy along it: that may be sliced;
-            None where any dim of the output is needed whole.
+        class_dim: the output's dim of a cross entropy, which may be sliced; None if the output is
+            needed whole.
     """
     found, by_values = _run(model, inputs, class_dim, guess=False)
     if not by_values:
@@ -80,7 +80,7 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
 def _run(
     model: nn.Module, inputs: Any, class_dim: int | None, *, guess: bool
 ) -> tuple[AxisTrace, bool]:
-    """A trace, and whether it ended because of values."""
+    """Return a trace, and whether it stopped because values were needed."""
     cpu = torch.device("cpu")
     twin, mode = fake_twin(model, cpu)
     twin.train(model.training)
@@ -118,7 +118,7 @@ def _run(
 
 
 def _made_up(name: str, args: Any, error: Exception) -> Any:
-    """What an operation could have returned whose result depends on values."""
+    """Return a possible result of an operation whose result depends on values."""
     given = args[0]
     if name in ("_local_scalar_dense", "equal"):
         if name == "equal" or given.dtype == torch.bool:
@@ -136,7 +136,7 @@ def _made_up(name: str, args: Any, error: Exception) -> Any:
 
 
 class _Recorder(ForwardObserver):
-    """Watches calls of modules, and operations."""
+    """Records calls of modules and operations."""
 
     def __init__(self, model: nn.Module, inputs: Any, *, guess: bool) -> None:
         self.guess = guess
@@ -146,13 +146,13 @@ class _Recorder(ForwardObserver):
         self.tensors: list[HeldTensor] = []
         self.listed: dict[str, str] = {}
         self._twins: dict[int, Tensor] = {}
-        """Of parameters and buffers: what stands for them in a list of all."""
+        """Parameters and buffers by the tensor that replaces them in a list of all."""
         self._listed: dict[int, HeldTensor] = {}
         self._held: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
-        """By storage: the tensor that it was made for."""
+        """The tensor that each storage was made for."""
         self._unclear: set[int] = set()
-        """Storages written to piece by piece."""
+        """Storages that are written in several pieces."""
         self._of_inputs = {id(tensor) for tensor in tree_tensors(inputs)}
         self._alive: list[Any] = [inputs]
         self._stack: list[str] = []
@@ -172,7 +172,7 @@ class _Recorder(ForwardObserver):
     def call(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """See `CallHandler.call`."""
+        """Record a call of a module; see `CallHandler.call`."""
         self._stack.append(name)
         try:
             return super().call(name, run, args, kwargs)
@@ -180,26 +180,26 @@ class _Recorder(ForwardObserver):
             self._stack.pop()
 
     def answer(self, func: Any, args: Any, error: Exception) -> Any:
-        """Make up a result for an operation that needs values, where this run guesses."""
+        """Make up a result for an operation that needs values, if this run guesses."""
         if not self.guess:
             raise error
         return _made_up(func._overloadpacket.__name__, args, error)
 
     def function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note where the size of a tensor is asked for, which is no operation."""
+        """Record that code asks for a tensor's size, which is not an operation."""
         del kwargs, result
         if func in _ASKS_SIZE:
             self.note_listed(args[0])
 
     def save(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor for the backward pass."""
+        """Record that autograd saves a tensor for the backward pass."""
         storage = tensor.untyped_storage()
         held = self._whole.get(storage._cdata)
         if held is not None and not held.name:
             self.saved[storage._cdata] = (held, storage.nbytes())
 
     def in_list(self, tensor: Any) -> Any:
-        """What stands for a parameter or buffer where all of a module's are gone through."""
+        """Return the tensor that replaces a parameter or buffer in a list of all."""
         return self._twins.get(id(tensor), tensor)
 
     def _list(self, tensor: Tensor, held: HeldTensor) -> None:
@@ -209,23 +209,23 @@ class _Recorder(ForwardObserver):
         self._twins[id(tensor)], self._listed[id(twin)] = twin, held
 
     def note_listed(self, tensor: Any) -> HeldTensor | None:
-        """Note that values or sizes of a tensor are looked at, where it comes from a list."""
+        """Record that the values or sizes of a tensor from a list are used."""
         held = self._listed.get(id(tensor))
         if held is not None:
             self.listed.setdefault(held.name, self._stack[-1] if self._stack else "")
         return held
 
     def lookup(self, tensor: Tensor) -> HeldTensor | None:
-        """What is known of a tensor; None of one that is whole anyway."""
+        """Return the axes of a tensor; None if it is whole in any case."""
         held = self._held.get(id(tensor)) or self.note_listed(tensor)
         if held is None and tensor.untyped_storage()._cdata in self._unclear:
-            why = "it is written piece by piece into a tensor"
+            why = "it is written in pieces into a tensor"
             dims = tuple(new_dim(length, why) for length in tensor.shape)
             held = self._add(tensor, dims)
         return held
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One operation has been done."""
+        """Record an operation."""
         op = OpCall(
             func, (args, kwargs), result, self.lookup, self._stack[-1] if self._stack else ""
         )
@@ -260,7 +260,7 @@ class _Recorder(ForwardObserver):
         self.records.append(record)
 
     def leave_open(self) -> None:
-        """What was not used any more is used in ways that were not seen."""
+        """Keep all live tensors whole, because their later uses were not recorded."""
         used = {tensor for record in self.records for tensor in record.inputs}
         for record in self.records:
             for tensor in record.outputs:
@@ -268,7 +268,7 @@ class _Recorder(ForwardObserver):
                     block(dim, "the model could not be followed further")
 
     def close(self, output: Any, class_dim: int | None) -> None:
-        """What is returned is needed whole, but for the dim of the classes."""
+        """Keep the returned tensors whole, except along the dim of the classes."""
         for tensor in _heads(output):
             known = self.lookup(tensor)
             for n, dim in enumerate(known.dims if known is not None else ()):
@@ -278,10 +278,10 @@ class _Recorder(ForwardObserver):
     def _dims(self, op: OpCall) -> list[Dims]:
         own = self._own_function()
         if own:
-            return opaque(op, f"it is given to {own}, an autograd function of the model's own,")
+            return opaque(op, f"it is passed to {own}, a custom autograd function of the model,")
         try:
             found = list(rule_of(op)(op))
-        except (TypeError, IndexError, ValueError):  # an overload that its rule does not know
+        except (TypeError, IndexError, ValueError):  # the rule does not know this overload
             found = opaque(op)
         fits = len(found) == len(op.results) and all(
             len(dims) == tensor.dim() for dims, tensor in zip(found, op.results, strict=True)
@@ -289,9 +289,9 @@ class _Recorder(ForwardObserver):
         return found if fits else opaque(op, MISFIT)
 
     def _own_function(self) -> str:
-        """In which autograd function of the model's own this is; '' where in none.
+        """Return the name of the custom autograd function that is running; '' if none is.
 
-        Slices would come to it without their gradients, so that it is given whole tensors.
+        Slices would lose their gradients in it, so it receives whole tensors.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not _Recorder.call.__code__:
@@ -331,7 +331,7 @@ class _Recorder(ForwardObserver):
 
 
 def _own_functions() -> dict[CodeType, str]:
-    """The code of the autograd functions that are not torch's, and their names."""
+    """Return the names of custom autograd functions by their code objects."""
     found: dict[CodeType, str] = {}
     pending = [torch.autograd.Function]
     while pending:
@@ -350,11 +350,11 @@ _MAKES_ANEW = {
     *("zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "bernoulli_"),
 }
-"""Operations that take a shape and no values."""
+"""Attributes and methods that use a tensor's shape but not its values."""
 
 
 def _heads(output: Any) -> list[Tensor]:
-    """The tensors that a loss looks at: logits where something is called so, else all."""
+    """Return the tensors that a loss uses: those named logits if there are any, else all."""
     if isinstance(output, Tensor):
         return [output]
     names = ("out", "aux", "logits", "aux_logits", "aux_logits1", "aux_logits2")
@@ -367,20 +367,20 @@ def _heads(output: Any) -> list[Tensor]:
 
 
 class _Table(dict[str, Any]):
-    """A module's parameters or buffers: those that come out together are told from single ones."""
+    """A module's parameters or buffers; it distinguishes lists of all from single lookups."""
 
     def __init__(self, tensors: Mapping[str, Any], recorder: _Recorder) -> None:
         super().__init__(tensors)
         self._recorder = recorder
 
     def __reduce__(self) -> Any:
-        """Copies of a module have tables of their own."""
+        """Let a copy of the module make its own table."""
         return dict, (dict(super().items()),)
 
     def items(self) -> Any:
-        """As of a dict."""
+        """Return names and tensors for a list of all."""
         return {name: self._recorder.in_list(tensor) for name, tensor in super().items()}.items()
 
     def values(self) -> Any:
-        """As of a dict."""
+        """Return tensors for a list of all."""
         return dict(self.items()).values()

@@ -1,8 +1,8 @@
 """Slices as lines of text by name patterns: `blocks.*.attention.qkv.weight: 0/3x256:64`.
 
 A line is `PATTERN: DIM/SECTIONS`. In a pattern `*` matches any characters between two dots.
-Sections are `TIMESxLENGTH:UNIT`, with commas between different ones; `TIMESx` and `:UNIT` are left
-out if they are 1. Without lengths (`0/3x:64`, `1`) the dim is divided evenly into sections. A
+Sections are `TIMESxLENGTH:UNIT`, with commas between different ones; TIMES and UNIT are left out if
+they are 1. Without lengths (`0/3x:64`, `1`) the dim is divided evenly into sections. A
 trailing ` gather` means that the weight's product is gathered immediately; `whole` instead of
 DIM/SECTIONS keeps a tensor whole that a more general pattern would slice.
 """

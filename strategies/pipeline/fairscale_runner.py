@@ -16,7 +16,7 @@ Facts of fairscale 0.4.13 under torch 2.15 that this answers:
   autocast: see `_Part`.
 * The first pass of a recomputed stage runs without gradients: programs that depend on gradients
   must exist before.
-* `Pipeline.__del__` waits for its workers, so the queues here answer its last message.
+* The destructor of its Pipeline waits for its workers, so the queues here answer its last message.
 * Its DeferredBatchNorm is another module with other buffers, has the biased variance, and waits for
   a fixed number of micro-batches, also in a step with fewer. It is not used.
 """

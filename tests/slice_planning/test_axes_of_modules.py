@@ -308,7 +308,7 @@ def test_what_an_autograd_function_of_the_users_own_is_given_is_whole():
     plan = plan_slices(work_on(Block(8, layers), 2, 3, 8), 2)
     assert not plan.classes
     assert plan.gathered == {"layer.0.weight"}
-    why = "it is given to Doubled, an autograd function of the model's own, in 'layer.1'"
+    why = "it is passed to Doubled, a custom autograd function of the model, in 'layer.1'"
     assert why in plan.whole_reasons.get("layer.2.weight", why)
     checkpointed = nn.Sequential(nn.Linear(8, 32), Recomputed(), nn.Linear(32, 8))
     assert plan_slices(work_on(Block(8, checkpointed), 2, 3, 8), 2).classes

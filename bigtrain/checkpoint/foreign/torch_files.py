@@ -1,7 +1,7 @@
 """Files of `torch.save`: only their description is unpickled, and no code is run.
 
-`weights_only` accepts only tensors, numbers, text and collections. Loading to the meta device gives
-the offset of each tensor's values in the file. The values are read later, in parts.
+`torch.load(weights_only=True)` accepts only tensors, numbers, text and collections. Loading to the
+meta device gives the offset of each tensor's values in the file. The values are read later.
 """
 
 from __future__ import annotations

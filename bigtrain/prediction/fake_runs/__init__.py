@@ -1,1 +1,1 @@
-"""Runs of a model on fake tensors: made once, and read off for other rows and finer slices."""
+"""Runs of a model on fake tensors: made once, then interpolated for other rows and finer slices."""

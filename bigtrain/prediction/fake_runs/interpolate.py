@@ -1,4 +1,4 @@
-"""A run with other rows, or with finer slices, read off two runs that differ in sizes alone."""
+"""Interpolate a run with other rows or finer slices between two runs that differ only in sizes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from bigtrain.prediction.sections import (
 from bigtrain.slicing.exchange import TensorExchange
 
 TICK_TOLERANCE = 64
-"""Ticks by which two runs may let go of the same storage at different times: what goes at one
-moment (autocast's copies of weights) goes in the order of addresses."""
+"""Most ticks by which two runs may release the same storage at different times. Storages that are
+released together (autocast's copies of weights) are released in the order of their addresses."""
 
 
 def interpolate_sections(
     small: RecordedSections, large: RecordedSections, share: float
 ) -> tuple[RecordedSections, bool] | None:
-    """A run with other rows, or with finer slices, read off two.
+    """Interpolate a run with other rows, or with finer slices.
 
     Args:
-        small: with fewer rows, or with fewer slices.
-        large: with more.
-        share: of the way from one to the other; more than 1 is beyond.
+        small: a run with fewer rows, or with fewer slices.
+        large: a run with more.
+        share: position between the two: 0 is `small`, 1 is `large`, and more than 1 extrapolates.
 
     Returns:
-        The run, and whether it is exact: what is after the blocks may go in rounds, whose number
-        is another one, and then has the memory of the second run. None where the two runs differ
-        in more than sizes.
+        The run, and whether it is exact. It is not if a loss after the blocks runs in chunks whose
+        number differs: that part then has the memory of `large`. None if the runs differ in more
+        than sizes.
     """
     if len(small.sections) != len(large.sections) or small.profile is not None:
         return None
@@ -97,7 +97,7 @@ def _shape(small: Sequence[int], large: Sequence[int], share: float) -> tuple[in
 def _exchanges(
     small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
 ) -> tuple[TensorExchange, ...]:
-    """Those of another size; where a loop has more rounds, as many and as large as in between."""
+    """Interpolate exchanges; if a loop has more rounds, their number is interpolated too."""
     kinds = [one.kind for one in large]
     if [one.kind for one in small] == kinds:
         pairs = zip(small, large, strict=True)
@@ -113,7 +113,7 @@ def _exchanges(
 def interpolate_named(
     runs: Sequence[dict[str, PassPair] | None], share: float
 ) -> dict[str, PassPair] | None:
-    """The passes of sections, read off two runs; None where these differ in more than sizes."""
+    """Interpolate the passes of sections; None if the two runs differ in more than sizes."""
     one, other = runs
     if one is None or other is None:
         return None
@@ -127,21 +127,21 @@ def interpolate_named(
 
 
 def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
-    """The same of a step's first micro-batch and of every other one; see `interpolate`."""
+    """Interpolate the passes of a step's first micro-batch and of later ones."""
     first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
     return None if first is None or later is None else (first, later)
 
 
 def interpolate(small: SectionPass, large: SectionPass, share: float) -> SectionPass | None:
-    """A micro-batch through a section, read off two; see `interpolate_sections`.
+    """Interpolate the pass of a micro-batch through a section; see `interpolate_sections`.
 
     Returns:
-        None where the two differ in more than sizes.
+        None if the two differ in more than sizes.
     """
     if small.lengths != large.lengths or len(small.storages) != len(large.storages):
         return None
     ticks, others = small.ticks, large.ticks
-    if ticks != others:  # of finer slices the shapes are others
+    if ticks != others:  # with finer slices the shapes differ
         if ticks is None or others is None or replace(others, shapes=ticks.shapes) != ticks:
             return None
         pairs = zip(ticks.shapes, others.shapes, strict=True)
@@ -159,7 +159,7 @@ def interpolate(small: SectionPass, large: SectionPass, share: float) -> Section
 
 
 def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
-    """The one that dies later of two that die at about the same time; None of others."""
+    """Return the later-released of two storages with similar release times; None otherwise."""
     if max(a.until, b.until) > Anchor.WEIGHTS:
         return a if a.until == b.until else None
     one, other = (sum(lengths[: s.until]) + s.death for s in (a, b))
@@ -186,7 +186,7 @@ def _line(small: float, large: float, share: float) -> int:
 
 def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
     sizes = ("flops", "low_flops", "nbytes", "times", "products")
-    if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
+    if len(small.times) != len(large.times):  # use the larger run's, so that sums are right
         figures = []
         for key in sizes[:3]:
             less, more = (float((getattr(log, key) * log.times).sum()) for log in (small, large))

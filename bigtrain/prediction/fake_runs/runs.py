@@ -1,7 +1,7 @@
-"""Runs on fake tensors of a model in which blocks that are alike stand three times at most.
+"""Runs on fake tensors of a model shortened to at most three of each kind of equal blocks.
 
-They are made when they are first asked for, and kept. Where only the loss differs, a run takes its
-blocks from another run.
+Runs are made on demand and cached. If only the loss differs, a run takes its blocks from another
+run.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
 
 RECORDED_ROWS = (1, 2)
-"""Rows of the two runs that others are read off."""
+"""Rows of the two runs between which others are interpolated."""
 SEVERAL_ROWS = (2, 4)
-"""The same where one row is special, as for layers that take statistics over a batch: they refuse
-to train on it."""
+"""The rows if one row is special: layers with statistics over a batch refuse to train on it."""
 
 
 class RunKind(NamedTuple):
-    """What makes one run on fake tensors differ from another, but for its rows."""
+    """The settings that distinguish runs on fake tensors, apart from the number of rows."""
 
     low: bool
     """See `Plan.bf16_parameters`."""
@@ -68,11 +67,11 @@ class RunKind(NamedTuple):
     choice: BlockPolicy
     waiting: bool
     cut: bool
-    """Whether tied parameters are several."""
+    """Whether tied parameters are separate, as in a cut model."""
     contiguous_gradients: bool
-    """Whether gradients come as other ranks send them; see `RecordedSections.copies_gradient`."""
+    """Whether gradients are contiguous as received; see `RecordedSections.copies_gradient`."""
     sliced: str = ""
-    """By whom and over how many ranks; empty where layers are whole."""
+    """The slicing technique and its number of ranks; empty if layers are whole."""
 
 
 class FakeRuns:
@@ -101,18 +100,18 @@ class FakeRuns:
         self.named = [name for name, _ in independent_blocks(model)]
         """The blocks of the model."""
         self.aliases: dict[str, str] = {}
-        """For each parameter of what is run that was made to untie one the name of that one."""
+        """For each parameter that was copied to untie another: the name of that other one."""
         self.relaid = False
-        """Whether a run has shown it: see `RecordedSections.copies_gradient`."""
+        """Whether a run has copied a gradient; see `RecordedSections.copies_gradient`."""
         self.changes = 0
-        """How often all that was run before went, as another model is run from then on."""
+        """How often cached runs were discarded because another model is run since."""
 
     def loss(self, kind: RunKind, rows: int) -> Loss:
-        """Of a run."""
+        """The loss of a run."""
         return self._loss(kind.waiting, rows)
 
     def waits(self, rows: int) -> bool:
-        """Whether micro-batches of so many rows have another loss where several wait."""
+        """Whether micro-batches of `rows` rows use another loss if several wait at the head."""
         return self._loss(True, rows) != self._loss(False, rows)
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:
@@ -122,7 +121,7 @@ class FakeRuns:
         return max((technique.most_ranks(given) for technique in slicing), default=1)
 
     def sizes(self, plan: Plan, kind: RunKind, rows: int) -> tuple[int, int]:
-        """The rows that are run; stretches of one sequence lie otherwise than those of several."""
+        """Return the rows to run. Shards of one sequence have another layout than of several."""
         slices = self._slices(plan, self.loss(kind, rows), cut=kind.cut)
         in_stretches = slices is not None and slices.sequence_dim is not None
         return SEVERAL_ROWS if in_stretches else self._sizes
@@ -130,10 +129,10 @@ class FakeRuns:
     def recorded(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
     ) -> tuple[RecordedSections, ...]:
-        """A run of these sizes, with the loss of so many rows.
+        """Return runs of these sizes, with the loss for `rows` rows.
 
         Raises:
-            ConfigError: the model does not run without its numbers.
+            ConfigError: the model does not run on fake tensors.
         """
         if (kind, sizes) not in self._runs:
             self._runs[kind, sizes] = self._run(plan, sizes, kind, self.loss(kind, rows))
@@ -142,7 +141,7 @@ class FakeRuns:
     def halves(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
     ) -> tuple[dict[str, PassPair], ...] | None:
-        """The same with backward passes in two parts; None where the model does not run so."""
+        """Return the runs with split backward passes; None if the model does not run so."""
         if (kind, sizes) not in self._halved:
             loss = self.loss(kind, rows)
             batches = [resize_micro_batch(self._example, size) for size in sizes]
@@ -156,7 +155,7 @@ class FakeRuns:
         return self._halved[kind, sizes]
 
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
-        """What is after the blocks, as it is with so many rows; of its states nothing is said."""
+        """Return the section after the blocks for `rows` rows; its states are not recorded."""
         if (kind, rows) not in self._ends:
             found = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
             (run,) = found or self.recorded(plan, kind, (rows,), rows)
@@ -164,7 +163,7 @@ class FakeRuns:
         return self._ends[kind, rows]
 
     def in_one_round(self, plan: Plan, kind: RunKind, rows: int) -> bool:
-        """Whether a loss in chunks has one chunk, also with so many rows."""
+        """Whether a chunked loss has one chunk, with `rows` rows as well."""
         loss = self.loss(kind, rows)
         if not isinstance(loss, ChunkedCrossEntropy):
             return True
@@ -178,7 +177,7 @@ class FakeRuns:
         return loss.rounds(targets * rows // max(1, self._example.rows), classes, dtype) == 1
 
     def coarser(self, plan: Plan, kind: RunKind, rows: int) -> list[tuple[Plan, RunKind]]:
-        """Plans off which finer slices are read; none where there are few, or some are uneven."""
+        """Return the plans from which finer slices are interpolated; empty if that is not exact."""
         others, loss = coarser(plan), self.loss(kind, rows)
         if not kind.sliced or others is None or self._given_slices is not None:
             return []
@@ -210,8 +209,8 @@ class FakeRuns:
             if is_whole or any(section.name for section in recorded[0].sections):
                 self.relaid = self.relaid or recorded[-1].copies_gradient
                 return recorded
-        # It does not take being shortened, or its blocks do not follow one another: from now on
-        # it is run whole, if it runs so.
+        # The shortened model does not run, or its blocks are not in sequence: run the whole model
+        # instead, now and later.
         shortened_before = self._short[kind.cut]
         whole_model = self._untied(cut=kind.cut)
         self._short[kind.cut] = whole_model, {name: name for name in self.named}
@@ -227,9 +226,9 @@ class FakeRuns:
     def _with_other_ends(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
-        """A run with another loss, put together: its blocks are those of the run with the usual.
+        """Compose a run with another loss from the blocks of the run with the usual loss.
 
-        Empty where they hold something until a moment of what follows, as autocast's copies.
+        Empty if blocks keep storages until a later section, as autocast's copies of weights.
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
@@ -247,7 +246,7 @@ class FakeRuns:
         loss: Loss,
         unit: WholeModel = WHOLE_MODEL,
     ) -> tuple[RecordedSections, ...]:
-        """A run for what is before and after the blocks; none where these are not all alike."""
+        """Run the sections before and after the blocks; empty if the blocks are not all equal."""
         model, names = self._model_run(cut=kind.cut)
         short, order = self._shorter(model, 1)
         slices = self._slices(plan, loss, cut=kind.cut)
@@ -266,7 +265,7 @@ class FakeRuns:
         return found if all(run.profile is None for run in found) else ()
 
     def _shorter(self, model: nn.Module, most: int) -> tuple[nn.Module | None, tuple[int, ...]]:
-        """See `shorten_model`, of one that is run; no model where there is nothing to leave out."""
+        """Shorten a model with `shorten_model`; None if no block can be left out."""
         if (model, most) not in self._still_shorter:
             self._still_shorter[model, most] = shorten_model(model, most) or (None, ())
         return self._still_shorter[model, most]
@@ -275,16 +274,16 @@ class FakeRuns:
         return Workload(model, self._example, loss, self._make_optimizer)
 
     def _model_run(self, *, cut: bool) -> tuple[nn.Module, list[str]]:
-        """What is run, and the names of its blocks: a copy that ties nothing might have more."""
+        """Return the model to run and its blocks' names; an untied copy can have more blocks."""
         model, stands_for = self.shortened(cut=cut)
         run = set(stands_for.values())
         return model, [name for name, _ in independent_blocks(model) if name in run]
 
     def _slices(self, plan: Plan, loss: Loss, *, cut: bool) -> ModelSlices | None:
-        """How a plan slices the model that is run: as the whole one, tied as that is.
+        """Return the slices of the model that is run: those of the whole model.
 
         Raises:
-            ConfigError: nothing can be sliced so.
+            ConfigError: the technique can slice nothing.
         """
         technique = plan.techniques.get("slice")
         if not isinstance(technique, SliceStrategy) or plan.tp == 1:
@@ -298,7 +297,7 @@ class FakeRuns:
             else:
                 self._laid[key] = of_shortened(self._given_slices, stands_for)
         laid = self._laid[key]
-        if laid is None:  # blocks that are alike are not sliced alike: it is run whole
+        if laid is None:  # equal blocks are sliced differently, so run the whole model
             whole = self._untied(cut=cut)
             self._short[cut] = whole, {name: name for name in self.named}
             laid = self._given_slices
@@ -311,7 +310,7 @@ class FakeRuns:
         return copied
 
     def shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
-        """The model to be run, and for each block of the whole one that which stands for it."""
+        """Return the model to run, and its block for each block of the whole model."""
         if cut not in self._short:
             model = self._untied(cut=cut)
             result = shorten_model(model)
@@ -326,7 +325,7 @@ class FakeRuns:
 
 
 def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
-    """A micro-batch of so many rows, all of them the first of the example."""
+    """Return a micro-batch of `rows` rows that repeats the example's first row."""
 
     def grow(tensor: Tensor, dim: int) -> Tensor:
         shape = [*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]]
@@ -337,7 +336,7 @@ def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
 
 
 def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
-    """The plan with this choice for every block, whatever it had."""
+    """Return the plan with this policy for every block."""
     techniques = dict(plan.techniques)
     techniques.pop("recompute", None)
     if choice in ("full", "selective"):
@@ -348,14 +347,14 @@ def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
 
 def _untraceable(reason: str, error: BaseException | None) -> str:
     return (
-        f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
-        f"{_where(error)}. Make what it computes depend on shapes and not on values, or measure "
-        "it: bigtrain compare."
+        f"plan: the model does not run on fake tensors, so it cannot be planned: {reason}"
+        f"{_where(error)}. Let its operations depend on shapes and not on values, or measure it: "
+        "bigtrain compare."
     )
 
 
 def _where(error: BaseException | None) -> str:
-    """The line of the user's code that an error came from."""
+    """Return the line of the user's code that raised an error, for a message."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__ if error else None)

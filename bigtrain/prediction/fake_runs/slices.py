@@ -1,4 +1,4 @@
-"""How a plan slices the model that is run for another one, and which slices need no run."""
+"""The slices of a shortened model, and the slices that are interpolated instead of run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
 
 SLICED_RANKS = (2, 4)
-"""Numbers of ranks with slices that larger ones are read off."""
+"""The two numbers of ranks between which slices over more ranks are extrapolated."""
 
 
 def coarser(plan: Plan) -> tuple[Plan, Plan] | None:
-    """Plans with coarser slices, off which the finer ones of this plan are read; None for few."""
+    """Return plans with coarser slices to extrapolate this plan from; None if it has few ranks."""
     few, many = SLICED_RANKS
     if plan.tp <= many or plan.tp % many:
         return None
@@ -26,11 +26,11 @@ def coarser(plan: Plan) -> tuple[Plan, Plan] | None:
 
 
 def are_even(laid: Sequence[ModelSlices | None], example: MicroBatch) -> bool:
-    """Whether the same is sliced in all of these, so that all of it divides: finer ones by both.
+    """Whether all of these slice the same tensors, and evenly.
 
     Args:
-        laid: of plans that differ in ranks alone, that with most of them last.
-        example: whose sequence may be sliced, too.
+        laid: slices of plans that differ only in the number of ranks, the largest last.
+        example: a micro-batch whose sequence can be sliced, too.
     """
     last = laid[-1]
     if last is None or any(one is None or one.by_name != last.by_name for one in laid):
@@ -45,12 +45,12 @@ def are_even(laid: Sequence[ModelSlices | None], example: MicroBatch) -> bool:
 
 
 def finer_share(ranks: int, few: int, many: int) -> float:
-    """How far a part of so many is from that of few, on the way to that of many."""
+    """Return the `share` of `interpolate_sections` for slices over `ranks` ranks."""
     return (1 / ranks - 1 / few) / (1 / many - 1 / few)
 
 
 def slicing_key(plan: Plan) -> str:
-    """Tells plans apart that slice layers otherwise."""
+    """Return a key that differs between plans that slice layers differently."""
     technique = plan.techniques.get("slice")
     if technique is None or plan.tp == 1:
         return ""
@@ -58,14 +58,14 @@ def slicing_key(plan: Plan) -> str:
 
 
 def without_slices(plan: Plan) -> Plan:
-    """The same plan with whole layers, in one process for each group of ranks that slices them."""
+    """Return the plan with whole layers, with one process for each tp group."""
     techniques = dict(plan.techniques)
     techniques.pop("slice", None)
     return replace(plan, techniques=techniques, tp=1)
 
 
 def slices_within(whole: ModelSlices, model: nn.Module) -> ModelSlices:
-    """The slices of what a shorter model has, by the same names."""
+    """Return the slices of the tensors that a shortened model has, by the same names."""
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     by_name = {name: slices for name, slices in whole.by_name.items() if name in own}
@@ -73,14 +73,14 @@ def slices_within(whole: ModelSlices, model: nn.Module) -> ModelSlices:
 
 
 def of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:
-    """The slices of a model by the names of a shortened one.
+    """Return a model's slices under the names of a shortened model.
 
     Args:
-        whole: by the model's own names.
-        stands_for: for each of the model's blocks the one that is run for it.
+        whole: the slices of the whole model.
+        stands_for: for each block of the whole model the block that is run in its place.
 
     Returns:
-        None where two blocks that one stands for are not sliced alike.
+        None if blocks with the same representative are sliced differently.
     """
     outside: dict[str, tuple[Slices, bool]] = {}
     inside: dict[str, dict[str, tuple[Slices, bool]]] = {block: {} for block in stands_for}
