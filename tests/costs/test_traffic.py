@@ -231,7 +231,7 @@ def test_activations_on_the_host_take_powers_of_two(monkeypatch):
         most.append(self.peak_bytes_away)
         close(self)
 
-    monkeypatch.setattr(DiskTransfer, "held_bytes", lambda _, nbytes: pinned_bytes(nbytes))
+    monkeypatch.setattr(DiskTransfer, "stored_bytes", lambda _, nbytes: pinned_bytes(nbytes))
     monkeypatch.setattr(ActivationOffloader, "close", closed)
     _, _, _, found = alone(monkeypatch, gpt_like, batch, {"strategy.offload.activations": "disk"})
     plain, _ = offloaded_activations(found)

@@ -164,7 +164,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
             2,
             r"exclude each other",
         ),
-        (["strategy.replicate.compress=fp16", "train.precision=fp64"], 2, r"compress=fp16 loses"),
+        (["strategy.replicate.compress=fp16", "train.precision=fp64"], 2, r"compress=fp16 rounds"),
         (["strategy=single"], 2, r"strategy single runs on 1 rank, and 2 were started"),
         (["mesh.pp=2"], 2, r"mesh\.pp=2 cuts the model over ranks"),
         (["train.sync_batchnorm=true"], 2, r"train\.sync_batchnorm=true needs CUDA"),
