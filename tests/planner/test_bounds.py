@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.plan_candidates import GPT, candidate_of, every_plan
@@ -66,9 +68,8 @@ def test_stage_2_of_shards_has_its_parameters_whole_after_a_forward_pass(
     assert least["fsdp"] < least["fsdp_zero2"]
 
 
-def test_slices_with_other_sections_are_not_compared(planned: PlannedAnswer) -> None:
+def test_slices_with_other_sections_are_not_compared() -> None:
     """A later run may have shown that a model does not run in blocks."""
-    sections = planned.search.evaluator.whole_model(2).sections
-    assert are_no_larger(sections, sections, 1)
+    sections: Any = [SimpleNamespace(name=name) for name in ("", "blocks.0", "")]
     assert not are_no_larger([sections[0], sections[-1]], sections, 1)
     assert not are_no_larger(sections, [sections[0], sections[-1]], 1)
