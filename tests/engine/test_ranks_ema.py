@@ -264,7 +264,7 @@ def refused_where_ranks_differ(context: Any, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["local_sgd", "parameter_server_async"])
 def test_where_the_ranks_have_no_one_model_it_is_refused(strategy):
     for said in run_ranks(refused_where_ranks_differ, 2, strategy):
-        assert f"ema: under strategy {strategy} the ranks do not have one model" in said
+        assert f"ema: under strategy {strategy} the ranks do not have the same model" in said
 
 
 def test_torchs_own_average_works_where_the_model_is_whole():
