@@ -272,13 +272,13 @@ def _said(error: OutOfMemoryError, plan: Plan, model: nn.Module, folder: Path) -
     checkpoint = newest_checkpoint(folder / "checkpoints")
     since = f"from {checkpoint.name}" if checkpoint else "from the beginning"
     said = (
-        f"{str(error).splitlines()[0]} memory.on_oom=adapt: goes on {since} with micro-batch "
+        f"{str(error).splitlines()[0]} memory.on_oom=adapt: continues {since} with micro-batch "
         f"{size} x accumulation {steps} (was {plan.batch.micro_size} x "
         f"{plan.batch.accumulation_steps})"
     )
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         said += (
-            "; warning: BatchNorm normalises each micro-batch by itself, so from here on the "
-            "numbers are those of smaller ones"
+            "; warning: BatchNorm normalizes each micro-batch separately, so the numbers are those "
+            "of smaller micro-batches from here on"
         )
     return said

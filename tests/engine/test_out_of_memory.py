@@ -109,7 +109,7 @@ def test_run_that_adapts_ends_with_the_losses_of_one_that_had_room(tmp_path):
     words = ("memory.on_oom=adapt", "memory.cap=40MiB", "log.name=tight")
     tight = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *GPT, *words)
     assert tight.returncode == 0, tight.stderr
-    assert "memory.on_oom=adapt: goes on from the beginning with micro-batch" in tight.stdout
+    assert "memory.on_oom=adapt: continues from the beginning with micro-batch" in tight.stdout
     assert "accumulation" in tight.stdout
     one, two = losses(tmp_path / "runs/free"), losses(tmp_path / "runs/tight")
     assert len(one) == len(two) == 3

@@ -114,7 +114,7 @@ def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
     [
         ("fsdp", "a rank has a part of the model"),
         ("zero3", "a rank has a part of the model"),
-        ("ddp+full", "blocks are computed again in the backward pass"),
+        ("ddp+full", "blocks are recomputed in the backward pass"),
     ],
 )
 def test_what_cannot_be_inside_another_loss_is_refused(strategy, why):
@@ -141,7 +141,7 @@ def test_a_second_engine_is_told_to_name_the_first():
     for said in run_ranks(prepared_twice, 2):
         assert said == [
             "prepare: the ranks are connected already, by another engine or by the script. Give "
-            "prepare(..., beside=engine) to have a second engine, or close the first."
+            "prepare(..., beside=engine) for a second engine, or close the first."
         ]
 
 

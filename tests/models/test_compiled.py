@@ -135,7 +135,7 @@ def test_a_compiled_run_equals_the_uncompiled_one_and_its_peak_is_predicted() ->
     ("strategy", "ranks", "words"),
     [
         ("zero3", 2, "train.compile=blocks: DeepSpeed's stage 3 gathers .* Use --strategy fsdp"),
-        ("zero_bubble", 2, "in two parts. Use strategy.cut.schedule=1f1b, or train.compile=none"),
+        ("zero_bubble", 2, "splits it in two. Use strategy.cut.schedule=1f1b, or train.compile="),
     ],
 )
 def test_what_compiles_no_block_is_refused_with_the_fix(strategy, ranks, words) -> None:

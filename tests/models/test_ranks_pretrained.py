@@ -124,7 +124,7 @@ def test_keys_that_say_nothing_are_refused(tmp_path):
     saved(path)
     with pytest.raises(ConfigError, match="the model has no 'head'. It has classifier, features"):
         opened("single", [f"model.pretrained={path}", "model.pretrained_except=[head]"])
-    with pytest.raises(ConfigError, match="there is none. Set model.pretrained=FILE"):
+    with pytest.raises(ConfigError, match="no file is given. Set model.pretrained=FILE"):
         opened("single", ["model.pretrained_except=[fc]"])
     with pytest.raises(ConfigError, match="model.pretrained=cache is torchvision's"):
         opened("single", ["model.pretrained=cache"])

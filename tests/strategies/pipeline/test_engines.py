@@ -39,7 +39,7 @@ REFUSED = {
     ),
     "ZeRO on DeepSpeed updates in fp32": (f"{DEEPSPEED}_zero1", 4, FP64),
     "shards it in another way": (f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.engine": "torch"}),
-    "a DeepSpeed file says what a whole model needs": (
+    "a DeepSpeed file is for a whole model": (
         f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.config": "ds.json"},
     ),
     "keeps all its states on the device": (DEEPSPEED, 2, {"strategy.offload.optimizer": "disk"}),
