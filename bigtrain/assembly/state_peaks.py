@@ -162,6 +162,8 @@ class _State:
         """The tensors that one rank contributes to a checkpoint; see `Runner.state`."""
         held = {}
         for tensor in self._own(pp_rank):
+            if tensor.first in self._saved_elsewhere(pp_rank):
+                continue
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
             name, differ = f"model.{tensor.name}", tensor.is_buffer
             if extents or not self._plan.replicate.num_servers:
@@ -181,6 +183,8 @@ class _State:
         joins = bool(self._plan.replicate.num_servers)  # a server joins its pieces of a tensor
         made = {}
         for tensor in self._own(pp_rank):
+            if tensor.first in self._saved_elsewhere(pp_rank):
+                continue
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
             laid = self._plan.uses_channels_last and len(tensor.shape) == 4 and not tensor.is_buffer
             cut = chunk is not None and tensor.low and self._kind == "pieces" and size > chunk
@@ -289,9 +293,20 @@ class _State:
     def _trained(self, pp_rank: int) -> list[_Saved]:
         return [t for t in self._own(pp_rank) if t.trained and t.name == t.first]
 
+    def _earlier(self, pp_rank: int) -> set[str]:
+        """Names of trained parameters that a stage of a lower rank has, too: it owns them."""
+        return {t.name for p in range(pp_rank) for t in self._trained(p)} if self._cut else set()
+
+    def _saved_elsewhere(self, pp_rank: int) -> set[str]:
+        """Tied parameters with separate fp32 values: only the rank that owns them saves these."""
+        if self._kind != "pieces":
+            return set()
+        low = {tensor.first for tensor in self._tensors if tensor.low}
+        return low & self._earlier(pp_rank)
+
     def _optimizer(self, pp_rank: int) -> Iterator[tuple[str, _Saved, Tensor]]:
         """The optimizer's tensors of a stage; those of a tied parameter are in its first stage."""
-        earlier = {t.name for p in range(pp_rank) for t in self._trained(p)} if self._cut else set()
+        earlier = self._earlier(pp_rank)
         for tensor in self._trained(pp_rank):
             if tensor.name not in earlier:
                 for key, slot in sorted(self._slots[tensor.first].items()):

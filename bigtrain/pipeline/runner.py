@@ -245,12 +245,16 @@ class PipelineRunner(StepRunner):
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
+        # Replicas of another stage split a tied parameter at other elements, so only the stage that
+        # owns it saves its fp32 values.
+        not_saved = {id(masters[name]) for name in elsewhere if name in masters}
         tensors: dict[str, StateTensor] = {}
         for stage in self._stages.values():
             state = module_tensors(stage.state_dict())
             named = stage.named_parameters(remove_duplicate=False)
             for name, tensor in model_state(state, named, masters).items():
-                tensors.setdefault(f"model.{name}", tensor)
+                if id(tensor) not in not_saved:
+                    tensors.setdefault(f"model.{name}", tensor)
         for key, tensor in self._update.state().items():
             if key.rpartition(".")[0] not in elsewhere:
                 tensors[f"optimizer.{key}"] = tensor
