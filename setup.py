@@ -41,6 +41,7 @@ setup(
         "bigtrain.doctor",
         "bigtrain.engine",
         "bigtrain.engine.alongside",
+        "bigtrain.engine.run_loss",
         "bigtrain.files",
         "bigtrain.hvd",
         "bigtrain.hvd.elastic",

@@ -150,7 +150,7 @@ def test_no_restart_is_made_for_the_users_fault(place: Place) -> None:
     assert status == 1
     assert said.count("ValueError: odd") == 2
     assert said.count("bigtrain: restart 1 of 3 on 2 ranks, from step-2 (step 2 was the last") == 1
-    assert "bigtrain: it failed twice after step 2, and is not started again" in said
+    assert "bigtrain: it failed twice after step 2 and is not started again" in said
 
 
 def test_an_exception_that_does_not_come_again_is_survived(place: Place, expected: Any) -> None:

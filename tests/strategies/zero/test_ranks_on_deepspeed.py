@@ -178,7 +178,9 @@ def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
     one = run_ranks(convolving, 2, "ddp", "fp32")[0]
     record = run_ranks(convolving, 2, strategy, "fp32")[0]
     assert largest_difference(one, record) < 1e-5
-    with pytest.raises(AssertionError, match="kernels of BatchNorm2d.*--strategy zero1_torch"):
+    with pytest.raises(
+        AssertionError, match="BatchNorm2d takes no bf16 weights.*--strategy zero1_torch"
+    ):
         run_ranks(convolving, 2, strategy, "bf16")
 
 
