@@ -146,6 +146,8 @@ FULL = {
     "strategies/zero/test_ranks_on_deepspeed.py::test_a_micro_batch_may_do_without_a_parameter": 3,
     "strategies/zero/test_ranks_on_torch.py::test_bf16_stays_near_and_the_saved_weights_are"
     "_fp32": 2,
+    "checkpoint/test_ranks_tied_in_stages.py::test_it_is_saved_once_and_goes_on_under_any"
+    "_strategy": 2,
 }
 
 
