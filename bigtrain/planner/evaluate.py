@@ -120,7 +120,7 @@ class PlanEvaluator:
         plan_timer = self._plan_timer.first_blocks(blocks)
         evaluator = PlanEvaluator(
             self._job,
-            plan_timer.library,
+            plan_timer.section_library,
             self.timer,
             self._margins,
             cut=self._cut,
@@ -137,7 +137,7 @@ class PlanEvaluator:
             candidate: how they are trained.
             limit: see `evaluate`.
         """
-        low, high, plan = 0, self._plan_timer.library.num_blocks, self.plan_of(candidate)
+        low, high, plan = 0, self._plan_timer.section_library.num_blocks, self.plan_of(candidate)
         while high - low > 1:
             middle = (low + high) // 2
             outcome = self.first_blocks(middle).evaluate(candidate, plan, limit)
@@ -286,7 +286,7 @@ class PlanEvaluator:
         """Gives the sections' split backward passes; None where the schedule splits none."""
         if not plan.splits_backward:
             return None
-        return lambda: self._plan_timer.library.split_passes(
+        return lambda: self._plan_timer.section_library.split_passes(
             plan, candidate.rows, waiting=several_wait(plan), cut=plan.pp > 1
         )
 

@@ -25,13 +25,13 @@ class PlanTimer:
     def __init__(
         self, library: SectionLibrary, timer: StepTimer, blocks: BlockTimer | None
     ) -> None:
-        self.library, self.timer, self.blocks = library, timer, blocks
+        self.section_library, self.timer, self.blocks = library, timer, blocks
         self._slowdowns: dict[bool, Slowdowns | None] = {}
         self._slowed: dict[ModelSections, ModelSections] = {}
 
     def first_blocks(self, count: int) -> PlanTimer:
         """The same for the model's first blocks alone; its slowdowns are those of the model."""
-        shorter = PlanTimer(self.library.first_blocks(count), self.timer, self.blocks)
+        shorter = PlanTimer(self.section_library.first_blocks(count), self.timer, self.blocks)
         shorter._slowdowns = self._slowdowns
         return shorter
 
@@ -50,14 +50,14 @@ class PlanTimer:
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
-        model = self.library.model_sections(
+        model = self.section_library.model_sections(
             plan, rows, choice, waiting=waiting, cut=cut, exact=exact
         )
         timed = self.slowdowns(plan)
         if timed is None:
             return model
         if model not in self._slowed:
-            kept = self.library.model_sections(
+            kept = self.section_library.model_sections(
                 plan, rows, "keep", waiting=waiting, cut=cut, exact=False
             )
             self._slowed[model] = timed.applied(model, kept, choice, rows, self.timer)
@@ -77,7 +77,7 @@ class PlanTimer:
             unsliced = without_slices(plan)
 
             def sections_at(rows: int) -> ModelSections:
-                return self.library.model_sections(unsliced, rows, "keep")
+                return self.section_library.model_sections(unsliced, rows, "keep")
 
             self._slowdowns[bf16] = (
                 slowdowns(

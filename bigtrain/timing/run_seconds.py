@@ -285,7 +285,7 @@ class RunClock:
         seconds as the cut divides its FLOPs. Layers are counted unsliced.
         """
         whole, is_cut = without_slices(self._plan), self._plan.pp > 1
-        library = self._plan_timer.library
+        library = self._plan_timer.section_library
         sections = library.model_sections(whole, self._rows, "keep", cut=is_cut).sections
         layout, count = self._resolved.layout, len(sections)
         if layout is None or self._plan.pp == 1:
