@@ -299,10 +299,11 @@ class _State:
 
     def _saved_elsewhere(self, pp_rank: int) -> set[str]:
         """Tied parameters with separate fp32 values: only the rank that owns them saves these."""
-        if self._kind != "pieces":
+        if self._kind not in ("pieces", "copies"):
             return set()
-        low = {tensor.first for tensor in self._tensors if tensor.low}
-        return low & self._earlier(pp_rank)
+        # DeepSpeed stores fp32 values of all parameters in copies of its own.
+        separate = {t.first for t in self._tensors if t.low or self._kind == "copies"}
+        return separate & self._earlier(pp_rank)
 
     def _optimizer(self, pp_rank: int) -> Iterator[tuple[str, _Saved, Tensor]]:
         """The optimizer's tensors of a stage; those of a tied parameter are in its first stage."""

@@ -147,7 +147,7 @@ FULL = {
     "strategies/zero/test_ranks_on_torch.py::test_bf16_stays_near_and_the_saved_weights_are"
     "_fp32": 2,
     "checkpoint/test_ranks_tied_in_stages.py::test_it_is_saved_once_and_goes_on_under_any"
-    "_strategy": 2,
+    "_strategy": 3,
 }
 
 

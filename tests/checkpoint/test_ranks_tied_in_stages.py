@@ -38,6 +38,7 @@ class WideTied(nn.Module):
     [
         ("1f1b_zero1", 4, 1),
         pytest.param("1f1b_zero2", 4, 1, marks=pytest.mark.full),
+        pytest.param("pipeline_deepspeed_zero1", 4, 1, marks=pytest.mark.full),
         pytest.param("3d", 8, 2, marks=pytest.mark.full),
     ],
 )
