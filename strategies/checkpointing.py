@@ -120,7 +120,7 @@ class Checkpointing(RecomputeStrategy):
         self._check_split(plan)
 
     def _check_moves(self, plan: Plan) -> None:
-        """Refuse offload without a place, and `selective` with offload of activations."""
+        """Refuse offload without a destination, and `selective` with offload of activations."""
         moved = [name for name, choice in (self.blocks or {}).items() if "offload" in choice]
         if moved and not plan.moves_activations:
             raise ConfigError(

@@ -57,7 +57,7 @@ class Held:
 
     @classmethod
     def of(cls, tensor: StateTensor) -> Held:
-        """Describe a tensor."""
+        """Return the description of a rank's tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.extents, tensor.replicas_differ)
 
 

@@ -36,7 +36,7 @@ def hash_piece(data: bytes | memoryview) -> str:
 
 
 def record_of(nbytes: int, hashes: Sequence[str]) -> dict[str, Any]:
-    """Return a file's record in the manifest: its bytes, and the hash of each piece."""
+    """Return a file's record in the manifest: its size in bytes, and the hash of each piece."""
     return {"bytes": nbytes, "xxh3_128": list(hashes)}
 
 

@@ -251,7 +251,10 @@ def _course(kind: str, forwards: int) -> _Course:
 def _pass_cases(
     actions: Sequence[Action], pieces: Mapping[int, StageRecord]
 ) -> dict[tuple[int, int], _PassCase]:
-    """The case of each (stage, micro-batch): the first to reach its B or W makes the gradients."""
+    """Return the case of each (stage, micro-batch).
+
+    The first micro-batch to reach B or W on a stage allocates the gradients.
+    """
     split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
     firsts: dict[int, int] = {}
     for stage, kind, number in actions:

@@ -87,7 +87,7 @@ class SyntheticSource:
             )
 
     def prepare(self) -> None:
-        """Do nothing."""
+        """Do nothing: samples are generated, and there are no files to prepare."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
         """Return samples that depend on the seed."""

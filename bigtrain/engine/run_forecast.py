@@ -50,7 +50,7 @@ class RunPrediction:
 
     @property
     def is_made(self) -> bool:
-        """Whether a prediction was tried: there is a peak, or a reason why there is none."""
+        """Whether a prediction was tried: `peak` is set, or `note` says why there is none."""
         return self.peak is not None or self.note is not None
 
     def plus_state(self, nbytes: int) -> RunPrediction:

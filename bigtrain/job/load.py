@@ -304,7 +304,10 @@ def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:
 
 
 def describe_fault(fault: ErrorDetails, name: str) -> str:
-    """Describe a value that pydantic refuses: its key, needed, got, and the words to paste."""
+    """Return the message for a value that pydantic refuses.
+
+    It names the key, what is needed, the value, and words to paste that fix it.
+    """
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
         return f"{name}: {message[:1].lower()}{message[1:]}."

@@ -407,7 +407,7 @@ class RoleConfig(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The technique's options, as written."""
+        """The technique's options, not yet checked."""
         return dict(self.model_extra or {})
 
 

@@ -9,7 +9,7 @@ from bigtrain.units import format_bytes
 
 
 def proc_status_bytes(field: str) -> int | None:
-    """A size from this process's /proc/self/status, in bytes; None if it is not there."""
+    """Return a size from /proc/self/status, in bytes; None if the file or the field is missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

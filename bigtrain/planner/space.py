@@ -206,11 +206,11 @@ class SearchSpace:
         ]
         if not possible:
             named = {"mesh.pp": self.pp, "mesh.dp": self.dp, "mesh.tp": self.tp}
-            given = {key: size for key, size in named.items() if size is not None}
+            fixed = {key: size for key, size in named.items() if size is not None}
             raise ConfigError(
-                f"plan: --devices {self.devices} with {_listed(given, '=')}: "
+                f"plan: --devices {self.devices} with {_listed(fixed, '=')}: "
                 f"pp * dp * tp has to be {self.devices}, and the model's {self.num_blocks} blocks "
-                f"allow at most {self.num_blocks + 1} stages. Leave {_listed(given)} out."
+                f"allow at most {self.num_blocks + 1} stages. Leave {_listed(fixed)} out."
             )
         dividing = [mesh for mesh in possible if self.global_batch_size % mesh[1] == 0]
         if not dividing:
@@ -267,9 +267,9 @@ class SearchSpace:
         return round_sizes(share)
 
 
-def _listed(given: Mapping[str, int], between: str = "") -> str:
-    """List keys, or with a separator keys and their sizes."""
-    words = [f"{key}{between}{size}" if between else key for key, size in given.items()]
+def _listed(sizes: Mapping[str, int], separator: str = "") -> str:
+    """List the keys; with a separator, each key with its size."""
+    words = [f"{key}{separator}{size}" if separator else key for key, size in sizes.items()]
     return " and ".join(words)
 
 

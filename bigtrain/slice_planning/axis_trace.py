@@ -146,7 +146,8 @@ class _Recorder(ForwardObserver):
         self.tensors: list[HeldTensor] = []
         self.listed: dict[str, str] = {}
         self._twins: dict[int, Tensor] = {}
-        """Parameters and buffers by the tensor that replaces them in a list of all."""
+        """By the id of a parameter or buffer, the tensor that `model.parameters()` or `buffers()`
+        yields for it: so uses of a listed tensor are told apart from uses by a module."""
         self._listed: dict[int, HeldTensor] = {}
         self._held: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
@@ -199,7 +200,7 @@ class _Recorder(ForwardObserver):
             self.saved[storage._cdata] = (held, storage.nbytes())
 
     def in_list(self, tensor: Any) -> Any:
-        """Return the tensor that replaces a parameter or buffer in a list of all."""
+        """Return the tensor that `model.parameters()` or `buffers()` yields for this one."""
         return self._twins.get(id(tensor), tensor)
 
     def _list(self, tensor: Tensor, held: HeldTensor) -> None:

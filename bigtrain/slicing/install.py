@@ -142,7 +142,8 @@ def slice_modules(
         slices: by plain name, of parameters and buffers; names that the model lacks are skipped.
             For a tied tensor one of its names is enough.
         group: the ranks.
-        gathered: weights whose product is gathered immediately, so that it is whole afterwards.
+        gathered: names of weights whose product is gathered immediately, so that the following
+            operations see a whole tensor.
 
     Raises:
         ConfigError: a tensor has fewer parts than there are ranks, or two of its names have

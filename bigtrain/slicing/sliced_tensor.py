@@ -263,7 +263,10 @@ def _version(tensor: Tensor) -> int:
 
 
 class _WholeCopy:
-    """A gathered copy of a sliced tensor that has views: a change of one must change the other."""
+    """A gathered copy of a sliced tensor, kept because views of it exist.
+
+    After an in-place change of the copy or of this rank's slices, the other must be updated.
+    """
 
     def __init__(self, sliced: SlicedTensor) -> None:
         self.local, self.slices, self.group = local_of(sliced), sliced.slices, sliced.group
@@ -274,17 +277,17 @@ class _WholeCopy:
         self.note()
 
     def note(self) -> None:
-        """Remember the versions of both, which are equal now."""
+        """Record the version counters of the copy and of the slices, whose values now agree."""
         self._version, self._local_version = self.whole._version, _version(self.local)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the copy was changed in place."""
+        """Whether the copy was changed in place since `note`."""
         return self.whole._version != self._version
 
     @property
     def is_older(self) -> bool:
-        """Whether this rank's slices were changed in place."""
+        """Whether this rank's slices were changed in place since `note`."""
         return _version(self.local) != self._local_version
 
     def fits(self, sliced: SlicedTensor) -> bool:

@@ -96,7 +96,7 @@ class Slices:
             return torch.cat(list(parts), self.dim)
         lengths = [[n for _, n in self.parts(rank, size)] for rank in range(size)]
         by_rank = [
-            torch.split(tensor, own, self.dim) for tensor, own in zip(parts, lengths, strict=True)
+            torch.split(part, sizes, self.dim) for part, sizes in zip(parts, lengths, strict=True)
         ]
         return torch.cat(
             [part for section in zip(*by_rank, strict=True) for part in section], self.dim

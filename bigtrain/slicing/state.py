@@ -76,10 +76,10 @@ class SlicedState:
         return self.model.by_name
 
     def whole(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-        """Return a state of this rank's tensors as parts of the whole tensors.
+        """Describe this rank's tensors by their extents in the whole tensors.
 
         Args:
-            state: by `model.NAME` and `optimizer.NAME.KEY`.
+            state: the tensors, by key: `model.NAME` or `optimizer.NAME.KEY`.
         """
         shapes = {name: tensor.shape for name, tensor in state.items()}
         whole_state = dict(state)

@@ -202,18 +202,18 @@ class StepTimer:
         )
 
     def _exchanges(self, section: Section, tp: int, *, backward: bool) -> float:
-        """The seconds of a section's exchanges over tp: each waits between two operations."""
+        """Return the seconds of a section's exchanges over tp, which do not overlap operations."""
         exchanges = section.exchanges[backward]
         if tp == 1 or not exchanges:
             return 0.0
         key = (exchanges, tp)
         if key not in self._exchange_seconds:
             seconds = 0.0
-            for one in exchanges:
-                alone = collective_seconds(
-                    one.kind, one.nbytes, tp, 1, self.cluster, after_work=True
+            for exchange in exchanges:
+                in_transit = collective_seconds(
+                    exchange.kind, exchange.nbytes, tp, 1, self.cluster, after_work=True
                 )
-                seconds += max(self._issue, alone + self._measured_issue(one.kind))
+                seconds += max(self._issue, in_transit + self._measured_issue(exchange.kind))
             self._exchange_seconds[key] = seconds
         return self._exchange_seconds[key]
 

@@ -69,7 +69,7 @@ class UncuttableRange:
 
     first: int
     last: int
-    """Ticks: a cut c with first <= c < last is not legal."""
+    """Ticks; a cut c is not legal if first <= c < last."""
     why: str
 
 

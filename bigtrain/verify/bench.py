@@ -139,7 +139,7 @@ class Bench:
         return replace(row, verdict="differs")
 
     def _moved(self, plan: Plan, reference: Path) -> Differences | None:
-        """The differences of one process from itself with perturbed weights.
+        """Return the differences between one process and the same one with perturbed weights.
 
         The result is None in bf16, where a unit in the last place of a weight is no small change.
         """

@@ -124,7 +124,7 @@ def _adds_up(x: Any, sequence_dim: int | None = None) -> Callable[[Tensor, Slice
 
 
 def _is_like(bias: Any, weight: SlicedTensor) -> bool:
-    """Whether a bias is sliced as the weight's columns are, or there is none."""
+    """Whether a bias has the slices of the weight; also true without a bias."""
     if not is_sliced(bias):
         return bias is None
     return bool(bias.slices.same(weight.slices, weight.group.size))

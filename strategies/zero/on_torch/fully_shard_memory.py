@@ -295,11 +295,13 @@ class _Pass:
         ]
 
     def _in_backward(self, back: int) -> list[Span]:
-        """Return the units that are gathered for their backward pass, while another computes.
+        """Return the spans of units that are gathered for their backward pass.
+
+        Each unit is gathered while the unit before it in the backward pass computes.
 
         Args:
-            back: the tick at which the gradient of the model's output is made: the first unit is
-                gathered then.
+            back: the tick at which the gradient of the model's output is made. The first unit is
+                gathered at this tick.
         """
         spans, alone = self._unused_prefetches(back)
         ahead = (back, _AFTER_LAST)
