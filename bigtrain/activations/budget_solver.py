@@ -59,8 +59,8 @@ def fastest_within(
 ) -> BudgetSolution | None:
     """Return the fastest solution whose peak is within a limit; ties go to the lowest peak.
 
-    The solution is optimal unless there are more than `MAX_FRONT` partial solutions; then bytes
-    and seconds are rounded.
+    The solution is optimal unless there are more than `MAX_FRONT` partial solutions: then their
+    peaks and saved bytes are rounded up.
 
     Args:
         policy_costs: by block, in the order of the forward pass, the costs of its policies.

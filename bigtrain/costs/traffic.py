@@ -70,7 +70,7 @@ class Traffic:
     in_process: bool = False
     """Whether it is between devices of one process, and so in no process group."""
     nothing_sent: bool = False
-    """Of a receive: whether its rank sends nothing at the same time, so that its seconds count."""
+    """Whether this is a receive during which its rank sends nothing, so that its seconds count."""
     in_hooks: bool = False
     """Whether hooks of `fully_shard` issue it, whose seconds count on a CPU."""
 

@@ -86,7 +86,7 @@ def connect_job(
 def connect_beside(
     other: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
 ) -> AbstractContextManager[RunContext]:
-    """As `connect_job`, or share the connection of another engine of this process.
+    """Connect as `connect_job` does, or share the connection of another engine of this process.
 
     Raises:
         ConfigError: the ranks are connected already and no engine is given, or its mesh or device

@@ -60,9 +60,9 @@ SCRIPT = Path(__file__)
 REPEATS = (3, 9)
 """The least and the most repetitions of a micro-batch of one size."""
 SECONDS_A_SIZE = 1.0
-"""For which it is repeated."""
+"""Seconds for which a micro-batch of one size is repeated."""
 FREE_SHARE = 0.5
-"""Of the host's free memory that all ranks together may come to."""
+"""The largest share of the host's free memory that all ranks together may use."""
 
 
 class BlockStopwatch:
@@ -100,7 +100,10 @@ class BlockStopwatch:
         self._moments.append((what, moment))
 
     def sections(self) -> tuple[list[tuple[float, float]], float]:
-        """As `BlockSeconds` has them, of the last micro-batch, and the seconds of the update."""
+        """Return the seconds of the last micro-batch's sections, and those of the update.
+
+        The sections are as in `BlockSeconds`: (forward, backward) pairs.
+        """
         moments = self._seconds()
         edges = self._edges(moments)
         update = moments["updated"] - moments["back"]
@@ -316,31 +319,31 @@ def _variant_seconds(
     block: nn.Module, variant: BlockVariant | None, args: Any, kwargs: Any
 ) -> tuple[float, float]:
     """A block's forward and backward pass; of a split one the two parts of the backward pass."""
-    wires: list[Tensor] = []
+    block_inputs: list[Tensor] = []
 
     def wired(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        wires.append(leaf.detach().requires_grad_())
-        return wires[-1]
+        block_inputs.append(leaf.detach().requires_grad_())
+        return block_inputs[-1]
 
     given, named = tree_map(wired, (args, kwargs))
-    times = [_now(wires[0])]
+    times = [_now(block_inputs[0])]
     if variant in ("selective", "full"):
         result = checkpoint_block(block, block, *given, selective=variant == "selective", **named)
     else:
         result = block(*given, **named)
     outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    times.append(_now(wires[0]))
+    times.append(_now(block_inputs[0]))
     gradients = [torch.ones_like(output) for output in outputs]
     if variant == "split":  # as torch's schedules take it apart
-        times = [_now(wires[0])]
-        _, groups = backward_for_inputs(outputs, gradients, wires, block.parameters())
-        times.append(_now(wires[0]))
+        times = [_now(block_inputs[0])]
+        _, groups = backward_for_inputs(outputs, gradients, block_inputs, block.parameters())
+        times.append(_now(block_inputs[0]))
         backward_for_weights(block.parameters(), groups)
     else:
         torch.autograd.backward(outputs, gradients)
-    times.append(_now(wires[0]))
+    times.append(_now(block_inputs[0]))
     first, second = (after - before for before, after in pairwise(times))
     return first, second
 

@@ -20,7 +20,7 @@ class _Message:
 
     tensors: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
-    """Of all messages that began together with this one."""
+    """The handles of all messages that began together with this one."""
 
     def wait(self) -> None:
         for work in self.works:

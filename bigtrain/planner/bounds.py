@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from bigtrain.core.strategy import Plan
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.space import Candidate
-from bigtrain.prediction.compose import wire_bytes
+from bigtrain.prediction.compose import boundary_bytes
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section, concatenate_sections
 from bigtrain.timing.step_time import MicroBatchSeconds, closed_form_bubble
@@ -163,4 +163,4 @@ def _section_bytes(section: Section, tp: int) -> tuple[int, ...]:
     """Bytes at the section's highest moment; saved, by pass; received, forward and backward."""
     alone = (concatenate_sections([one], begins=False, is_sent=False)[0] for one in section.passes)
     highest = max(max(timeline.steps()[1], default=0) for timeline in alone)
-    return (highest, *(one.saved for one in section.passes), *wire_bytes(section, tp))
+    return (highest, *(one.saved for one in section.passes), *boundary_bytes(section, tp))

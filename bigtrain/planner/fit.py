@@ -30,7 +30,7 @@ from bigtrain.planner.stages import (
     StageCache,
     StageProfiles,
 )
-from bigtrain.prediction.compose import count_parameters, section_states, wire_bytes
+from bigtrain.prediction.compose import boundary_bytes, count_parameters, section_states
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages
 from bigtrain.prediction.sections import Section
 from bigtrain.timing.step_time import StepTimer
@@ -218,7 +218,7 @@ class StageFitter:
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(smallest)]
-        crossing = [wire_bytes(section, tp)[0] for section in self._all[: last + 1]]
+        crossing = [boundary_bytes(section, tp)[0] for section in self._all[: last + 1]]
         sizes = [(size, sorted(uses)) for size, uses in params.values()]
         return LayerCosts(seconds, crossing, sizes, saved)
 

@@ -36,9 +36,9 @@ class Candidate:
     replicate: Variant | None
     """How replicas share their state; None is the default of a job."""
     rows: int
-    """Of a micro-batch."""
+    """The rows of a micro-batch."""
     micro_batches: int
-    """Of one step and replica."""
+    """The number of micro-batches of a replica in one step."""
     cut: Variant | None = None
     offload: Variant | None = None
     tp: int = 1

@@ -219,8 +219,10 @@ class SectionHooks:
             ]
             sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
             wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
-            stretches = [leaf for leaf in leaves_of((args, kwargs)) if _is_stretch(leaf)]
-            sent = sum(local_of(leaf).nbytes for leaf in stretches)
+            sequence_shards = [
+                leaf for leaf in leaves_of((args, kwargs)) if _is_sequence_shard(leaf)
+            ]
+            sent = sum(local_of(leaf).nbytes for leaf in sequence_shards)
             self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted), sent)))
 
         return hook
@@ -260,7 +262,7 @@ class SectionHooks:
         self.work.append((clock, *sizes, REPEAT_COUNT.get(), *product))
 
 
-def _is_stretch(leaf: Any) -> bool:
+def _is_sequence_shard(leaf: Any) -> bool:
     """Whether it would go from stage to stage as it lies."""
     return is_sliced(leaf) and Crossing(leaf.group).sequence_shard(leaf) == (
         leaf.slices,

@@ -95,12 +95,12 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def behind(self, tracker: StorageTracker) -> Iterator[None]:
         """Report the operations that a tracker sees: a second dispatch mode would be slower."""
-        before, tracker.told = tracker.told, self._seen
+        before, tracker.on_operation = tracker.on_operation, self._seen
         try:
             with kernels_announced(self._kernel):
                 yield
         finally:
-            tracker.told = before
+            tracker.on_operation = before
 
     def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = _tensors_among((result,))

@@ -57,13 +57,14 @@ class RecordedSections:
     """The first and the last are the parts before and after all blocks."""
     step: Timeline
     step_work: OpLog
-    """Of the optimizer and the clipping."""
+    """The operations of the optimizer's step and of gradient clipping."""
     batch_bytes: int
     rows: int
     state_slots: float
     """See `Profile.state_slots`."""
     profile: Profile | None = None
-    """Of the whole model, where it is one section: its blocks do not follow one another."""
+    """The profile of the whole model if it is a single section, because its blocks do not follow
+    one another."""
     copies_gradient: bool = False
     """Whether the memory layout of a block's output differs from that of its gradient. Between
     ranks a gradient is sent in the layout of the output, and may have to be copied."""
@@ -78,7 +79,7 @@ class UntraceableError(Exception):
 
 
 class _OneStep(WholeModel):
-    """A model that takes one step: nothing is said of its optimizer's state."""
+    """Runs a model for one step only, so the optimizer's state is not recorded."""
 
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
@@ -105,16 +106,16 @@ def record_sections(
 
     Args:
         workload: the model on the meta device; its example is not used.
-        names: of its blocks.
+        names: the names of its blocks.
         micro_batches: one, or two of different sizes, both in one run.
-        plan: of the run.
+        plan: the plan of the run.
         device: the device whose kernels are assumed.
-        slices: of the model, where it is sliced: the first rank's are run.
+        slices: the model's slices over tp, if it is sliced; the first rank's slices are run.
         contiguous_gradients: see `SectionHooks`.
-        unit: how many steps it takes.
+        unit: runs the steps.
 
     Returns:
-        One for each micro-batch.
+        The sections of each micro-batch.
 
     Raises:
         UntraceableError: the model's code raises without values; the cause is its exception.
@@ -161,19 +162,19 @@ def _recorded(
 
 @dataclass(frozen=True)
 class _Moments:
-    """When blocks began and ended in one micro-batch: forward, and backward."""
+    """The ticks (begin, end) of a block in one micro-batch, forward and backward."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
 
 
 class SectionSplitter:
-    """A run and its notes, to be cut into sections."""
+    """Splits a recorded run into sections."""
 
     def __init__(self, run: FakeRun, notes: SectionHooks, plan: Plan) -> None:
         self._run, self._notes, self._plan = run, notes, plan
         self.order = self._in_order()
-        """The blocks in the order of the pass; none where they do not follow one another."""
+        """The blocks in the order of the pass; empty if they do not follow one another."""
 
     def split(self, rows: int) -> RecordedSections:
         """The sections of the run."""
@@ -200,7 +201,7 @@ class SectionSplitter:
                     tensors[place],
                     incoming=incoming,
                     incoming_gradients=incoming_gradients,
-                    stretches=sequence_shards,
+                    sequence_shards=sequence_shards,
                     exchanges=(in_forward, in_backward),
                 )
             )
@@ -227,7 +228,7 @@ class SectionSplitter:
         )
 
     def _in_order(self) -> list[str]:
-        """The blocks in the order of the pass; none where they do not follow one another."""
+        """The blocks in the order of the pass; empty if they do not follow one another."""
         begins: dict[str, int] = {}
         for name in self._notes.names:
             ticks, later = (
@@ -253,20 +254,20 @@ class SectionSplitter:
         begins = min(ticks.get("backward begins", [stop]))
         return _Moments(forward, (begins, max(ticks.get("backward ends", [stop]))))
 
-    def _turn(self, which: int) -> int:
+    def _backward_start(self, which: int) -> int:
         start, stop = self._run.marks[which], self._run.marks[which + 1]
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
     def _returned(self, which: int) -> int:
-        """When the model's own forward pass ends."""
-        turn = self._turn(which)
+        """Return the tick at which the model's forward pass ends, before the loss."""
+        turn = self._backward_start(which)
         return turn - self._run.ticks.loss_ticks(self._run.marks[which], turn)
 
     def windows(self, pass_number: int) -> list[Windows]:
-        """Of the part before the blocks, of each block, of the part after them."""
+        """Return the windows of the part before the blocks, of each block, of the part after."""
         start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
-        turn = self._turn(pass_number)
+        turn = self._backward_start(pass_number)
         moments = [self._moments(name, pass_number) for name in self.order]
         forward_edges = [start, *(m.forward[0] for m in moments)]
         backward_edges = [stop, *(m.backward[1] for m in moments)]
@@ -362,7 +363,7 @@ class SectionSplitter:
 
     @cached_property
     def _first_forward(self) -> tuple[int, int, int]:
-        """Of the very first forward pass: when the blocks begin, when they end, when it ends."""
+        """The ticks of the run's first forward pass: blocks begin, blocks end, the pass ends."""
         turn = next(t for t, phase in self._run.timeline.phases if phase == "backward")
         every = [self._run.ticks.ticks(name, 0, turn) for name in self._notes.names]
         begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))
@@ -382,31 +383,34 @@ def record_split_backward(
 ) -> tuple[dict[str, PassPair], ...] | None:
     """Run a model with its backward pass in two parts; see `record_sections`.
 
-    It goes back to the first block: a stage that begins before it goes back in one part.
+    The split backward pass ends at the first block. A stage that begins before the first block has
+    one whole backward pass.
 
     Returns:
-        For each micro-batch the blocks by name, and under "" the part after them; None where
-        the model does not run so.
+        For each micro-batch the passes of the blocks by name, and under "" those of the part after
+        them; None if the model cannot run with a split backward pass.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
     unit = InputThenWeightBackward(notes.names)
     try:
         run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)
-    except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
+    except Exception:  # noqa: BLE001 - user code may raise anything; then the pass is not split
         return None
     runs = [run] if run.first_step is None else [run.first_step, run]
-    passes = [_split_sections(SectionSplitter(one, notes, plan), one, unit) for one in runs]
+    passes = [
+        _split_sections(SectionSplitter(fake_run, notes, plan), fake_run, unit) for fake_run in runs
+    ]
     return tuple(passes) if all(passes) else None
 
 
 def _split_sections(
-    apart: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
+    splitter: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
 ) -> dict[str, PassPair]:
     """The blocks of a run and the part after them; empty if blocks do not follow one another."""
-    if not apart.order:
+    if not splitter.order:
         return {}
-    names = [*apart.order, ""]
-    first, later = (_split_passes(apart, run, unit, which) for which in (0, 1))
+    names = [*splitter.order, ""]
+    first, later = (_split_passes(splitter, run, unit, which) for which in (0, 1))
     return dict(zip(names, zip(first, later, strict=True), strict=True))
 
 

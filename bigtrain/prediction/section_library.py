@@ -41,7 +41,7 @@ class ModelSections:
 
     @cached_property
     def states(self) -> Breakdown:
-        """Of the whole model, bytes of one process."""
+        """Bytes of the whole model's states in one process."""
         return section_states(self.sections)
 
     @cached_property
@@ -52,7 +52,7 @@ class ModelSections:
 
     @cached_property
     def numbers(self) -> int:
-        """That are trained, each once."""
+        """The number of trained elements; tied parameters count once."""
         return count_parameters(self.sections, trained=True)
 
     @cached_property
@@ -95,7 +95,7 @@ class SectionLibrary:
 
     @property
     def num_blocks(self) -> int:
-        """Of the model."""
+        """The number of the model's blocks."""
         return len(self._named)
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:

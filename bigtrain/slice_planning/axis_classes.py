@@ -20,7 +20,7 @@ class SliceExchange:
 
     kind: CommOp
     nbytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     where: str
     """The module in whose code it happens."""
     backward: bool = False
@@ -37,11 +37,11 @@ class SliceClass:
     exchanged: list[SliceExchange] = field(default_factory=list)
     """The collectives of a micro-batch."""
     flops: int = 0
-    """Of a forward pass, in operations that the ranks share."""
+    """FLOPs of a forward pass in operations that the ranks share."""
     parameter_bytes: int = 0
-    """Of the whole parameters."""
+    """Bytes of the whole parameters."""
     activation_bytes: int = 0
-    """Of whole tensors that are saved for the backward pass."""
+    """Bytes of the whole tensors that are saved for the backward pass."""
     is_table: bool = False
     """Whether it is the rows of an embedding table."""
     in_activations: bool = False

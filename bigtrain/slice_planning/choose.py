@@ -40,7 +40,7 @@ class Prices:
     exchange: Callable[[CommOp, float], float]
     """Returns the seconds of a collective over the tp axis, from its kind and its bytes."""
     seconds_per_flop: float = 0.0
-    """Of one rank, forward and backward."""
+    """The seconds of a FLOP on one rank, forward and backward together."""
     state_bytes: float = 4.0
     """Bytes held per byte of a parameter: itself, its gradient, the optimizer state."""
 

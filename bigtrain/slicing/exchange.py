@@ -138,7 +138,7 @@ def copied_to_ranks(whole: Tensor, group: SliceGroup) -> Tensor:
 
 
 def copied_with_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, UseCount]:
-    """As `copied_to_ranks`, with the number of uses of the tensor, this one included."""
+    """Return `copied_to_ranks(whole, group)`, and the number of uses of `whole` including this."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole, UseCount(group)
     # A parameter gets a copy per use: in a pipeline a later micro-batch would share the node of an

@@ -61,7 +61,7 @@ class _Table(dict[str, Any]):
         return sliced
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `__getitem__`."""
+        """Return `self[name]`, or the default if there is no such name."""
         return self[name] if name in self else default  # noqa: SIM401 - `get` would call itself
 
 

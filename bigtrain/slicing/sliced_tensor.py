@@ -48,7 +48,7 @@ def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
 
 
 def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """As `rule`; the rule's first argument is the function that was called."""
+    """Register a rule like `rule`, but with the called function as its first argument."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:
@@ -81,9 +81,9 @@ class SlicedTensor(torch.Tensor):
     slices: Slices
     group: SliceGroup
     gathers: bool = False
-    """Of a weight: whether its product is gathered immediately."""
+    """Whether this is a weight whose product is gathered immediately."""
     rows: tuple[int, ...] = ()
-    """Of a matrix that is a view of more dims: the dims that its first dim was flattened from."""
+    """If this is a matrix that views more dims, those from which its first dim was flattened."""
     whole_copies: list[_WholeCopy]
     """Gathered copies of which functions without a rule returned views. Tensors that share memory
     share this list."""

@@ -91,7 +91,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self._of_cuda = of_cuda
         self._is_inside = False
-        self.told: Callable[[Any, Any, Any, Any], None] | None = None
+        self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None
         """Called after each operation with function, args, kwargs and result; not for operations
         that torch calls inside another."""
         self._attributes: dict[torch.device, dict[str, Any]] = {}
@@ -107,14 +107,14 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call by far
             return args[0].fake_device
         kwargs = kwargs or {}
-        if self.told is None or self._is_inside:
+        if self.on_operation is None or self._is_inside:
             return self._given(func, types, args, kwargs)
         self._is_inside = True
         try:
             result = self._given(func, types, args, kwargs)
         finally:
             self._is_inside = False
-        self.told(func, args, kwargs, result)
+        self.on_operation(func, args, kwargs, result)
         return result
 
     def _given(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ class Extent:
 
     start: int
     length: int
-    """Of each run."""
+    """The length of each run."""
     count: int = 1
     """Number of runs."""
     pitch: int = 0
@@ -86,7 +86,7 @@ class StateTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     extents: tuple[Extent, ...]
     """This rank's elements, in the order of `values`; empty if it holds none."""
     values: Callable[[], Tensor]

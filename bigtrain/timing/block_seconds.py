@@ -93,7 +93,7 @@ class Slowdowns:
     by_block: Mapping[str, Sequence[tuple[float, float]]]
     """By block, for each size: forward and backward. BEFORE and AFTER are the rest of the model."""
     update: float
-    """Of the optimizer's step."""
+    """The seconds of the optimizer's step."""
     shares: Sequence[Mapping[BlockVariant, tuple[float, float]]]
     """For each size: see `BlockSeconds.shares`."""
 

@@ -245,7 +245,7 @@ class RunClock:
                 after=kept.sections[stop] if stop < len(chosen) else None,
                 recomputed=[section.name for section in sections if section.name in names],
                 released=plan.release_gradients,
-                dealt=(tp if into else 1, tp if out else 1),
+                scatter_ranks=(tp if into else 1, tp if out else 1),
             )
 
         return PlanStages(

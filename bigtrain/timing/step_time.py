@@ -123,7 +123,7 @@ class PlanStages:
     base: RecordedSections
     """The run on fake tensors whose optimizer step is scaled to each rank's share."""
     timed: TimedParts
-    """Of this model on this device."""
+    """The measured seconds of this model on this device."""
 
 
 class StepTimer:

@@ -67,7 +67,7 @@ def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -
 def agree_on_loss(
     loss: Loss, model: nn.Module, example: MicroBatch | None, parts: int, context: RunContext
 ) -> Loss:
-    """As `follow_loss`, with the same result on all ranks. Collective.
+    """Call `follow_loss`, with the same result on all ranks. Collective.
 
     Returns:
         The loss; unchanged without an example.

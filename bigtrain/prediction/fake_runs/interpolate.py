@@ -76,7 +76,7 @@ def _section(small: Section, large: Section, passes: PassPair, share: float) -> 
         tensors=tensors,
         incoming=_line(small.incoming, large.incoming, share),
         incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, share),
-        stretches=_line(small.stretches, large.stretches, share),
+        sequence_shards=_line(small.sequence_shards, large.sequence_shards, share),
         exchanges=(there, back),
     )
 

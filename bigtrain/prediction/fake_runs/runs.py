@@ -123,8 +123,8 @@ class FakeRuns:
     def sizes(self, plan: Plan, kind: RunKind, rows: int) -> tuple[int, int]:
         """Return the rows to run. Shards of one sequence have another layout than of several."""
         slices = self._slices(plan, self.loss(kind, rows), cut=kind.cut)
-        in_stretches = slices is not None and slices.sequence_dim is not None
-        return SEVERAL_ROWS if in_stretches else self._sizes
+        in_shards = slices is not None and slices.sequence_dim is not None
+        return SEVERAL_ROWS if in_shards else self._sizes
 
     def recorded(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int

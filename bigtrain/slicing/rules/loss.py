@@ -96,12 +96,12 @@ class _Targets:
     """Everything but logits and targets."""
 
     slices: Slices
-    """Of the classes."""
+    """How the classes are sliced."""
     group: SliceGroup
     ignore_index: int
     smoothing: float
     weight: Tensor | None
-    """Of all classes."""
+    """The weights of all classes, not only of this rank's."""
 
     @property
     def begin(self) -> int:
