@@ -153,7 +153,7 @@ def rows_of_devices(rows: int, devices: int) -> list[int]:
     """Return the rows of each device under DataParallel; the last one may have fewer.
 
     Args:
-        rows: of the micro-batch.
+        rows: the rows of the micro-batch.
         devices: their number; those without rows are not in the result.
     """
     share = -(-rows // devices)

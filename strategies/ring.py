@@ -152,7 +152,7 @@ class RingReduce:
     Args:
         context: the dp group.
         length: elements of the longest tensor.
-        dtype: of the tensors; sums are in fp32 where it is narrower.
+        dtype: the dtype of the tensors; sums are in fp32 where it is narrower.
     """
 
     def __init__(self, context: RunContext, length: int, dtype: torch.dtype) -> None:

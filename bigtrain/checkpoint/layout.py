@@ -217,7 +217,7 @@ def tensor_file(
     """Compute the layout of a file.
 
     Args:
-        name: of the file.
+        name: the name of the file.
         owner: the rank that writes it.
         entries: its tensors.
         prefix: removed from the beginning of the entries' names in the file.

@@ -124,7 +124,7 @@ class Manifest:
         """Describe the damage of a file as a sentence; None if there is none.
 
         Args:
-            name: of the file.
+            name: the name of the file.
             share: (i, n): check only every n-th piece, starting with the i-th.
         """
         path = self.path / name

@@ -77,7 +77,7 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
     """Return the first round whose bytes are copied; earlier rounds are written at once.
 
     Args:
-        rounds: of all files.
+        rounds: the rounds of all files.
         most_bytes: limit of the copies, in bytes per rank.
     """
     last = len(rounds)
@@ -173,7 +173,7 @@ class FileWriting:
         """Copy unwritten bytes to the host, so that the state may change. Collective.
 
         Args:
-            context: of all ranks.
+            context: the context of all ranks.
             most_bytes: limit of the copies, in bytes per rank; rounds beyond it are written now.
                 None copies everything.
             room: memory for the copies, in use until `finish` returns.

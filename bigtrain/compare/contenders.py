@@ -80,7 +80,7 @@ def find_strategies(
     A strategy of one process runs in one, whatever the number of ranks of the others.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         extra: more words of the job.
 
     Raises:

@@ -34,7 +34,7 @@ def comparison_table(
         rows: in the order in which they ran; the first with figures is the reference of times.
         title: names the job that was compared.
         largest: the key of `--largest`, if there is one.
-        width: of the terminal in characters; on a narrow one some columns are left out.
+        width: the terminal's width in characters; on a narrow one some columns are left out.
     """
     left_out = next(columns for least, columns in _LEFT_OUT if width >= least)
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")

@@ -195,7 +195,7 @@ class Participation:
         """Compare the rows of ranks. Collective over these ranks if they differ.
 
         Args:
-            rows: of the ranks that share the batch with this one, in their order.
+            rows: the row counts of the ranks that share the batch with this one, in their order.
             of_all: whether they are of all ranks instead.
 
         Raises:

@@ -67,7 +67,8 @@ class Runner(Protocol):
         """Clip, step the optimizer and clear the gradients; return the global gradient norm.
 
         Args:
-            loss: of the step; if it was not read yet, it is read here, together with the norm.
+            loss: the loss of the step; if it was not read yet, it is read here, together with the
+                norm.
 
         Raises:
             NonFiniteError: the plan checks the norm, and it is not finite.

@@ -191,7 +191,7 @@ def load_optimizer(
     """Load a checkpoint's optimizer state.
 
     Args:
-        update: of the optimizer.
+        update: the optimizer's `Update`.
         trained: names of the trained parameters of the whole model.
         held: those of them on this rank.
         saved: tensors named `optimizer.NAME.KEY`.

@@ -380,7 +380,7 @@ class Strategy(BaseModel):
 
         Args:
             model: whole, on any device.
-            plan: of the run.
+            plan: the plan of the run.
 
         Raises:
             ConfigError: the model has no module of a name in the options.
@@ -435,8 +435,8 @@ class Strategy(BaseModel):
         """The communication of this technique between ranks, and its copies to host and disk.
 
         Args:
-            profile: of the model, or of one rank's stage; not an `untraceable` one.
-            plan: of the run.
+            profile: the profile of the model, or of one rank's stage; not an `untraceable` one.
+            plan: the plan of the run.
         """
         return ()
 

@@ -30,7 +30,7 @@ def join_stages(
     """Join the stages of a rank in the order of its schedule.
 
     Args:
-        rank_actions: of this rank.
+        rank_actions: the actions of this rank.
         forecasts: by stage, for one micro-batch.
         bucket: see `Traits.averaging_bucket`.
     """
@@ -241,7 +241,7 @@ def _sent(
     Args:
         in_transit: messages by stage and kind.
         forecasts: by stage.
-        sizes: of `_boundary_bytes`.
+        sizes: the result of `_boundary_bytes`.
         awaiting_weights: by stage the micro-batches that wait for their W.
     """
     total = 0

@@ -152,7 +152,7 @@ def replay_actions(
     the stage, which frees them.
 
     Args:
-        actions: of the rank, as in `orders.schedule_orders`.
+        actions: the actions of the rank, as in `orders.schedule_orders`.
         pieces: by stage its recordings.
         in_transit: by action the bytes in transit during it.
         before: by action the bytes in transit just before it, if those are more.

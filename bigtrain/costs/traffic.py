@@ -166,7 +166,7 @@ def message_count(sizes: Iterable[int], capacity: int, *, may_exceed: bool = Fal
     """The number of messages for tensors of which neighbours are sent together.
 
     Args:
-        sizes: of the tensors, in order.
+        sizes: the bytes of the tensors, in order.
         capacity: bytes of one message; a larger tensor has its own message.
         may_exceed: whether the tensor that reaches `capacity` still joins the message, as in
             torch's buckets.
@@ -196,7 +196,7 @@ def gradient_average_traffic(
     buffers to the others once a step.
 
     Args:
-        profile: of the rank's part of the model.
+        profile: the profile of the rank's part of the model.
         ranks: replicas.
         stride: from one replica to the next.
         bucket: bytes that are averaged together.

@@ -110,7 +110,7 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
     """Make the cut before these calls of a trace.
 
     Args:
-        trace: of the traced model.
+        trace: the trace of the model.
         calls: in the order of execution.
         traced_model: the model.
 

@@ -35,7 +35,7 @@ class OuterCalls:
     """The modules that the cuts go through: every stage runs their code itself.
 
     Args:
-        trace: of the model.
+        trace: the trace of the model.
         calls: the calls before which the cuts are.
     """
 

@@ -26,7 +26,7 @@ def compare_cut(
     """Run the whole model, then its stages, on the CPU with invented weights.
 
     Args:
-        cut: of the model.
+        cut: the cut of the model.
         model: on any device, meta included; it is left as it is.
         micro_batch: its first rows are used.
         loss: as in the run.

@@ -141,7 +141,7 @@ def make_stage_program(
     """Make the program of the stages.
 
     Args:
-        trace: of a forward pass.
+        trace: the trace of a forward pass.
         calls: the calls before which the cuts are, in order.
         trained: for each cut the values that get a gradient from the stages after it.
 

@@ -123,7 +123,7 @@ def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
     Archives that are already in the folder are used.
 
     Args:
-        name: of the source.
+        name: the name of the source.
         path: `data.path`, created if it does not exist.
         fetch: downloads into the folder that it is called with.
 

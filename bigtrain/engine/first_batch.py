@@ -77,7 +77,7 @@ class FirstBatch:
             loss: as the user gave it.
             batch: the first of the run.
             model: as the user wrote it, without values where it could be copied.
-            module: of the runner, whose modules that compute parts of the loss are watched.
+            module: the runner's module; its submodules that compute parts of the loss are watched.
 
         Raises:
             ConfigError: see `follow_loss.follow_loss`; on all ranks.

@@ -77,7 +77,7 @@ def explain_out_of_memory(
 
     Args:
         error: the allocator's.
-        situation: of this rank.
+        situation: this rank's situation.
         speaks: whether this is the first rank that ran out. It prints its memory by kind and
             searches for changes that fit; any other rank waits, and is ended once the first one
             has reported.
@@ -135,7 +135,7 @@ def predict_save_beyond(
     Args:
         save: the predicted peak of a save.
         limit: bytes that a rank may take.
-        config: of the job's checkpoints.
+        config: the job's `checkpoint` section.
     """
     if save is None or limit is None or not config.saves or save.bytes <= limit:
         return []
@@ -235,9 +235,9 @@ def adapt_on_oom(
 
     Args:
         job: of the run; with `memory.on_oom=stop` the error is raised unchanged.
-        plan: of the run.
+        plan: the plan of the run.
         model: as the user wrote it.
-        folder: of the run, which continues in it.
+        folder: the folder of the run, which continues in it.
         before: the last restart of this run; None before the first.
 
     Raises:

@@ -57,7 +57,7 @@ def connect_job(
     Before that rank 0 prints the warnings of the techniques to standard error.
 
     Args:
-        job: of this rank.
+        job: this rank's job.
         plan: made from the job.
         placement: the rank of this process, as the launcher set it.
         facts: must be equal on all ranks; see `start_facts`.

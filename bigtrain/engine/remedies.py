@@ -133,7 +133,7 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
 
     Args:
         job: as the user wrote it: which of the three batch keys there are decides the words.
-        plan: of the job.
+        plan: the plan of the job.
         micro_size: rows of a micro-batch.
     """
     steps = -(-plan.batch.global_size // (micro_size * plan.batch.dp_size))

@@ -143,7 +143,7 @@ class RunForecaster:
 
         Args:
             workload: as the run was built, without an example or with one of other rows.
-            module: of the runner; taken where the model has no copy without values.
+            module: the runner's module; used if the model cannot be copied without values.
             example: the first micro-batch.
             loss: with the divisors that this batch showed.
 

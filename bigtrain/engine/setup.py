@@ -173,7 +173,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
 
     Args:
         job: checked by `check_job`.
-        plan: of the job.
+        plan: the plan of the job.
         model: what `check_job` returned; left out, the job's model is looked up.
 
     Raises:

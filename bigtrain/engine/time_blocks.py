@@ -70,7 +70,7 @@ class BlockStopwatch:
 
     Args:
         model: with its blocks.
-        names: of the blocks, in the order of the pass.
+        names: the names of the blocks, in the order of the pass.
         device: on which they run.
     """
 

@@ -241,7 +241,7 @@ def broadcast(
     Its gradient is what Horovod's is: on that rank the average over the ranks, elsewhere zeros.
 
     Args:
-        tensor: of the same shape on every rank; not changed.
+        tensor: a tensor of the same shape on every rank; it is not changed.
         root_rank: the sender, numbered among all ranks of the run.
         name: for messages.
         process_set: the ranks that take part.

@@ -52,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     `set_backward_passes_per_step`. Call the first two to clip the averaged gradients before `step`.
 
     Args:
-        optimizer: of the same parameters, in the same order, on every rank.
+        optimizer: an optimizer of the same parameters, in the same order, on every rank.
         named_parameters: for messages; parameters go in the optimizer's order.
         compression: `hvd.Compression.fp16` halves the bytes, and changes the numbers.
         backward_passes_per_step: backward passes whose gradients are added up before they are
@@ -204,7 +204,7 @@ class _Buckets:
 
     Args:
         parameters: in the optimizer's order.
-        names: of the parameters.
+        names: the names of the parameters.
         groups: as in `DistributedOptimizer`.
     """
 

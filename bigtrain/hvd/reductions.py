@@ -139,7 +139,7 @@ def start_reduction(
         buffer: overwritten; of a type that gloo supports.
         op: the operation.
         process_set: the ranks that take part.
-        name: of the exchange, the same on every rank.
+        name: the name of the exchange, the same on every rank.
         before: factor applied before the reduction.
         after: factor applied after it.
         shape: for messages; by default the buffer's.
@@ -185,7 +185,7 @@ def _reduce(
         into: tensors for the results; new ones if None.
         op: the operation.
         process_set: the ranks that take part.
-        name: of the exchange.
+        name: the name of the exchange.
         before: factor applied before the reduction.
         after: factor applied after it.
         where: name of the public function, for messages.
@@ -311,7 +311,7 @@ def allreduce(
     Its gradient is reduced in the same way; `Min`, `Max` and `Product` have no gradient.
 
     Args:
-        tensor: of the same shape on every rank; not changed.
+        tensor: a tensor of the same shape on every rank; it is not changed.
         average: the older form of `op`: False for the sum.
         name: for messages; the same on every rank.
         compression: converts the tensor for the exchange.
@@ -531,7 +531,7 @@ def reducescatter(
     times the number of ranks for `Sum`.
 
     Args:
-        tensor: of the same shape on every rank; not changed.
+        tensor: a tensor of the same shape on every rank; it is not changed.
         name: for messages.
         compression: converts the tensor for the exchange.
         op: see `allreduce`.

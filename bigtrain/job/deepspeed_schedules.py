@@ -240,7 +240,7 @@ def read_schedule(
     """Return the schedule of a `scheduler` section; None if the section leaves it to the job.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         section: its `scheduler`.
         fill: by parameter, the value that "auto" stands for.
         has_betas: whether the optimizer has betas; OneCycle would change the first.

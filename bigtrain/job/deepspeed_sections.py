@@ -156,7 +156,7 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file with DeepSpeed's current names, each section an object.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         config: as it was read.
 
     Raises:
@@ -196,7 +196,7 @@ def check_sections(path: str, config: Mapping[str, Any]) -> None:
     """Refuse keys that are unknown, and those that are not supported.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         config: see `modern`.
 
     Raises:

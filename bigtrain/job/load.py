@@ -246,7 +246,7 @@ def format_validation_error(
     """Return pydantic's first complaint in one line: place, key, reason, fix.
 
     Args:
-        error: of pydantic.
+        error: the error that pydantic raised.
         kind: the class that the values were checked against.
         tree: knows where each key was written.
         section: a prefix of all keys, with its dot.

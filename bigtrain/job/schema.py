@@ -47,7 +47,7 @@ def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -
 
     Args:
         kind: the annotation of the key; an annotation with its own check is left to that check.
-        value: of the key.
+        value: the value of the key.
         metadata: pydantic's metadata of the field.
 
     Raises:

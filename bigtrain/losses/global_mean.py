@@ -79,7 +79,7 @@ class GlobalMeanLoss:
     Args:
         fn: the user's function.
         name: for messages.
-        formula: of the first micro-batch.
+        formula: the formula of the first micro-batch.
         first: that micro-batch.
         find: finds the formula of micro-batches with other shapes.
     """
@@ -150,7 +150,7 @@ class GlobalMeanLoss:
         """Return the micro-batches of a step, each with the totals of the global batch.
 
         Args:
-            micro_batches: of this rank.
+            micro_batches: the micro-batches of this rank.
             add_up: adds up numbers over the ranks with different samples. Collective.
 
         Raises:

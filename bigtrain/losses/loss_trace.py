@@ -459,7 +459,7 @@ def record_loss(run: RunLoss, *, fakes: bool, step: int) -> Trace:
         step: see `CallRecorder`.
 
     Raises:
-        Exception: of any kind, from the user's code.
+        Exception: any exception from the user's code.
         UnknownValueError: the loss reads values that are not known yet.
     """
     recorder = CallRecorder(fakes=fakes, step=step)

@@ -48,7 +48,7 @@ def others_cores(uses: Sequence[CpuUse]) -> float | None:
     """Return the cores that other processes used on the first one's node; None if unknown.
 
     Args:
-        uses: of all ranks, during about the same interval.
+        uses: the CPU use of all ranks, during about the same interval.
     """
     first = uses[0]
     if first.machine is None or first.elapsed <= 0:

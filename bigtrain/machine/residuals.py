@@ -190,7 +190,7 @@ def non_tensor_reserve(kind: str, name: str | None = None) -> int:
 
     Args:
         kind: 'cuda', 'xpu' or 'cpu'.
-        name: of the device, which this machine may lack; None means this machine's.
+        name: the name of the device, which this machine may lack; None means this machine's.
     """
     if kind == "cpu":
         return NON_TENSOR_BYTES
@@ -205,7 +205,7 @@ def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
 
     Args:
         engine: see `safety_margin`.
-        basis: of the forecast; records of the other basis do not count.
+        basis: the basis of the forecast; records of the other basis do not count.
         device: 'cuda', 'xpu' or 'cpu'.
     """
     records = [

@@ -44,7 +44,7 @@ class MemoryCap:
 
     Args:
         limit: bytes, per rank. None limits nothing.
-        device: of this rank.
+        device: this rank's device.
 
     Raises:
         ConfigError: the GPU has less, or this system cannot limit a process.
@@ -76,7 +76,7 @@ class MemoryCap:
         """Let the kernel enforce the limit on a CPU, on top of memory that is no tensor now.
 
         Args:
-            tensor_bytes: of this rank's tensors now.
+            tensor_bytes: the bytes of this rank's tensors now.
         """
         if self.limit is None or not self._on_host:
             return
@@ -147,7 +147,7 @@ def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -
 
     Args:
         limit: the job's cap.
-        device: of this rank.
+        device: this rank's device.
         local_ranks: ranks that share the host's memory.
     """
     if limit is not None:

@@ -99,7 +99,7 @@ class MemoryMeter:
     """Measures one rank's memory over a run: tracked for the first steps, then by cheap counters.
 
     Args:
-        device: of the tensors; see `add_devices`.
+        device: the device of the tensors; see `add_devices`.
         track_steps: steps during which every storage is tracked; 0: none.
         cap: enforces the job's limit; on a CPU the tracker does while tensors are tracked.
     """

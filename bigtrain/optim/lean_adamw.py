@@ -52,8 +52,8 @@ class LeanAdamW(torch.optim.Optimizer):
         weight_decay: decoupled, times the learning rate.
         state: dtype of the moments: torch.float32 or torch.bfloat16.
         stochastic_rounding: how bf16 parameters and moments are rounded; False is to the nearest.
-        seed: of the rounding. Its random numbers depend only on seed, step and the parameter's
-            shape: a resumed run draws the same ones, and no other generator is used.
+        seed: the seed of the rounding. Its random numbers depend only on seed, step and the
+            parameter's shape: a resumed run draws the same ones, and no other generator is used.
     """
 
     state_keys: ClassVar[frozenset[str]] = frozenset({"step", *MOMENTS})
@@ -203,8 +203,9 @@ def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | Non
     """Copy values into a tensor of their own dtype or a smaller one.
 
     Args:
-        target: of any floating-point dtype; if it has the memory of `value`, nothing is copied.
-        value: of the same shape; overwritten if it is rounded.
+        target: a tensor of any floating-point dtype; if it has the memory of `value`, nothing is
+            copied.
+        value: a tensor of the same shape; overwritten if it is rounded.
         generator: for stochastic rounding to bf16; None rounds to the nearest.
     """
     if target.dtype == value.dtype:

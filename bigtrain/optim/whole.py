@@ -104,7 +104,7 @@ class WholeOptimizer:
         """Whether it updates DTensors as it updates whole parameters. Collective.
 
         Args:
-            mesh: of the ranks; parameters are sharded over its last axis.
+            mesh: the device mesh; parameters are sharded over its last axis.
         """
         return self._emptied.same_on_shards(mesh)
 

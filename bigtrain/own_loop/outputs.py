@@ -19,7 +19,7 @@ def share_outputs(outputs: Any, context: RunContext) -> Any:
 
     Args:
         outputs: on one rank of the pp axis; None on the others.
-        context: of this rank.
+        context: this rank's context.
     """
     if context.pp_size == 1:
         return outputs

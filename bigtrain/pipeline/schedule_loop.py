@@ -35,7 +35,7 @@ class ScheduleLoop:
     Args:
         events: this rank's row of `events.schedule_events` or of its siblings.
         worker: computes the stages; its `begin` gives the micro-batches of each run.
-        shapes: of each stage of the worker.
+        shapes: the shapes of the inputs and outputs of each of the worker's stages.
         transport: to the neighbours.
     """
 

@@ -286,7 +286,7 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
 
     Args:
         cluster: knows how much a process takes without tensors.
-        memory: of a device, as typed; None for the cluster's.
+        memory: the memory of a device, as typed; None for the cluster's.
         cap: the limit that a run would enforce, as typed; None for all of the memory.
     """
     if cap is not None:
@@ -307,8 +307,8 @@ def engine_margins(
 
     Args:
         engines: 'torch', 'deepspeed', 'fairscale'.
-        device: of another cluster; None for this machine's. Runs on this machine tell nothing about
-            another kind of device.
+        device: a device of another cluster; None for this machine's. Runs on this machine tell
+            nothing about another kind of device.
     """
     foreign = None
     if device is not None and not has_device(device.kind, device.name):

@@ -30,7 +30,7 @@ class PlanBounds:
     """The bounds of one job's candidates on one cluster.
 
     Args:
-        evaluator: of the candidates.
+        evaluator: the evaluator of the candidates.
     """
 
     def __init__(self, evaluator: PlanEvaluator) -> None:
@@ -140,8 +140,8 @@ def are_no_larger(sections: Sequence[Section], others: Sequence[Section], tp: in
     higher: every stage has a block.
 
     Args:
-        sections: of the whole model.
-        others: of the same model in other slices.
+        sections: the sections of the whole model.
+        others: the sections of the same model with other slices.
         tp: ranks that slice it.
     """
     # A run can show that a model does not run in blocks. Later slices then have other sections than

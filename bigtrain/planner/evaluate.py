@@ -93,7 +93,7 @@ class PlanEvaluator:
             the limit.
         cut: whether some candidates are cut into stages.
         blocks: times the model's blocks on this machine; None to go by the rates alone.
-        checks: of the model against plans; None refuses none.
+        checks: the checks of the model against plans; None refuses no plan.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class PlanEvaluator:
 
         Args:
             candidate: one of the space.
-            plan: of `plan_of`.
+            plan: the result of `plan_of`.
             limit: bytes that a rank may hold, including the margin for the forecast's error.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
@@ -235,7 +235,7 @@ class PlanEvaluator:
 
         Args:
             candidate: one of the space.
-            plan: of `plan_of`.
+            plan: the result of `plan_of`.
             exact: whether the memory outside the blocks matters, for which more may have to be run
                 on fake tensors; seconds and bounds go by the blocks alone.
 

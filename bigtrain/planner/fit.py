@@ -40,7 +40,7 @@ class StageFitter:
     """Cuts one candidate into stages and assigns policies to their blocks.
 
     Args:
-        plan: of the candidate.
+        plan: the plan of the candidate.
         candidate: how many stages, on which ranks.
         levels: the model's sections.
         timer: predicts the seconds of sections.
@@ -165,7 +165,7 @@ class StageFitter:
         """Assign the fastest policies that fit to the blocks between these edges.
 
         Args:
-            edges: of `edges`.
+            edges: the result of `edges`.
             limit: bytes that a rank may hold.
 
         Returns:

@@ -40,7 +40,7 @@ class MemoryFloor:
     peak have run and there are no gradients yet, and when there are.
 
     Args:
-        plan: of the candidate.
+        plan: the plan of the candidate.
         candidate: how many stages, on which ranks.
         widths: bytes of each trained number in one process; see `state_widths`.
     """
@@ -108,7 +108,7 @@ class MemoryFloor:
 
         Args:
             sections_of: by stage of the rank.
-            factors: of `state_factors`.
+            factors: the result of `state_factors`.
         """
         parameters = sum(section_states(sections).parameters for sections in sections_of.values())
         saved = {
@@ -139,7 +139,7 @@ class MemoryFloor:
 
         Args:
             levels: the model's sections.
-            factors: of `state_factors`.
+            factors: the result of `state_factors`.
             profile_of_blocks: the profile of a stage of so many blocks at the smallest policy.
         """
         blocks = [section for section in levels["keep"].sections if section.name]

@@ -64,7 +64,7 @@ class PlanSearch:
     """A search of one space.
 
     Args:
-        evaluator: of the candidates.
+        evaluator: the evaluator of the candidates.
         space: the candidates.
     """
 

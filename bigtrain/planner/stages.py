@@ -100,7 +100,7 @@ class StageProfiles:
     """Composes the profiles of stages from the model's sections.
 
     Args:
-        plan: of the candidate.
+        plan: the plan of the candidate.
         levels: the model's sections.
         cache: shared by all candidates of a search.
         split_passes: the sections' split backward passes, where the schedule splits them.

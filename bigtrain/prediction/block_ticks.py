@@ -35,7 +35,7 @@ class BlockTickRecorder:
     Args:
         model: gets hooks on its blocks that are never removed, so pass a copy.
         tracker: has the clock.
-        names: of further modules to follow, besides the blocks that share no parameter.
+        names: the names of further modules to follow, besides the blocks that share no parameter.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class BlockTickRecorder:
         The backward pass of a block whose inputs need no gradient ends with the pass.
 
         Args:
-            start: of the pass.
-            stop: of the pass.
-            names: of followed modules; left out, the blocks that share no parameter.
+            start: the tick at which the pass starts.
+            stop: the tick at which the pass ends.
+            names: the names of the followed modules; by default the blocks that share no parameter.
         """
         wanted = self.names if names is None else [n for n in names if n in self._modules]
         every = {name: self.ticks(name, start, stop) for name in wanted}
@@ -176,7 +176,7 @@ class SectionHooks:
     """Records every operation, and the inputs of blocks.
 
     Args:
-        names: of the blocks.
+        names: the names of the blocks.
         contiguous_gradients: whether gradients of a block's output have the output's layout.
     """
 

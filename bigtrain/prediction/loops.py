@@ -179,7 +179,7 @@ class StageLoop(LoopRunner):
     Args:
         assembly: its module is the stage.
         stage: the same.
-        tracker: of the storages.
+        tracker: the tracker of the storages.
         splits_backward: whether the backward pass is run in two parts.
         keeps_outputs: whether outputs stay alive until their gradients have been used, as they do
             where torch's tables wait for a send after the backward pass of its micro-batch.
@@ -314,7 +314,7 @@ class InputThenWeightBackward(WholeModel):
     """Records a whole model whose backward pass has two parts: for inputs, then for weights.
 
     Args:
-        names: of the blocks.
+        names: the names of the blocks.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

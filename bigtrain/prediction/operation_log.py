@@ -149,9 +149,9 @@ def block_costs(
 
     Args:
         model: on any device; it is not changed.
-        names: of the modules.
-        micro_batch: of the size of the run's.
-        rates: of the device.
+        names: the names of the modules.
+        micro_batch: a micro-batch of the size of the run's.
+        rates: the rates of the device.
         device: the device whose kernels are assumed.
         bf16: whether autocast is on.
         of_cuda: see `stands_for_cuda`.

@@ -231,7 +231,7 @@ def forecast_stages(
     """Forecast each stage of a rank over one micro-batch; the first has the step of all stages.
 
     Args:
-        profiles: of the rank's stages.
+        profiles: the profiles of the rank's stages.
         plan: with the techniques to apply.
         known: forecasts of single profiles, by the profile's id; new ones are added.
     """
@@ -252,8 +252,8 @@ def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: i
     """Forecast one rank's step in the order of its schedule.
 
     Args:
-        forecasts: of its stages; a model that is not cut is stage 0.
-        plan: of the run.
+        forecasts: the forecasts of its stages; a model that is not cut is stage 0.
+        plan: the plan of the run.
         pp_rank: the rank's place on the pp axis.
     """
     cut_strategy = plan.techniques.get("cut")

@@ -71,7 +71,8 @@ class SectionLibrary:
             of each.
         make_optimizer: as in a run.
         device: whose kernels are meant.
-        slices: of the model in a plan that slices it; left out, as the plan's technique lays them.
+        slices: the model's slices in a plan that slices it; by default those of the plan's
+            technique.
 
     Raises:
         ConfigError: the model does not run without its numbers.
@@ -122,8 +123,8 @@ class SectionLibrary:
 
         Args:
             plan: for the precision and all that is not the choice.
-            rows: of a micro-batch.
-            choice: of every block.
+            rows: the rows of a micro-batch.
+            choice: the policy of every block.
             waiting: whether several micro-batches wait at the head.
             cut: whether the sections are on several ranks, each with untied parameters.
             exact: whether the memory of what is after the blocks matters, which may take a run of
@@ -199,7 +200,7 @@ class SectionLibrary:
 
         Args:
             plan: as all others: see `model_sections`.
-            rows: of a micro-batch.
+            rows: the rows of a micro-batch.
             waiting: see `model_sections`.
             cut: see `model_sections`.
 

@@ -30,7 +30,7 @@ def optimizer_state_figures(
     Args:
         model: the profiled model.
         optimizer: after a step on it.
-        widths: of `state_bytes_by_slot`; techniques that shard state update bf16 parameters in
+        widths: see `state_bytes_by_slot`; techniques that shard state update bf16 parameters in
             fp32.
 
     Returns:

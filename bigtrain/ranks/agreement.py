@@ -30,7 +30,7 @@ class Agreement:
     """Compares the jobs that the ranks of a run were started with.
 
     Args:
-        store: of all ranks; None for a single process, which always agrees.
+        store: a store that all ranks share; None for a single process, which always agrees.
         rank: the rank of this process.
         world_size: the number of ranks of the run.
     """

@@ -297,9 +297,9 @@ def _why_not_connected(
 
     Args:
         error: the backend's error.
-        placement: of this rank.
+        placement: this rank's placement.
         meeting: its store has each rank's `_tell_device`.
-        device: of this rank.
+        device: this rank's device.
         waited_s: the seconds that the ranks had.
     """
     shared = _sharing_ranks(placement, meeting, device)

@@ -159,7 +159,7 @@ class RunContext:
 
         Args:
             spare: the ranks that may be lost; not rank 0, which has the hub, the store and the log.
-            names: of all ranks, for messages.
+            names: the names of all ranks, for messages.
         """
         self.lost_ranks.group = self._new_long_group()
         self.lost_ranks.background_group = self._new_long_group()

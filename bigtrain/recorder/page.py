@@ -86,8 +86,8 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     An error prints its own message, so in that case the page prints only where the rank was.
 
     Args:
-        recorder: of this rank.
-        records: of the ranks that have answered.
+        recorder: this rank's recorder.
+        records: the records of the ranks that have answered.
         cause: the reason for the page.
     """
     everyone = {rank: records.get(rank) for rank in range(recorder.world_size)} | dict(records)
@@ -109,7 +109,7 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
     Each rank writes its record there, and reads those of the others.
 
     Args:
-        recorder: of this rank.
+        recorder: this rank's recorder.
         moment_s: the most seconds to wait for the records of all ranks except rank 0.
 
     Returns:

@@ -106,9 +106,9 @@ class RunLog:
 
     Args:
         folder: the run's folder.
-        job: of the run.
-        plan: of the run.
-        context: of this rank.
+        job: the job of the run.
+        plan: the plan of the run.
+        context: this rank's context.
         console: for the lines.
         total_steps: steps of the whole run.
         first_step: steps that were done before a resume.
@@ -199,7 +199,7 @@ class RunLog:
         """Log one optimizer step.
 
         Args:
-            result: of it.
+            result: its result.
             figures: further figures of the strategy's runner, by name.
             highest: the highest peak of all ranks in bytes, with its rank; if left out, or lower
                 than this rank's own peak by now, this rank's is used.

@@ -68,7 +68,7 @@ def sections_of(
     """Return the sections of a dim if these axes are sliced.
 
     Args:
-        dim: of a tensor.
+        dim: a dim of a tensor.
         wanted: ids of the axes that are sliced.
         before: ids of axes one of which precedes each wanted axis; the two are then sliced as one.
 
@@ -111,7 +111,7 @@ class AxisClasses:
     """The classes of a trace.
 
     Args:
-        trace: of a model.
+        trace: the trace of a model.
     """
 
     def __init__(self, trace: AxisTrace) -> None:

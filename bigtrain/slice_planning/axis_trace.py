@@ -66,7 +66,7 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
 
     Args:
         model: on any device; not changed.
-        inputs: of one micro-batch; only shapes matter.
+        inputs: the inputs of one micro-batch; only shapes matter.
         class_dim: the output's dim of a cross entropy, which may be sliced; None if the output is
             needed whole.
     """

@@ -78,7 +78,7 @@ def plan_slices(
 
     Args:
         workload: the model, its loss and a micro-batch.
-        ranks: of the tp axis.
+        ranks: the number of ranks of the tp axis.
         prices: seconds of exchanges and arithmetic.
         limit: bytes per rank for parameters, gradients, optimizer state and saved activations.
         keep: modules or parameters that stay whole, by patterns of names.

@@ -98,7 +98,7 @@ def read_lines(
     Args:
         lines: specifications by pattern.
         model: on any device.
-        ranks: of the tp axis.
+        ranks: the number of ranks of the tp axis.
 
     Returns:
         Slices by name, and the weights whose product is gathered immediately.
@@ -175,7 +175,7 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
 
     Args:
         spec: the text.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         where: the tensor's name, for messages.
 
     Returns:

@@ -80,7 +80,7 @@ def gather_boundary(part: Tensor, whole: Tensor, group: SliceGroup | None) -> Te
     """Gather the tensor of which each rank has received its part.
 
     Args:
-        part: of the shape of `sent_meta`.
+        part: a tensor of the shape of `sent_meta`.
         whole: shape and dtype of the whole tensor, on the meta device.
         group: the ranks.
     """

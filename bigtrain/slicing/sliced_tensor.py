@@ -96,10 +96,11 @@ class SlicedTensor(torch.Tensor):
 
         Args:
             cls: this class.
-            local: of the shape `slices.local_shape(shape, group.rank, group.size)`.
+            local: this rank's slice, of the shape `slices.local_shape(shape, group.rank,
+                group.size)`.
             slices: how the whole is divided.
             group: the ranks.
-            shape: of the whole.
+            shape: the shape of the whole tensor.
         """
         self: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
@@ -138,8 +139,8 @@ class SlicedTensor(torch.Tensor):
 
         Args:
             local: this rank's slices of the result.
-            slices: of the result.
-            shape: of the whole result; None to compute it.
+            slices: the slices of the result.
+            shape: the shape of the whole result; None to compute it.
         """
         if shape is None:
             result = SlicedTensor.of(local, slices, self.group)
@@ -384,7 +385,7 @@ def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
 
     Args:
         value: a tensor, whole or sliced in any way.
-        slices: of the result; None for the whole tensor, whose gradient is then partial.
+        slices: the slices of the result; None for the whole tensor, whose gradient is then partial.
         group: the ranks.
     """
     if not is_sliced(value):
@@ -402,7 +403,7 @@ def matching_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> An
 
     Args:
         value: the operand; anything but a tensor is returned as it is.
-        slices: of the other operand.
+        slices: the slices of the other operand.
         dim: the sliced dim, counted from the last one (-1). An operand that is broadcast along it
             is returned whole.
         group: the ranks.

@@ -145,8 +145,8 @@ def reshaped(
     """Return the slices of a tensor after a reshape.
 
     Args:
-        slices: of the tensor.
-        shape: of the whole tensor.
+        slices: the slices of the tensor.
+        shape: the shape of the whole tensor.
         target: the new shape of the whole tensor, without -1.
         size: the number of ranks.
 

@@ -32,8 +32,8 @@ def kernel_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
 
     Args:
         func: the operation.
-        args: of it; the first is a fake tensor.
-        kwargs: of it.
+        args: the function's arguments; the first is a fake tensor.
+        kwargs: the function's keyword arguments.
         of_cuda: whether the kernels are CUDA's, on whatever device the fakes are.
     """
     rule = _RULES.get(func)
@@ -137,9 +137,9 @@ def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype
     page. Observed with oneDNN 3.12, equal on AVX2 and AVX-512.
 
     Args:
-        shape: of the input: (steps, rows, width).
+        shape: the shape of the input: (steps, rows, width).
         hidden: width of the state.
-        dtype: of the input; 0 is returned for anything but fp32 and bf16.
+        dtype: the dtype of the input; 0 is returned for anything but fp32 and bf16.
     """
     if len(shape) != 3 or dtype not in (torch.float32, torch.bfloat16):
         return 0

@@ -181,7 +181,7 @@ def box_extents(
     """Return the elements of a box of a tensor, in the row-major order of the box.
 
     Args:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         offset: where the box begins, per dim.
         local: the size of the box, per dim.
     """
@@ -263,7 +263,7 @@ def read_like(saved: SavedTensor, like: Tensor) -> Tensor:
     """Read this rank's part of a saved tensor, in the layout of another tensor.
 
     Args:
-        saved: of the same shape as `like`.
+        saved: a tensor of the same shape as `like`.
         like: a DTensor or a plain tensor.
 
     Returns:

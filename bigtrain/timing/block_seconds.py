@@ -141,7 +141,7 @@ class Slowdowns:
             model: sections whose blocks have one policy.
             kept: the same sections where blocks save everything.
             choice: the policy of `model`.
-            rows: of the micro-batch.
+            rows: the rows of the micro-batch.
             timer: rates of the cluster.
         """
         factors = self.at(rows)

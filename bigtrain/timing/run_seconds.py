@@ -47,7 +47,7 @@ class StepWatch:
     """Records the seconds of steps whose memory is not tracked, and the bytes all steps exchange.
 
     Args:
-        context: of the rank whose exchanges are counted.
+        context: the context of the rank whose exchanges are counted.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -73,7 +73,7 @@ class StepWatch:
         """End a step.
 
         Args:
-            seconds: of the step.
+            seconds: the seconds of the step.
 
         Returns:
             The bytes that this rank has exchanged, where they are counted.
@@ -105,10 +105,10 @@ def forecast_step_seconds(
     """Predict the seconds of a run's step, without talking to other ranks or timing anything.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         resolved: the plan of the run.
         workload: with an example micro-batch; its model is not changed.
-        context: of the calling rank.
+        context: the context of the calling rank.
 
     Returns:
         The seconds; where none can be predicted, the reason.
@@ -147,7 +147,7 @@ class RunClock:
     """Predicts one run's steps as the planner predicts those of a candidate.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         resolved: the plan of the run.
         workload: with an example micro-batch; its model is not changed.
         timer: rates of the cluster.

@@ -177,7 +177,7 @@ class StepTimer:
         """The seconds of one micro-batch through some sections, forward and backward.
 
         Args:
-            sections: of one tp rank.
+            sections: the sections of one tp rank.
             tp: the number of ranks that slice them.
         """
         return MicroBatchSeconds(
@@ -228,7 +228,8 @@ class StepTimer:
 
         Args:
             plan: mesh, schedule, batch, techniques.
-            stages: of the plan, or of one that differs in the number of replicas alone.
+            stages: the stages of the plan, or of a plan that differs in the number of replicas
+                alone.
         """
         count = len(stages.seconds)
         ranks: tuple[int, ...] = (0,)
@@ -306,7 +307,7 @@ class StepTimer:
 
         Args:
             plan: not cut into stages.
-            profile: of the whole model.
+            profile: the profile of the whole model.
             empty: count the messages without their bytes: their latency.
         """
         return sum(
@@ -477,7 +478,7 @@ def closed_form_bubble(
     Args:
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
-        micro_batches: of one step.
+        micro_batches: the number of micro-batches of one step.
         stages_per_rank: as in `orders.schedule_orders`.
         splits: whether backward passes are split in two, see `Plan.splits_backward`.
     """

@@ -77,7 +77,7 @@ def parameter_uses(
     Args:
         model: on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-        loss: of the model's output; None to leave it out.
+        loss: the loss of the model's output; None to run the model alone.
 
     Returns:
         None if the model does not run without values.

@@ -37,7 +37,7 @@ def freeze_unreached(
     Args:
         model: on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-        loss: of the model's output.
+        loss: the loss, of the model's output.
         reached: parameters that one pass in training is known to reach (`ParameterUses.reached`);
             if they are all trained parameters, the model is not run.
 

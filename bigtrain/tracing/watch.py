@@ -76,7 +76,7 @@ def watch_forward(
     """Let an observer see the forward pass of a model inside of a `with` block.
 
     Args:
-        model: of fake tensors of `mode`.
+        model: a model whose tensors are fake tensors of `mode`.
         observer: its methods are called.
         mode: the fake mode.
         around: entered around the forward pass, as autocast is.
@@ -110,7 +110,7 @@ def fake_twin(
 
     Args:
         model: on any device; it is left as it is.
-        device: of the copy.
+        device: the device of the copy.
         double: whether floating-point tensors of the copy are fp64.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)

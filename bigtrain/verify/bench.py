@@ -62,7 +62,7 @@ class Bench:
     each size of micro-batch and other settings.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         words: further words of every run.
         folder: for the runs' files.
         localises: whether the first operation that differs is searched for.

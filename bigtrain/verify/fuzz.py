@@ -224,8 +224,8 @@ def fuzz(
     """Draw plans and verify them, one after the other; each failure is reduced.
 
     Args:
-        options: of the command line; they have the number of plans (`fuzz`), the `seed`, and the
-            largest number of ranks.
+        options: the options of the command line; they have the number of plans (`fuzz`), the
+            `seed`, and the largest number of ranks.
         job_words: KEY=VALUE words of every run.
         folder: for the runs' files.
 

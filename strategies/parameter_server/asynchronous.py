@@ -211,7 +211,7 @@ class AsyncServer(Server):
     Args:
         assembly: see `Server`.
         update: see `Server`.
-        settings: of the technique.
+        settings: the settings of the technique.
     """
 
     def __init__(self, assembly: Assembly, update: ServerUpdate, settings: AsyncSettings) -> None:

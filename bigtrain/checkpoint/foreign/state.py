@@ -83,7 +83,7 @@ def joined_tensor(
     """Return a tensor whose row-major elements are concatenated slices of flat tensors.
 
     Args:
-        shape: of the whole.
+        shape: the shape of the whole tensor.
         parts: (flat tensor, start, stop) of each slice, all of one type.
 
     Raises:

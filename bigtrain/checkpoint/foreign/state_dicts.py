@@ -59,7 +59,7 @@ def open_state_dict(
     """Describe the weights in a file, or in a folder of files with an index.
 
     Args:
-        path: of the file or folder.
+        path: the path of the file or folder.
         key: the model's key in a trainer's file with several models.
         strip: a prefix that the caller will remove; None to detect Lightning's.
 

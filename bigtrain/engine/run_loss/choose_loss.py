@@ -67,14 +67,14 @@ def choose_loss(
     Without `model.chunked_loss` only bigtrain's own language models have a chunked loss.
 
     Args:
-        spec: of the model; its `config.loss` is None.
-        task: of the data.
+        spec: the specification of the model; its `config.loss` is None.
+        task: the task of the data.
         model: on any device, the meta device too; it is not changed.
         example: one micro-batch, for a run on fake tensors that finds the head.
         several_waiting: whether several micro-batches wait at the head for their backward passes
             (GPipe). Each then holds a gradient of the head's weight, or without chunks its logits.
         copies_modules: see `Traits.copies_modules`: the head of a copy has no targets.
-        device_type: of the run; it decides the size of a chunk.
+        device_type: the device type of the run; it decides the size of a chunk.
 
     Raises:
         ConfigError: a chunked loss is asked for, and this task, model or strategy has none.

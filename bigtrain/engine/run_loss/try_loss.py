@@ -49,7 +49,7 @@ def try_formula(
         find: gives the formula for a micro-batch and its outputs, which have numbers; the second of
             each has each row of the first twice.
         batches: on the CPU; the second has each row of the first twice.
-        outputs: of both, without numbers.
+        outputs: the outputs of both, without numbers.
 
     Raises:
         NoFormulaError: they differ.

@@ -160,7 +160,7 @@ class TorchState(ObjectState):
 
     Args:
         model: a module.
-        optimizer: of its parameters.
+        optimizer: the optimizer of the model's parameters.
         kwargs: further objects. Those with `state_dict` and `load_state_dict`, such as schedulers
             and `ElasticSampler`, are saved and restored by these.
     """

@@ -46,7 +46,7 @@ def product(
     Args:
         letters: for each operand one letter per dim.
         result: letters of the result; all others are summed over.
-        operands: of the product.
+        operands: the operands of the product.
         compute: the product of plain tensors.
         main: the operand whose slices the others follow; None for the first sliced one.
         add_up: sums partial results over the ranks.
@@ -98,7 +98,7 @@ def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> A
         x: (..., width).
         weight: (columns, width).
         bias: (columns,), or None.
-        sequence_dim: of `x`; None for the group's.
+        sequence_dim: the sequence dim of `x`; None for that of the group.
     """
     if is_sliced(weight) and weight.slices.dim == 0:
         fused = _is_like(bias, weight)
@@ -312,7 +312,7 @@ def _convolution(
         x: (batch, channels, ...), or without the batch.
         weight: (out channels, in channels of a group, ...); transposed (in, out of a group, ...).
         bias: (out channels,), or None.
-        groups: of channels.
+        groups: the number of groups of channels.
         is_transposed: whether it is a transposed convolution.
     """
     if x.dim() < weight.dim():

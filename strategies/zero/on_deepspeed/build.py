@@ -64,7 +64,7 @@ def check_file(path: str, config: dict[str, Any]) -> None:
     """Let DeepSpeed parse its configuration, before the ranks connect.
 
     Args:
-        path: of the user's file.
+        path: the path of the user's file.
         config: with its "auto" values filled in.
 
     Raises:
@@ -104,9 +104,9 @@ def build_engine(
 
     Args:
         assembly: the model has no values yet.
-        config: of DeepSpeed.
-        stage: of ZeRO.
-        path: of the user's file, if the config is from one.
+        config: the config that DeepSpeed gets.
+        stage: the stage of ZeRO, 1 to 3.
+        path: the path of the user's file, if the config is from one.
     """
     context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)

@@ -87,7 +87,7 @@ def rank_share(size: int, rank: int) -> range:
     """Return the positions of one rank's share in a flat buffer.
 
     Args:
-        size: of one share.
+        size: the size of one share.
         rank: in the dp axis.
     """
     return range(rank * size, (rank + 1) * size)
@@ -129,7 +129,8 @@ def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[in
     """Return where each gradient begins in the flat buffer, by its birth.
 
     Args:
-        sizes: of the gradients, in elements or bytes, by birth: the tick at which one is made.
+        sizes: the sizes of the gradients, in elements or bytes, by birth: the tick at which one is
+            made.
         births: in the order of the parameters. If they are not those of `sizes`, gradients are
             assumed to be made in the reverse order of the parameters.
     """

@@ -37,9 +37,9 @@ def forecast_deepspeed(
     """Return the forecast of a rank under DeepSpeed.
 
     Args:
-        config: of DeepSpeed; its buffer sizes are in elements, not in bytes.
+        config: the config that DeepSpeed gets; its buffer sizes are in elements, not in bytes.
         forecast: with the techniques that are applied before.
-        profile: of one process.
+        profile: the profile of one process.
         plan: ranks, precision, accumulation, offload.
     """
     zero = config["zero_optimization"]
@@ -261,7 +261,7 @@ class _Backward:
         bf16 gradients are converted to fp32 one at a time, to be added to the shard.
 
         Args:
-            nbytes: of the shard.
+            nbytes: the bytes of the shard.
             bucket: bytes of gradients that are reduced together.
             plan: has the rank and the precision.
             waits: whether whole gradients are added up until the last micro-batch.
@@ -462,9 +462,9 @@ def _flat_step(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) 
     """Return the optimizer's temporaries on flat fp32 pieces, updated one after the other.
 
     Args:
-        profile: of one process.
+        profile: the profile of one process.
         plan: ranks and precision.
-        pieces: of each its elements, and the number of its parameter group.
+        pieces: the elements of each piece, and the number of its parameter group.
     """
     timeline = profile.step_memory.highest(pieces) if profile.step_memory is not None else None
     if timeline is None:  # only the temporaries with whole parameters are known

@@ -34,7 +34,7 @@ def forecast_fully_shard(
 
     Args:
         forecast: with the techniques that are applied before.
-        profile: of one process.
+        profile: the profile of one process.
         plan: precision, accumulation, offload.
         stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
         ranks: that share one copy of the states.
