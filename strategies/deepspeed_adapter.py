@@ -224,8 +224,8 @@ def start_engine(
     Weights are not broadcast: DeepSpeed's broadcast fails for a 0-dim parameter.
 
     Args:
-        model: with its values.
-        optimizer: over its trained parameters.
+        model: a model with its values.
+        optimizer: the optimizer over its trained parameters.
         config: the config that DeepSpeed gets.
         flatten: makes one flat tensor of several; called with them and, as `default`, DeepSpeed's
             function.

@@ -225,7 +225,7 @@ class GradientRing:
     receives, with an accelerator it uses a side stream.
 
     Args:
-        assembly: with the parameters that will be trained.
+        assembly: an assembly with the parameters that will be trained.
         bucket_size: bytes of gradients that are averaged at once.
     """
 

@@ -63,7 +63,7 @@ class ActivationOffloader:
             fake tensors, which stands for a run on another device.
         device: whose tensors are moved.
         folder: where the file is made; left out, the system's folder for temporary files.
-        fake: for a run on fake tensors: nothing is copied, everything else is the same.
+        fake: whether tensors are fake: then nothing is copied, and everything else is the same.
         carrier: does the copies; left out, the one for this place and device.
 
     Raises:

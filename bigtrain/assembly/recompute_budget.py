@@ -51,7 +51,7 @@ def meet_budget(
         plan: the plan of the run.
         technique: the plan's technique, with the budget.
         limit: bytes of each rank.
-        workload: with an example.
+        workload: a workload with an example.
         layout: if the model is cut.
         slices: if its layers are sliced.
 

@@ -55,7 +55,7 @@ def forecast_state_peaks(
 
     Args:
         resolved: the plan of the run.
-        workload: with an example.
+        workload: a workload with an example.
         config: the job's `checkpoint` section.
         prediction: the prediction of a step on this rank.
         pp_rank: the rank's place on the pp axis.

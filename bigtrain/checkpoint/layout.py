@@ -84,7 +84,7 @@ def plan_entries(
     """Assign each tensor to a rank that holds much of it, so that all write similar amounts.
 
     Args:
-        held_by_rank: by rank, then by name.
+        held_by_rank: by rank, the tensors that it holds, by name.
         owners: the ranks that may write.
 
     Returns:

@@ -213,7 +213,7 @@ class GradientAverager:
     pass. Small gradients are copied into one message, large ones are sent alone.
 
     Args:
-        context: with the dp group.
+        context: a context with the dp group.
         bucket_size: the most bytes that are copied into one message.
         buffers: copied from the first replica after each step (BatchNorm statistics);
             DistributedDataParallel does so before each forward pass.

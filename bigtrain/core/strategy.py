@@ -500,7 +500,8 @@ class CutStrategy(Strategy):
         """Choose the stages. Needs no process group, and is the same on all ranks.
 
         Args:
-            workload: with an example; its optimizer determines the state of each parameter.
+            workload: a workload with an example; its optimizer determines the state of each
+                parameter.
             plan: mesh, batch, precision.
 
         Raises:

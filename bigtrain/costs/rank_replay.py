@@ -31,7 +31,7 @@ def join_stages(
 
     Args:
         rank_actions: the actions of this rank.
-        forecasts: by stage, for one micro-batch.
+        forecasts: by stage, the forecast of one micro-batch.
         bucket: see `Traits.averaging_bucket`.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
@@ -240,9 +240,9 @@ def _sent(
 
     Args:
         in_transit: messages by stage and kind.
-        forecasts: by stage.
+        forecasts: by stage, its forecast.
         sizes: the result of `_boundary_bytes`.
-        awaiting_weights: by stage the micro-batches that wait for their W.
+        awaiting_weights: by stage, the micro-batches that wait for their W.
     """
     total = 0
     for message, count in in_transit.items():

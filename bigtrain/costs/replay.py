@@ -153,9 +153,9 @@ def replay_actions(
 
     Args:
         actions: the actions of the rank, as in `orders.schedule_orders`.
-        pieces: by stage its recordings.
-        in_transit: by action the bytes in transit during it.
-        before: by action the bytes in transit just before it, if those are more.
+        pieces: by stage, its recordings.
+        in_transit: by action, the bytes in transit during it.
+        before: by action, the bytes in transit just before it, if those are more.
 
     Returns:
         The timeline, from tick 0.

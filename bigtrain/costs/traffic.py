@@ -198,7 +198,7 @@ def gradient_average_traffic(
     Args:
         profile: the profile of the rank's part of the model.
         ranks: replicas.
-        stride: from one replica to the next.
+        stride: the distance in ranks from one replica to the next.
         bucket: bytes that are averaged together.
         overlaps: whether it is done in the backward pass.
         buffers: whether buffers are copied.

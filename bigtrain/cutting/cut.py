@@ -111,7 +111,7 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
 
     Args:
         trace: the trace of the model.
-        calls: in the order of execution.
+        calls: the calls in the order of execution.
         traced_model: the model.
 
     Raises:

@@ -27,9 +27,9 @@ def compare_cut(
 
     Args:
         cut: the cut of the model.
-        model: on any device, meta included; it is left as it is.
+        model: a model on any device, meta included; it is not changed.
         micro_batch: its first rows are used.
-        loss: as in the run.
+        loss: the loss of the run.
         rows: the number of rows.
 
     Returns:

@@ -143,7 +143,7 @@ def make_stage_program(
     Args:
         trace: the trace of a forward pass.
         calls: the calls before which the cuts are, in order.
-        trained: for each cut the values that get a gradient from the stages after it.
+        trained: for each cut, the values that get a gradient from the stages after it.
 
     Raises:
         ConfigError: a cut that is legal by itself is not legal together with the others.

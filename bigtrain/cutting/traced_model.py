@@ -48,7 +48,7 @@ class TracedModel:
     """Traces a model on fake tensors, one trace for each shape of micro-batch.
 
     Args:
-        model: on any device, meta included; a copy is traced.
+        model: a model on any device, meta included; a copy is traced.
         loss: decides which boundary tensors get a gradient.
         device: whose kernels are traced.
         numerics: decides the types.

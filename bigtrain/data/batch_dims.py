@@ -71,7 +71,7 @@ def find_batch_dims(
     Args:
         inputs: the inputs of one rank.
         targets: the targets of one rank.
-        rows: from `count_rows`.
+        rows: the result of `count_rows`.
         explicit: the job's `data.batch_dims`, by name.
         example: the tensors of a micro-batch with another number of rows, and that number.
 

@@ -36,7 +36,7 @@ class PixelSamples:
     Args:
         images: (number, channels, height, width), uint8.
         labels: (number,), int64.
-        transform: from an image to an input.
+        transform: makes an input from an image.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Any]) -> None:

@@ -226,7 +226,7 @@ class Engine(SavedState):
         """Train on one global batch.
 
         Args:
-            batch: from a `StepLoader`; or this rank's (inputs, targets), rows first, which
+            batch: a step from a `StepLoader`; or this rank's (inputs, targets), rows first, which
                 are cut into the job's `train.accumulation_steps` micro-batches.
 
         Raises:

@@ -74,9 +74,9 @@ class FirstBatch:
         Collective.
 
         Args:
-            loss: as the user gave it.
+            loss: the loss as the user gave it.
             batch: the first of the run.
-            model: as the user wrote it, without values where it could be copied.
+            model: the model as the user wrote it, without values where it could be copied.
             module: the runner's module; its submodules that compute parts of the loss are watched.
 
         Raises:

@@ -48,7 +48,7 @@ class FirstSteps:
         steps: the number of steps to compare.
         blueprint: the model as the user gave it, before any technique changes it.
         loss: the loss of the run.
-        make_optimizer: as the user gave it.
+        make_optimizer: the user's function, unchanged.
         plan: precision and clipping.
         context: the ranks.
     """

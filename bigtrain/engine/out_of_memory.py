@@ -236,7 +236,7 @@ def adapt_on_oom(
     Args:
         job: of the run; with `memory.on_oom=stop` the error is raised unchanged.
         plan: the plan of the run.
-        model: as the user wrote it.
+        model: the model as the user wrote it.
         folder: the folder of the run, which continues in it.
         before: the last restart of this run; None before the first.
 

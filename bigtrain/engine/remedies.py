@@ -132,7 +132,8 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
     """The words for smaller micro-batches of the same global batch.
 
     Args:
-        job: as the user wrote it: which of the three batch keys there are decides the words.
+        job: the job as the user wrote it: the message names those of the three batch keys that it
+            has.
         plan: the plan of the job.
         micro_size: rows of a micro-batch.
     """

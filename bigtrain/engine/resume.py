@@ -39,7 +39,7 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
     `auto` takes the newest undamaged checkpoint of the run's folder.
 
     Args:
-        job: with `checkpoint.resume`.
+        job: the job with `checkpoint.resume`.
         engine: loads the state.
         folder: the folder of the run.
 
@@ -117,7 +117,7 @@ class Saving:
     """Saves the state of a run when the job says so. All methods are collective.
 
     Args:
-        job: with the keys of `checkpoint`.
+        job: the job with the keys of `checkpoint`.
         engine: the engine of the run, after it was resumed.
         folder: the folder of the run; the figure of its checkpoint `best` is the one to beat.
         total_steps: the number of steps of the run.

@@ -68,7 +68,7 @@ class RunForecaster:
         job: `memory.predict`, and how checkpoints are saved.
         resolved: the plan that is run.
         workload: its model is copied without values, before any technique changes it.
-        context: which rank is predicted.
+        context: the context of the rank that is predicted.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RunForecaster:
         """Predict this rank.
 
         Args:
-            workload: with an example.
+            workload: a workload with an example.
 
         Raises:
             ConfigError: a technique cannot work with a model of this size.
@@ -142,10 +142,11 @@ class RunForecaster:
         """Predict a run that is built already, from its first micro-batch.
 
         Args:
-            workload: as the run was built, without an example or with one of other rows.
+            workload: the workload that the run was built with, without an example or with one of
+                other rows.
             module: the runner's module; used if the model cannot be copied without values.
             example: the first micro-batch.
-            loss: with the divisors that this batch showed.
+            loss: the loss with the divisors that this batch showed.
 
         Raises:
             ConfigError: the strategy cannot train a model that does what the example shows.

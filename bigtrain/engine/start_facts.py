@@ -31,7 +31,7 @@ def start_facts(
     """The job, model, loss, optimizer, data and plan of this rank, as text by name.
 
     Args:
-        job: as loaded.
+        job: the job as loaded.
         workload: this rank's workload, with the whole model; values of weights are not read.
         resolved: the plan, with every choice made.
         one_node: whether all ranks are on one node. On several nodes each may have the data at

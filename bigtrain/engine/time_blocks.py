@@ -69,9 +69,9 @@ class BlockStopwatch:
     """Records when blocks begin and end in one micro-batch.
 
     Args:
-        model: with its blocks.
+        model: a model with its blocks.
         names: the names of the blocks, in the order of the pass.
-        device: on which they run.
+        device: the device on which they run.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:

@@ -31,7 +31,7 @@ def resolve_on_ranks(
     Args:
         blueprint: the blueprint of the model, which afterwards accepts inputs in the form of the
             example.
-        loss: as the user gave it; followed on the example.
+        loss: the loss as the user gave it; followed on the example.
         optimizer: makes the optimizer from parameters.
         example: one micro-batch; needed by a strategy that cuts or slices the model.
         job: this rank's job.

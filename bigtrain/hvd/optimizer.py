@@ -53,7 +53,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
 
     Args:
         optimizer: an optimizer of the same parameters, in the same order, on every rank.
-        named_parameters: for messages; parameters go in the optimizer's order.
+        named_parameters: names for messages; parameters go in the optimizer's order.
         compression: `hvd.Compression.fp16` halves the bytes, and changes the numbers.
         backward_passes_per_step: backward passes whose gradients are added up before they are
             exchanged. Sums, not means, as in Horovod: divide the loss by it.
@@ -203,9 +203,9 @@ class _Buckets:
     """Assigns gradients to messages, in the same order on all ranks: the last parameters first.
 
     Args:
-        parameters: in the optimizer's order.
+        parameters: the parameters, in the optimizer's order.
         names: the names of the parameters.
-        groups: as in `DistributedOptimizer`.
+        groups: see `DistributedOptimizer`.
     """
 
     def __init__(

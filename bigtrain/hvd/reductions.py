@@ -142,7 +142,7 @@ def start_reduction(
         name: the name of the exchange, the same on every rank.
         before: factor applied before the reduction.
         after: factor applied after it.
-        shape: for messages; by default the buffer's.
+        shape: the shape in messages; by default the buffer's.
         detail: further text that must be equal on all ranks.
     """
     channel = process_set.channel()
@@ -313,7 +313,7 @@ def allreduce(
     Args:
         tensor: a tensor of the same shape on every rank; it is not changed.
         average: the older form of `op`: False for the sum.
-        name: for messages; the same on every rank.
+        name: the name in messages; the same on every rank.
         compression: converts the tensor for the exchange.
         op: `hvd.Average`, `Sum`, `Min`, `Max` or `Product`.
         prescale_factor: factor applied before the reduction.
@@ -430,8 +430,8 @@ def sparse_allreduce_async(
     """Start an average or sum of sparse tensors; only their stored rows are sent. Collective.
 
     Args:
-        tensor: in sparse coordinate layout; ranks may store different rows.
-        name: for messages.
+        tensor: a tensor in sparse COO layout; ranks may store different rows.
+        name: the name in messages.
         op: `hvd.Average` or `hvd.Sum`.
         process_set: the ranks that take part.
 
@@ -532,7 +532,7 @@ def reducescatter(
 
     Args:
         tensor: a tensor of the same shape on every rank; it is not changed.
-        name: for messages.
+        name: the name in messages.
         compression: converts the tensor for the exchange.
         op: see `allreduce`.
         process_set: the ranks that take part.

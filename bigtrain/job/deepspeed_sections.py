@@ -157,7 +157,7 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         path: the path of the file, for messages.
-        config: as it was read.
+        config: the config as it was read.
 
     Raises:
         ConfigError: a section is no object.

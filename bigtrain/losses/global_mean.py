@@ -78,9 +78,9 @@ class GlobalMeanLoss:
 
     Args:
         fn: the user's function.
-        name: for messages.
+        name: the name in messages.
         formula: the formula of the first micro-batch.
-        first: that micro-batch.
+        first: the first micro-batch.
         find: finds the formula of micro-batches with other shapes.
     """
 

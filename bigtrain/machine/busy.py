@@ -66,7 +66,7 @@ def describe_others(cores: float | None) -> str:
     """Return in words that the machine was busy during a measurement; empty if it was not.
 
     Args:
-        cores: from `others_cores`.
+        cores: the result of `others_cores`.
     """
     if (cores or 0.0) <= BUSY_SHARE * usable_cores():
         return ""

@@ -76,7 +76,7 @@ def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict
     Args:
         context: this rank's context.
         kind: the kind of exchange.
-        shared_work: from `_shared_work_seconds`.
+        shared_work: the result of `_shared_work_seconds`.
     """
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
     curve = []

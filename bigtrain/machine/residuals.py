@@ -144,7 +144,8 @@ def safety_margin(
 
     Args:
         engine: 'torch', 'deepspeed' or 'fairscale'; see `prediction.memory_report.engine_of`.
-        device_key: from `hardware_key`; None means this machine's GPUs, or its CPU without any.
+        device_key: a key from `hardware_key`; None means this machine's GPUs, or its CPU without
+            any.
         foreign_device: the name of a device that this machine lacks: the default applies.
     """
     if foreign_device is not None:
@@ -242,7 +243,7 @@ def has_device(kind: str, name: str) -> bool:
 
     Args:
         kind: 'cuda', 'xpu' or 'cpu'.
-        name: as in the description, 'NVIDIA A100 SXM 80GB'.
+        name: the name as in the description, 'NVIDIA A100 SXM 80GB'.
     """
     if kind != "cpu" and accelerator() != kind:
         return False

@@ -63,7 +63,7 @@ def kind_of(
 
     Args:
         optimizer: an optimizer of any class; it is not changed.
-        dims: for each group, the numbers of dims that its parameters have.
+        dims: for each group, the different numbers of dims of its parameters.
         notes: for each group, the attributes that the user has set on one of its parameters.
         begins_with_state: whether it has state before its first step.
     """

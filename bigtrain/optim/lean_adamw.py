@@ -206,7 +206,7 @@ def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | Non
         target: a tensor of any floating-point dtype; if it has the memory of `value`, nothing is
             copied.
         value: a tensor of the same shape; overwritten if it is rounded.
-        generator: for stochastic rounding to bf16; None rounds to the nearest.
+        generator: the generator for stochastic rounding to bf16; None rounds to the nearest.
     """
     if target.dtype == value.dtype:
         if target.untyped_storage()._cdata != value.untyped_storage()._cdata:
@@ -222,7 +222,7 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         value: fp32, of any shape, contiguous.
-        generator: on the same device; one number is drawn for each element.
+        generator: a generator on the same device; one number is drawn for each element.
 
     Returns:
         An fp32 tensor of the same shape with bf16 numbers, whose expectation is `value`.

@@ -164,7 +164,7 @@ class StepMemory:
         """Return the temporary memory of a step, without parameters, gradients and state.
 
         Args:
-            groups: for each parameter group the shapes of its tensors.
+            groups: by parameter group, the shapes of its tensors.
             dtype: the dtype of the tensors and of their gradients.
             normed: whether the norm of the gradients is computed before the step.
 

@@ -122,7 +122,7 @@ class WholeOptimizer:
         """Replace each parameter in the groups by its pieces; return the optimizer.
 
         Args:
-            pieces: by plain name the tensors that this rank updates of a parameter; other ranks'
+            pieces: by plain name, the tensors that this rank updates of a parameter; other ranks'
                 parameters are left out.
 
         Raises:

@@ -36,7 +36,7 @@ class ScheduleLoop:
         events: this rank's row of `events.schedule_events` or of its siblings.
         worker: computes the stages; its `begin` gives the micro-batches of each run.
         shapes: the shapes of the inputs and outputs of each of the worker's stages.
-        transport: to the neighbours.
+        transport: the transport to the neighbours.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class StageTransport:
 
         Args:
             messages: sends that were posted, and receives.
-            received: for each receive its tensors on the meta device; memory for them is allocated
+            received: for each receive, its tensors on the meta device; memory for them is allocated
                 here, when the receive begins.
         """
         works: list[dist.Work] = []

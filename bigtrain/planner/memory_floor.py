@@ -57,8 +57,8 @@ class MemoryFloor:
         """The bytes of the states on the fullest of the ranks that share so many trained numbers.
 
         Args:
-            numbers: trained, on all ranks together.
-            gradients: at the moment when there are gradients; otherwise before that.
+            numbers: trained elements on all ranks together.
+            gradients: whether this is the moment when there are gradients; otherwise before that.
         """
         plan, plain = self._plan, self._widths
         with_master = plan.bf16_parameters and plan.master_weights
@@ -107,7 +107,7 @@ class MemoryFloor:
         """The least that a rank with these stages holds: its states and the saved tensors.
 
         Args:
-            sections_of: by stage of the rank.
+            sections_of: the sections of each of the rank's stages.
             factors: the result of `state_factors`.
         """
         parameters = sum(section_states(sections).parameters for sections in sections_of.values())

@@ -33,7 +33,7 @@ class OneBranch(WholeModel):
     """A whole model that takes the same branch in every micro-batch.
 
     Args:
-        answer: to questions about values and random numbers.
+        answer: the answer to questions about values and random numbers.
         passes: the number of passes before the recorded ones, for the model's own counter.
     """
 

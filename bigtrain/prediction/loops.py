@@ -47,8 +47,8 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
     """Record two micro-batches and two optimizer steps of a stage on fake tensors.
 
     Args:
-        workload: with an example.
-        resolved: with a layout.
+        workload: a workload with an example.
+        resolved: the plan, with a layout.
         index: the number of the stage.
 
     Returns:

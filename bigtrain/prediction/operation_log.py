@@ -148,7 +148,7 @@ def block_costs(
     (Williams et al. 2009, Roofline).
 
     Args:
-        model: on any device; it is not changed.
+        model: a model on any device; it is not changed.
         names: the names of the modules.
         micro_batch: a micro-batch of the size of the run's.
         rates: the rates of the device.

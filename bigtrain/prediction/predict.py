@@ -52,7 +52,7 @@ def predict(
 
     Args:
         resolved: the plan of the run.
-        workload: with an example.
+        workload: a workload with an example.
         pp_rank: the rank's place on the pp axis.
         dp_rank: its place on the dp axis; None for the replica that needs the most.
         tp_rank: its place on the tp axis.
@@ -232,7 +232,7 @@ def forecast_stages(
 
     Args:
         profiles: the profiles of the rank's stages.
-        plan: with the techniques to apply.
+        plan: the plan with the techniques to apply.
         known: forecasts of single profiles, by the profile's id; new ones are added.
     """
     known = {} if known is None else known

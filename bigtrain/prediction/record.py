@@ -129,7 +129,7 @@ def record_steps(
     the blocks are run as written.
 
     Args:
-        workload: with an example.
+        workload: a workload with an example.
         resolved: the plan of the run; its layout is ignored.
         device: the device whose kernels are assumed; they decide which tensors are saved.
         unit: the part of the model that is run.

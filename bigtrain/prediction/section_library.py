@@ -65,11 +65,11 @@ class SectionLibrary:
     """The sections of one model.
 
     Args:
-        model: on the meta device; it is left as it is.
+        model: a model on the meta device; it is not changed.
         example: a micro-batch of any size.
         loss: the loss of a run; told whether several micro-batches wait at the head, and the rows
             of each.
-        make_optimizer: as in a run.
+        make_optimizer: makes the optimizer as a run does.
         device: whose kernels are meant.
         slices: the model's slices in a plan that slices it; by default those of the plan's
             technique.
@@ -122,13 +122,13 @@ class SectionLibrary:
         """The sections in a run of this plan.
 
         Args:
-            plan: for the precision and all that is not the choice.
+            plan: the precision and everything except the policy of blocks come from this plan.
             rows: the rows of a micro-batch.
             choice: the policy of every block.
             waiting: whether several micro-batches wait at the head.
             cut: whether the sections are on several ranks, each with untied parameters.
-            exact: whether the memory of what is after the blocks matters, which may take a run of
-                its own where the loss goes in chunks.
+            exact: whether the memory of the part after the blocks has to be exact, which may take
+                one more run if the loss is computed in chunks.
 
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
@@ -199,7 +199,7 @@ class SectionLibrary:
         """The blocks by name, and under "" the part after them, with split backward passes.
 
         Args:
-            plan: as all others: see `model_sections`.
+            plan: see `model_sections`.
             rows: the rows of a micro-batch.
             waiting: see `model_sections`.
             cut: see `model_sections`.

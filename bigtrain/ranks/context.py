@@ -221,7 +221,7 @@ class RunContext:
         """Return the sum over one axis, or over all ranks; the argument does not change.
 
         Args:
-            tensor: on this rank's device, of the same shape on every rank.
+            tensor: a tensor on this rank's device, of the same shape on every rank.
             axis: the mesh axis to sum over; None for all ranks.
         """
         total = tensor.detach().clone()

@@ -138,7 +138,7 @@ def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
     """Make the page: where every rank was, and which one the others wait for.
 
     Args:
-        records: by rank; None for a rank that has not answered.
+        records: by rank, its record; None for a rank that has not answered.
         cause: the reason for the page.
     """
     waits = known_waits(records)

@@ -109,7 +109,7 @@ class RunLog:
         job: the job of the run.
         plan: the plan of the run.
         context: this rank's context.
-        console: for the lines.
+        console: prints the lines.
         total_steps: steps of the whole run.
         first_step: steps that were done before a resume.
         predicted: the predicted peak, for plan.yaml.

@@ -162,7 +162,7 @@ def bubble_share(
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: the number of micro-batches of one step.
-        stages_per_rank: as in `orders.schedule_orders`.
+        stages_per_rank: see `orders.schedule_orders`.
         forward: seconds of one micro-batch on one stage.
         input_backward: seconds of the backward pass for the stage's inputs.
         weight_backward: seconds of the backward pass for the weights.

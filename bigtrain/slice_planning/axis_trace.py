@@ -65,7 +65,7 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
     values. The slices then follow one branch of several; the numbers of a real run do not.
 
     Args:
-        model: on any device; not changed.
+        model: a model on any device; it is not changed.
         inputs: the inputs of one micro-batch; only shapes matter.
         class_dim: the output's dim of a cross entropy, which may be sliced; None if the output is
             needed whole.

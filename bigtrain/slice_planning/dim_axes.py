@@ -94,7 +94,7 @@ def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
     """Make an axis the product of an outer factor of this length and an inner one.
 
     Args:
-        axis: from `expanded`.
+        axis: an axis from `expanded`.
         outer: a divisor of its length.
 
     Returns:

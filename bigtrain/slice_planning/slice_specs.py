@@ -97,7 +97,7 @@ def read_lines(
 
     Args:
         lines: specifications by pattern.
-        model: on any device.
+        model: a model on any device.
         ranks: the number of ranks of the tp axis.
 
     Returns:
@@ -145,7 +145,7 @@ def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
 
     Args:
         keep: patterns of names of modules or tensors.
-        model: on any device.
+        model: a model on any device.
 
     Returns:
         All names of each tensor, tied ones included.

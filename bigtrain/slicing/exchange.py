@@ -228,7 +228,7 @@ class PendingExchange:
     """A collective that has been started.
 
     Args:
-        kind: for the log of exchanges.
+        kind: the kind of exchange, for the log.
         group: the ranks. Without a process group nothing is sent.
         sent: kept until `wait`, as a real collective keeps it, so that fake tensors show the same
             memory.

@@ -139,8 +139,8 @@ def slice_modules(
 
     Args:
         model: a model with plain parameter names, or a stage of one.
-        slices: by plain name, of parameters and buffers; names that the model lacks are skipped.
-            For a tied tensor one of its names is enough.
+        slices: by plain name, the slices of parameters and buffers; names that the model lacks are
+            skipped. For a tied tensor one of its names is enough.
         group: the ranks.
         gathered: names of weights whose product is gathered immediately, so that the following
             operations see a whole tensor.

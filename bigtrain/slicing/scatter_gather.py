@@ -46,7 +46,7 @@ class Crossing:
         mask or of a table of positions, and would gather it.
 
         Args:
-            whole: on the meta device, with the shape that both stages know.
+            whole: a meta tensor with the shape that both stages know.
         """
         if self.group is None or not (whole.requires_grad and whole.is_floating_point()):
             return None

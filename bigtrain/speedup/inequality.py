@@ -138,7 +138,7 @@ def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
     does not change.
 
     Args:
-        step: with `whole`.
+        step: a step that has `whole`.
         bandwidth: the present bandwidth.
     """
     if step.workers == 1 or step.break_even <= 0:

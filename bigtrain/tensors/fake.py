@@ -48,7 +48,7 @@ def fake_model(
     parameters stay tied.
 
     Args:
-        model: on any device; it is not changed.
+        model: a model on any device; it is not changed.
         device: the device of the fake tensors.
         double: whether floating-point tensors become fp64.
         constants: tensors in plain attributes that become fakes as well, each on its device, or on

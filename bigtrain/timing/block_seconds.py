@@ -179,10 +179,10 @@ class BlockTimer:
     """Times the blocks of a job's model on this machine, or reads cached times.
 
     Args:
-        job: that is planned or run.
+        job: the job that is planned or run.
         model: its model, on the meta device.
         example: one micro-batch.
-        ranks: that will share the machine.
+        ranks: the number of ranks that will share the machine.
         rows: micro-batch sizes that may be needed.
         script: `engine/time_blocks.py`, which times; None to use cached times only.
     """
@@ -299,7 +299,7 @@ def slowdowns(
     """Divide timed seconds by those that rates predict.
 
     Args:
-        timed: by size.
+        timed: the timed sections, by size.
         oversubscription: see `BlockTimer.oversubscription`.
         model: the whole model that was timed.
         sections_at: gives its sections for a size, as they were timed: saving everything.

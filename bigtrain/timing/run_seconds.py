@@ -107,7 +107,7 @@ def forecast_step_seconds(
     Args:
         job: the job of the run.
         resolved: the plan of the run.
-        workload: with an example micro-batch; its model is not changed.
+        workload: a workload with an example micro-batch; its model is not changed.
         context: the context of the calling rank.
 
     Returns:
@@ -149,7 +149,7 @@ class RunClock:
     Args:
         job: the job of the run.
         resolved: the plan of the run.
-        workload: with an example micro-batch; its model is not changed.
+        workload: a workload with an example micro-batch; its model is not changed.
         timer: rates of the cluster.
         at_once: ranks that share this machine; left out, all ranks of the plan. 0: the rates are
             another machine's, where no block was timed.

@@ -276,8 +276,8 @@ class StepTimer:
 
         Args:
             plan: mesh, schedule, batch, techniques.
-            stage_seconds: by stage; of the whole model if it is not cut.
-            rank_profiles: by rank the profiles of its stages, for all ranks or those that may send
+            stage_seconds: the seconds of each stage, or of the whole model if it is not cut.
+            rank_profiles: by rank, the profiles of its stages, for all ranks or those that may send
                 the most.
             update: seconds of the optimizer's step of a rank that is alone on its cores.
             split: see `TimedParts`.
@@ -384,7 +384,7 @@ class StepTimer:
 
         Args:
             tp: ranks that gather.
-            stage_seconds: by stage.
+            stage_seconds: the seconds of each stage.
             ranks: the pp rank of each stage.
             nbytes: gathered at each boundary between ranks.
         """
@@ -479,7 +479,7 @@ def closed_form_bubble(
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: the number of micro-batches of one step.
-        stages_per_rank: as in `orders.schedule_orders`.
+        stages_per_rank: see `orders.schedule_orders`.
         splits: whether backward passes are split in two, see `Plan.splits_backward`.
     """
     shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)

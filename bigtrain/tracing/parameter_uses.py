@@ -75,7 +75,7 @@ def parameter_uses(
     """Run a forward pass and return how it uses the model's parameters.
 
     Args:
-        model: on any device; a copy without values runs.
+        model: a model on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
         loss: the loss of the model's output; None to run the model alone.
 

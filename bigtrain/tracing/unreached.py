@@ -35,7 +35,7 @@ def freeze_unreached(
     evaluation. If the model does not run without values, nothing is frozen.
 
     Args:
-        model: on any device; a copy without values runs.
+        model: a model on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
         loss: the loss, of the model's output.
         reached: parameters that one pass in training is known to reach (`ParameterUses.reached`);

@@ -109,7 +109,7 @@ def fake_twin(
     """A copy of a model with fake tensors, constants among its attributes included; and its mode.
 
     Args:
-        model: on any device; it is left as it is.
+        model: a model on any device; it is not changed.
         device: the device of the copy.
         double: whether floating-point tensors of the copy are fp64.
     """

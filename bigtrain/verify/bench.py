@@ -64,7 +64,7 @@ class Bench:
     Args:
         options: the options of the command line.
         words: further words of every run.
-        folder: for the runs' files.
+        folder: the folder for the runs' files.
         localises: whether the first operation that differs is searched for.
     """
 

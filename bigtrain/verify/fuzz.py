@@ -227,7 +227,7 @@ def fuzz(
         options: the options of the command line; they have the number of plans (`fuzz`), the
             `seed`, and the largest number of ranks.
         job_words: KEY=VALUE words of every run.
-        folder: for the runs' files.
+        folder: the folder for the runs' files.
 
     Raises:
         ConfigError: the job cannot run in one process, or no drawn plan can run.

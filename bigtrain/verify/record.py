@@ -83,7 +83,7 @@ def record_run(
         job: the job.
         parts: its model and data.
         context: the context of all ranks.
-        folder: for the recording.
+        folder: the folder for the recording.
         steps: the number of steps.
         traced: whether each rank writes a trace.
     """
@@ -141,7 +141,7 @@ def record_gradients(engine: Engine, recording: dict[str, Any], folder: Path) ->
     Args:
         engine: the engine of the run.
         recording: its `no_gradients` becomes the reason if an engine frees gradients early.
-        folder: for the files.
+        folder: the folder for the files.
     """
     update = engine.runner.update
 

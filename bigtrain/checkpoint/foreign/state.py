@@ -45,7 +45,7 @@ def untried(library: str, version: object, tried: str) -> tuple[str, ...]:
 
     Args:
         library: name of the library that wrote the checkpoint.
-        version: as the files record it; None if they do not.
+        version: the version that the files record; None if they record none.
         tried: the version whose files the tests read.
     """
     if version == tried:

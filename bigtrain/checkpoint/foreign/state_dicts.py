@@ -129,7 +129,7 @@ def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTe
     """Return a tensor of a safetensors file in the form that a save takes.
 
     Args:
-        tensor: in the file.
+        tensor: the name of a tensor in the file.
         dtype: type to save floating-point numbers in; None keeps the tensor's type.
     """
     kept = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype

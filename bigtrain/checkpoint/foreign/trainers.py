@@ -45,7 +45,7 @@ def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> 
 
     Args:
         saved: the object that `read_torch_file` returned.
-        path: for messages.
+        path: the path in messages.
         key: the model's key if there are several models; dots separate the keys of nested dicts.
         strip: a prefix that the caller will remove; None to detect Lightning's.
 

@@ -69,7 +69,7 @@ def choose_loss(
     Args:
         spec: the specification of the model; its `config.loss` is None.
         task: the task of the data.
-        model: on any device, the meta device too; it is not changed.
+        model: a model on any device, the meta device too; it is not changed.
         example: one micro-batch, for a run on fake tensors that finds the head.
         several_waiting: whether several micro-batches wait at the head for their backward passes
             (GPipe). Each then holds a gradient of the head's weight, or without chunks its logits.
@@ -118,7 +118,7 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
     """The name of the linear layer whose output the model returns as its logits, as it is.
 
     Args:
-        model: on any device, the meta device too; a copy is run once on fake tensors.
+        model: a model on any device, the meta device too; a copy is run once on fake tensors.
         example: one micro-batch; only its shapes matter.
 
     Raises:

@@ -42,7 +42,7 @@ def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -
 
     Args:
         loss: any; only a `MeanLoss` without declared counts changes.
-        model: on any device; it is not run itself.
+        model: a model on any device; it is not run itself.
         example: a micro-batch with its targets.
         parts: micro-batches of a global batch, over all ranks; with 1 nothing changes.
 

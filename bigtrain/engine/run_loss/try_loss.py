@@ -48,7 +48,7 @@ def try_formula(
         loss: the user's; a module is copied, so that it keeps its state.
         find: gives the formula for a micro-batch and its outputs, which have numbers; the second of
             each has each row of the first twice.
-        batches: on the CPU; the second has each row of the first twice.
+        batches: two batches on the CPU; the second has each row of the first twice.
         outputs: the outputs of both, without numbers.
 
     Raises:

@@ -77,7 +77,7 @@ def of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlic
 
     Args:
         whole: the slices of the whole model.
-        stands_for: for each block of the whole model the block that is run in its place.
+        stands_for: for each block of the whole model, the block that runs for it.
 
     Returns:
         None if blocks with the same representative are sliced differently.

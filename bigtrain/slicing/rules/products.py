@@ -44,7 +44,7 @@ def product(
     """Compute a product, described by its letters, on slices.
 
     Args:
-        letters: for each operand one letter per dim.
+        letters: for each operand, one letter per dim.
         result: letters of the result; all others are summed over.
         operands: the operands of the product.
         compute: the product of plain tensors.

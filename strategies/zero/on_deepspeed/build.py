@@ -65,7 +65,7 @@ def check_file(path: str, config: dict[str, Any]) -> None:
 
     Args:
         path: the path of the user's file.
-        config: with its "auto" values filled in.
+        config: the config with its "auto" values filled in.
 
     Raises:
         ConfigError: DeepSpeed refuses it.

@@ -131,7 +131,7 @@ def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[in
     Args:
         sizes: the sizes of the gradients, in elements or bytes, by birth: the tick at which one is
             made.
-        births: in the order of the parameters. If they are not those of `sizes`, gradients are
+        births: the births in the order of the parameters. If they are not those of `sizes`, gradients are
             assumed to be made in the reverse order of the parameters.
     """
     is_known = sorted(births) == sorted(sizes)

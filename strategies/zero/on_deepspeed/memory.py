@@ -38,7 +38,7 @@ def forecast_deepspeed(
 
     Args:
         config: the config that DeepSpeed gets; its buffer sizes are in elements, not in bytes.
-        forecast: with the techniques that are applied before.
+        forecast: the forecast with the techniques that are applied before.
         profile: the profile of one process.
         plan: ranks, precision, accumulation, offload.
     """

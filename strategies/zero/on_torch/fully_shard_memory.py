@@ -33,11 +33,11 @@ def forecast_fully_shard(
     """Return the forecast of a rank under fully_shard.
 
     Args:
-        forecast: with the techniques that are applied before.
+        forecast: the forecast with the techniques that are applied before.
         profile: the profile of one process.
         plan: precision, accumulation, offload.
         stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
-        ranks: that share one copy of the states.
+        ranks: the number of ranks that share one copy of the states.
     """
     if profile.outside_blocks is None:
         return forecast
@@ -361,7 +361,7 @@ def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks
     blocks.
 
     Args:
-        units: in the order of the forward pass.
+        units: the units in the order of the forward pass.
         end: the tick at which one process has freed everything.
     """
     ticks = count(end)
