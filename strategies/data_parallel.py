@@ -46,7 +46,7 @@ class DataParallel(Strategy):
     summary: ClassVar[str] = "one process; the model is copied to its GPUs in each pass"
 
     devices: int | None = Field(None, ge=2)
-    """GPUs of the process; left out, all of them."""
+    """GPUs of the process; by default all of them."""
 
     @property
     def need(self) -> Need:

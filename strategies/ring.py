@@ -215,7 +215,7 @@ class _Bucket:
     missing: int = 0
     """How many of them have no gradient yet in this step's last micro-batch."""
     event: Any = None
-    """On an accelerator: recorded when its gradients are made."""
+    """The event that an accelerator records when the bucket's gradients are made."""
 
 
 class GradientRing:

@@ -53,7 +53,7 @@ def gather_entries(
 
 
 Round = Mapping[int, tuple[TensorFile, int]]
-"""By rank, the piece of one of its files that it assembles."""
+"""By rank, the piece that it assembles: (file, number of the piece)."""
 
 
 def rounds_of(files: Iterable[TensorFile]) -> list[Round]:

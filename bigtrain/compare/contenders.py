@@ -28,7 +28,7 @@ class ComparedStrategy:
     num_ranks: int
     job: Job | None
     plan: Plan | None
-    """None if it cannot run."""
+    """The plan; None if the strategy cannot run."""
     refusal: str | None = None
     """Why it cannot run, in one line."""
 

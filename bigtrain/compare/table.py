@@ -31,7 +31,7 @@ def comparison_table(
     """Return a table of all strategies: peak by part, predicted peak, time; sizes in MiB.
 
     Args:
-        rows: the rows in the order in which they ran; the first with figures is the reference of times.
+        rows: the rows in the order of their runs; times are relative to the first with figures.
         title: names the job that was compared.
         largest: the key of `--largest`, if there is one.
         width: the terminal's width in characters; on a narrow one some columns are left out.

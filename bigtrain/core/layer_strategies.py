@@ -18,7 +18,7 @@ class RecomputeStrategy(Strategy):
         return None
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
-        """The same technique with a policy for each block, and no budget."""
+        """Return the same technique with a policy for each block, and no budget."""
         raise NotImplementedError
 
 

@@ -172,7 +172,7 @@ class Participation:
         )
 
     def end(self) -> None:
-        """After all passes of a step: check that no parameter that was left out got a gradient."""
+        """Check, after all passes of a step, that no parameter that was left out got a gradient."""
         surprise = None if self._use is None else self._use.surprise
         for name, parameter in self._left_out:
             has_come = parameter.grad is not None or parameter is surprise

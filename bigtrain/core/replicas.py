@@ -45,7 +45,7 @@ def average_gradients(
 
     Args:
         assembly: its module is wrapped; in a pipeline, its stages average after all passes.
-        bucket_size: bytes of gradients that are averaged at once; left out, 25 MiB.
+        bucket_size: bytes of gradients that are averaged at once; by default 25 MiB.
         broadcast_buffers: whether buffers are copied from the first replica.
         gradient_as_bucket_view: whether gradients are views of the buckets.
         exchange: averages a bucket, instead of an all-reduce in its precision; a pipeline does

@@ -120,9 +120,9 @@ class Profile:
     which the last view is freed: a view keeps the whole parameter alive. Recorded if a technique
     replaces the matrix products, see `Traits`."""
     module_births: tuple[tuple[int, ...], ...] = ()
-    """The same ticks for each module that has parameters itself."""
+    """For each module that has parameters itself, the ticks at which their gradients are made."""
     module_begins: tuple[int | None, ...] = ()
-    """For each of these modules the last tick before with a gradient of its output."""
+    """For each of these modules, the last earlier tick with a gradient of its output."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each of these modules the ticks at which its forward passes began and ended."""
     exchanges: tuple[TensorExchange, ...] = ()

@@ -76,9 +76,9 @@ class _Recording:
     ticks: tuple[int, ...]
     """The first tick of each action, and the one after the last."""
     actions: tuple[tuple[Span, ...], ...]
-    """By action the storages alive in it, clipped to its ticks."""
+    """For each action, the storages alive in it, clipped to its ticks."""
     waiting: tuple[tuple[tuple[MemoryKind, int], ...], ...]
-    """By action the bytes of each kind that wait from its end to the next action or the step."""
+    """For each action, the bytes of each kind alive from its end to the next action or the step."""
     gathered: int
     """Bytes of kind `parameters` after the forward pass: once for the stage."""
 
@@ -192,7 +192,7 @@ class _Recordings:
         self._found: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
 
     def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
-        """By slot the storages alive between actions, without empty slots."""
+        """Return by slot the storages alive between actions, without empty slots."""
         found: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
         for case in sorted(self._usual):
             for action_index, parts in enumerate(self._usual[case].waiting):

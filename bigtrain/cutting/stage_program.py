@@ -35,9 +35,10 @@ class BoundaryTensor:
 
     value_id: ValueId
     meta: Tensor
-    """On the meta device: shape and type; it requires a gradient if one is sent back."""
+    """The tensor on the meta device; it requires a gradient if one is sent back."""
     order: tuple[int, ...]
-    """Its dims from the outermost in memory to the innermost: the order in which it is sent."""
+    """The tensor's dims from the outermost in memory to the innermost: elements are sent in this
+    order."""
 
     @classmethod
     def of(cls, value_id: ValueId, tensor: Tensor, *, trained: bool) -> BoundaryTensor:
@@ -108,7 +109,7 @@ class StageProgram:
     boundaries: tuple[tuple[BoundaryTensor, ...], ...]
     """The tensors that cross each cut."""
     results: dict[int, SkippedResult]
-    """By event: of each call of the outer code to a module that no cut goes through."""
+    """By event, the result of each call of the outer code to a module that no cut goes through."""
     needed: frozenset[ValueId]
     """Value ids of tensors that are sent or returned later."""
     expected: tuple[ExpectedEvent, ...]

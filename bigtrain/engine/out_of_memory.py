@@ -67,7 +67,7 @@ class OutOfMemoryContext:
     adapts: bool
     """Whether the run goes on with smaller micro-batches."""
     inputs: ForecastInputs | None
-    """None where the model cannot be forecast."""
+    """The inputs of a forecast; None if the model cannot be forecast."""
 
 
 def explain_out_of_memory(

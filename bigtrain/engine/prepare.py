@@ -134,7 +134,7 @@ def prepare(
         optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
             function. The optimizer is `engine.optimizer`.
         strategy: a preset's name, or the path of a YAML file.
-        task: defines the figures of a validation; left out, only the loss is measured.
+        task: defines the figures of a validation; by default only the loss is measured.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
             with it the memory is predicted before anything is built. If its number of rows differs
             from the keys, rows are repeated or left out.

@@ -49,7 +49,7 @@ class ForecastInputs:
     job: Job
     resolved: ResolvedPlan
     workload: Workload
-    """With an example."""
+    """The workload, with an example."""
 
     def peak(self, words: Sequence[str]) -> Peak | None:
         """The predicted peak after some changes; None if they cannot be run or forecast."""

@@ -54,7 +54,7 @@ class RunPrediction:
         return self.peak is not None or self.note is not None
 
     def plus_state(self, nbytes: int) -> RunPrediction:
-        """The same with so many bytes of state more at every moment, such as averaged weights."""
+        """Return a copy with `nbytes` more of state at every moment, such as averaged weights."""
         if self.peak is None:
             return self
         breakdown = self.peak.breakdown.plus(Breakdown(optimizer=nbytes))

@@ -174,7 +174,7 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
     Args:
         job: checked by `check_job`.
         plan: the plan of the job.
-        model: what `check_job` returned; left out, the job's model is looked up.
+        model: what `check_job` returned; by default the job's model is looked up.
 
     Raises:
         ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.

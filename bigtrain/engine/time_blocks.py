@@ -76,7 +76,7 @@ class BlockStopwatch:
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
         self._device = device
-        self._beside = is_accelerator(device)
+        self._uses_events = is_accelerator(device)
         self.names = list(names)
         self._moments: list[tuple[str, Any]] = []
         for name in self.names:
@@ -89,15 +89,15 @@ class BlockStopwatch:
         self._moments = []
         self.note("start")
 
-    def note(self, what: str) -> None:
-        """Something is done now, or on a GPU once it has come to this."""
+    def note(self, event: str) -> None:
+        """Record the time of an event; on a GPU, when its stream reaches this call."""
         moment: Any
-        if self._beside:
+        if self._uses_events:
             moment = timing_event(self._device)
             moment.record()
         else:
             moment = time.perf_counter()
-        self._moments.append((what, moment))
+        self._moments.append((event, moment))
 
     def sections(self) -> tuple[list[tuple[float, float]], float]:
         """Return the seconds of the last micro-batch's sections, and those of the update.
@@ -114,18 +114,21 @@ class BlockStopwatch:
         return list(zip(forward, reversed(backward), strict=True)), update
 
     def _seconds(self) -> dict[str, float]:
-        """The first moment of each thing, but for gradients: a block's last output counts."""
-        if self._beside:
+        """Return the seconds at which each event occurred; of several times the first one."""
+        if self._uses_events:
             synchronize(self._device)
-            first = self._moments[0][1]
-            return {w: first.elapsed_time(m) / 1e3 for w, m in reversed(self._moments)}
+            start = self._moments[0][1]
+            return {
+                event: start.elapsed_time(moment) / 1e3 for event, moment in reversed(self._moments)
+            }
         return dict(reversed(self._moments))
 
     def _edges(self, moments: dict[str, float]) -> tuple[list[float], list[float]] | None:
-        """Where sections meet, in the order of time; None where blocks do not follow one another.
+        """Return the seconds at which sections begin and end, forward and backward.
 
-        The gradient of a block's output is where the block goes back, and the one behind is done;
-        that of the first one's inputs is where it is done.
+        A block's backward pass begins when the gradient of its output is made, which also ends the
+        backward pass of the block after it. The first block's backward pass ends when the gradient
+        of its inputs is made. Returns None if blocks do not follow one another.
         """
         if len(self.names) < 2:
             return None
@@ -133,10 +136,10 @@ class BlockStopwatch:
         backward = [moments.get(f"backward {name}", -1.0) for name in reversed(self.names)]
         done = moments.get("inputs", moments["back"])
         ends = moments.get(f"end {self.names[-1]}", -1.0)
-        there = [moments["start"], *forward, ends, moments["turn"]]
-        back = [moments["turn"], *backward, done, moments["back"]]
-        in_order = there == sorted(there) and back == sorted(back)
-        return (there, back) if in_order else None
+        forward_edges = [moments["start"], *forward, ends, moments["turn"]]
+        backward_edges = [moments["turn"], *backward, done, moments["back"]]
+        is_ordered = all(edges == sorted(edges) for edges in (forward_edges, backward_edges))
+        return (forward_edges, backward_edges) if is_ordered else None
 
     def _begins(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -153,10 +156,11 @@ class BlockStopwatch:
 
         return hook
 
-    def _watch(self, tensors: Any, what: str) -> None:
+    def _watch(self, tensors: Any, event: str) -> None:
+        """Record the event when the gradient of any of the tensors is made."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self.note(what))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self.note(event))  # type: ignore[no-untyped-call]
 
 
 def main(arguments: list[str]) -> int:
@@ -175,7 +179,7 @@ def main(arguments: list[str]) -> int:
 
 
 def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[BlockSeconds]:
-    """Every size as long as there is time and memory; collective."""
+    """Time one size after the other while there is time and memory. Collective."""
     plan = make_plan(job, 1, context.device.type)
     setup = open_setup(job, plan)
     model = shortened_with_values(setup, context)

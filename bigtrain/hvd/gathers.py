@@ -93,7 +93,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """The same of several tensors; the result is a list."""
+    """Start `allgather_async` of several tensors; the result of the handle is a list."""
     return Several([allgather_async(tensor, name, process_set) for tensor in tensors], list)
 
 

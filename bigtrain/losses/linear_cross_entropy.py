@@ -26,8 +26,8 @@ from bigtrain.units import MIB
 DEFAULT_CHUNK_BYTES = 32 * MIB
 """The default bytes of a chunk's logits on a CPU."""
 ACCELERATOR_CHUNK_BYTES = 256 * MIB
-"""The same on an accelerator: with small chunks, reading and writing the weight's gradient would
-take longer than the products."""
+"""The default bytes of a chunk's logits on an accelerator: with small chunks, reading and writing
+the weight's gradient would take longer than the products."""
 
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -188,9 +188,9 @@ USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
 """A predicted peak may take this share of the limit, less these bytes: allocators round up, and
 kernels, graphs and Python's objects need memory besides tensors."""
 ACCELERATOR_BYTES = 256 * MIB
-"""The same for an accelerator on which nothing was measured. Its allocator's limit includes all
-that it reserves: cuBLAS has 32 MiB for each of two threads on Hopper, cuBLASLt may have as much,
-and the allocator reserves memory in pieces of 2 and of 20 MiB."""
+"""The bytes that a predicted peak leaves free on an accelerator on which nothing was measured. The
+allocator's limit includes all that it reserves: cuBLAS has 32 MiB for each of two threads on
+Hopper, cuBLASLt may have the same, and the allocator reserves memory in pieces of 2 and 20 MiB."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         limit_bytes: the most bytes that may be alive at once, per rank; None: no limit. The
             operation that exceeds it raises torch.OutOfMemoryError after it has run.
         inside: gives the bytes of workspace that an operation takes while it runs, from the
-            operation, its arguments and its result; left out, none are counted.
+            operation, its arguments and its result; by default none are counted.
     """
 
     def __init__(

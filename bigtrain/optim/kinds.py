@@ -45,9 +45,9 @@ class OptimizerKind:
     separable: bool
     """Each parameter is updated independently: each rank may update some of them."""
     counts: bool = False
-    """It counts steps in the settings of a group, so it must be called once a step."""
+    """The optimizer counts steps in the settings of a group, so it must run once a step."""
     reads_notes: bool = False
-    """It reads attributes that the user has set on parameters, such as a learning rate."""
+    """The optimizer reads attributes that the user set on parameters, such as a learning rate."""
     failure: str | None = None
     """The error of a trial step; None if it succeeded."""
 

@@ -27,13 +27,14 @@ from bigtrain.tensors.shards import local_tensor
 CHUNK_ELEMENTS = 1 << 18
 """Elements that are updated at a time on a CPU: 1 MiB for each temporary tensor in fp32."""
 ACCELERATOR_CHUNK_ELEMENTS = 1 << 22
-"""The same on an accelerator, 16 MiB: its kernels then take longer than their launches."""
+"""Elements that are updated at a time on an accelerator: 16 MiB for each temporary tensor, so that
+kernels take longer than their launches."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def chunks(elements: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of so many elements that are updated at a time."""
+    """Yield slices that cover `elements` elements; each slice is updated at a time."""
     size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(device) else CHUNK_ELEMENTS
     for start in range(0, elements, size):
         yield slice(start, min(start + size, elements))

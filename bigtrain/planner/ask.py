@@ -60,7 +60,7 @@ class Question:
     at_hand: bool = False
     """Whether the cluster is this machine, on which blocks can be timed."""
     margins: Mapping[str, float] = field(kw_only=True)
-    """By engine to choose from, the share by which its forecasts are enlarged."""
+    """The engines to choose from, each with the share by which its forecasts are enlarged."""
 
     @property
     def limit(self) -> int:
@@ -303,7 +303,7 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
 def engine_margins(
     engines: Iterable[str], device: DeviceSpec | None = None
 ) -> tuple[dict[str, float], str]:
-    """By engine the share by which its forecasts are enlarged, and a line with the reasons.
+    """Return by engine the share by which its forecasts are enlarged, and a line with the reasons.
 
     Args:
         engines: 'torch', 'deepspeed', 'fairscale'.

@@ -20,9 +20,10 @@ WORK_SLACK = 0.06
 """The share of a step by which the bound on a candidate's work may be too high. Over 980 plans of
 eight models, drawn at random, it was too high by 4.7 % at most."""
 EVEN_SLACK = 0.03
-"""The same for the bound that adds exchanges and the update, with equal stages: 1.9 % at most."""
+"""The share for the bound that adds exchanges and the update, with equal stages; the largest error
+was 1.9 %."""
 END_SLACK = 0.01
-"""The same for the bound that cuts the model, where only what follows the blocks is estimated from
+"""The share for the bound that cuts the model: only the part after the blocks is estimated from
 runs of other sizes."""
 
 

@@ -47,7 +47,7 @@ class EvaluatedPlan:
     job: Job
     """The job that runs it."""
     peaks: Mapping[int, Peak]
-    """By pp rank, of the ranks that were forecast."""
+    """The peaks of the ranks that were forecast, by pp rank."""
     seconds: StepSeconds
     recomputed: Mapping[str, BlockPolicy]
     """The blocks that save less than everything, by name."""

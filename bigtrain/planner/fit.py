@@ -223,12 +223,12 @@ class StageFitter:
         return LayerCosts(seconds, crossing, sizes, saved)
 
     def _representatives(self, stages: Sequence[SectionRange]) -> list[int]:
-        """By rank the rank that is forecast for it: itself, or one that holds at least as much.
+        """Return for each rank the rank whose forecast stands in as its upper bound.
 
-        The latter is an earlier rank whose stages are of the same kinds, with at least as many
-        micro-batches of each in flight. In a V-shaped schedule a rank has more micro-batches of
-        one stage in flight the fewer it has of the other; where blocks have one policy only, the
-        first or the last rank of a kind holds the most.
+        That is the rank itself, or an earlier rank whose stages are of the same kinds, with at
+        least the same number of micro-batches of each in flight. In a V-shaped schedule a rank has
+        more micro-batches of one stage in flight the fewer it has of the other; if all blocks have
+        one policy, the first or the last rank of a kind needs the most memory.
         """
         kinds = [
             tuple(self._profiles.kind(stages[stage]) for stage in self._stages_of[rank])

@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Its name in tables: words for `--strategy`, without the mesh."""
+        """The candidate's name in tables: words for `--strategy`, without the mesh."""
         shares = self.dp > 1 or self.pp * self.tp == 1
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(one.label for one in shown if one is not None)
@@ -139,7 +139,7 @@ def _technique(role: Role, variant: Variant | None) -> Strategy | None:
 
 
 def searched_techniques(job: Job) -> dict[Role, list[Strategy]]:
-    """By role the techniques whose variants are searched: bigtrain's and the user's.
+    """Return by role the techniques whose variants are searched: bigtrain's and the user's.
 
     Args:
         job: its `strategy` names the user's techniques as `package.module:Class`.
@@ -178,7 +178,7 @@ class SearchSpace:
     """The libraries whose replicas are searched; None for all."""
     device_type: str = "cpu"
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
-    """By role the techniques that list the variants."""
+    """The techniques that list variants, by role."""
 
     @property
     def slice_counts(self) -> list[int]:

@@ -31,7 +31,7 @@ class SectionRange:
     stop: int
     """The section after the last one."""
     choices: tuple[BlockPolicy, ...]
-    """By section; sections that are no block keep everything."""
+    """The policy of each section; sections outside of blocks save everything for backward."""
     between_ranks: tuple[bool, bool] = (True, True)
     """Whether the stage's input comes from another rank, and whether its output goes to one."""
 

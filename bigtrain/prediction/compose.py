@@ -294,5 +294,5 @@ def _gathers(
 
 
 def renamed(section: Section, name: str) -> Section:
-    """The same section for another block."""
+    """Return the section with the name of another block, which is equal."""
     return replace(section, name=name)

@@ -51,7 +51,7 @@ class RankMemory:
     note: str | None = None
     """Why there is no prediction; None if there is one."""
     steps: StepMeasurement | None = None
-    """None if memory was tracked in every step."""
+    """The measured step seconds; None if memory was tracked in every step."""
     predicted_state: StatePeaks = StatePeaks()
     """Predicted peaks of a save and of a resume; the measured ones are in `measured`."""
     volume: StepVolume | None = None

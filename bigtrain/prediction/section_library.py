@@ -104,7 +104,7 @@ class SectionLibrary:
         return self._runs.most_ranks(techniques)
 
     def first_blocks(self, blocks: int) -> SectionLibrary:
-        """The same model with its first blocks alone; runs are shared."""
+        """Return the library of the same model with only its first blocks; runs are shared."""
         library = copy(self)
         library._named, library._bodies = self._named[:blocks], {}
         return library
@@ -216,7 +216,7 @@ class SectionLibrary:
         return {**blocks, "": found[""]}
 
     def _split(self, plan: Plan, kind: RunKind, rows: int) -> dict[str, PassPair] | None:
-        """The same of the model that is run."""
+        """Return `split_passes` of the model that is run, which may be shortened."""
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others and not isinstance(runs.loss(kind, rows), ChunkedCrossEntropy):
             share = finer_share(plan.tp, *(one.tp for one, _ in others))

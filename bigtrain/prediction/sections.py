@@ -31,11 +31,11 @@ class Anchor(IntEnum):
     """The origin of the ticks of a birth or a death."""
 
     FORWARD = 0
-    """The begin of the section's forward pass; the next ones likewise:"""
+    """The begin of the section's forward pass."""
     INPUTS = 1
-    """Its backward pass; where that is in two parts the one for the inputs' gradients."""
+    """The begin of its backward pass; if that is split, of its input backward."""
     WEIGHTS = 2
-    """The part for the weights' gradients."""
+    """The begin of its weight backward."""
     TURN = 3
     """The end of all forward passes."""
     END = 4

@@ -19,7 +19,7 @@ class SlicingPlan:
 
     ranks: int
     slices: Mapping[str, Slices]
-    """By plain names, of tied tensors under each of them."""
+    """The slices by plain name; a tied tensor is listed under each of its names."""
     gathered: frozenset[str] = frozenset()
     """Sliced weights whose product is gathered immediately, so that it is whole afterwards."""
     whole_reasons: Mapping[str, str] = field(default_factory=dict)

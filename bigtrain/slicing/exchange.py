@@ -81,7 +81,7 @@ class SliceGroup:
     """This rank's place on the tp axis."""
     size: int
     group: dist.ProcessGroup | None = None
-    """None on fake tensors: nothing is sent, and only shapes and memory matter."""
+    """The process group; None on fake tensors, where nothing is sent."""
     exchanges: list[TensorExchange] | None = field(default=None, compare=False, repr=False)
     """The log of exchanges, in order; None where nobody reads it."""
     gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)

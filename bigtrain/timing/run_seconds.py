@@ -151,7 +151,7 @@ class RunClock:
         resolved: the plan of the run.
         workload: a workload with an example micro-batch; its model is not changed.
         timer: rates of the cluster.
-        at_once: ranks that share this machine; left out, all ranks of the plan. 0: the rates are
+        at_once: ranks that share this machine; by default all ranks of the plan. 0: the rates are
             another machine's, where no block was timed.
         script: `engine/time_blocks.py`, which times blocks that were not timed before; left out,
             only cached times are used.

@@ -117,7 +117,7 @@ class PlanStages:
     """The stages of a plan, as far as a step's seconds depend on them; one if it is not cut."""
 
     seconds: Sequence[MicroBatchSeconds]
-    """By stage."""
+    """The seconds of a micro-batch, by stage."""
     profile_of: Callable[[int], Profile]
     """The memory profile of a stage, by its number."""
     base: RecordedSections

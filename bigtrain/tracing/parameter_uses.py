@@ -43,7 +43,7 @@ class ParameterUses:
     sparse: tuple[str, ...] = ()
     """Parameters whose gradient is sparse in at least one of their uses."""
     sparse_and_dense: tuple[str, ...] = ()
-    """Those of them with other uses as well: the sum of the gradients is dense."""
+    """Parameters in `sparse` that also have uses with a dense gradient: the sum is dense."""
     called: frozenset[str] = frozenset()
     """Modules whose forward pass ran."""
     used: frozenset[str] = frozenset()

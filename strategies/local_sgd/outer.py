@@ -28,7 +28,7 @@ class OuterSettings:
 
     every: int
     learning_rate: float | None
-    """None if replicas take the average."""
+    """The outer learning rate; None if replicas take the average."""
     momentum: float
     fragments: int
     delay: int

@@ -201,7 +201,7 @@ class _Held:
         return self.tensor.shape
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """These elements of the tensor, as a flat copy.
+        """Return these elements of the tensor as a flat copy.
 
         Raises:
             BigtrainError: some of them are on other ranks.

@@ -93,7 +93,7 @@ def _by_classes(
 
 @dataclass(frozen=True)
 class _Targets:
-    """Everything but logits and targets."""
+    """The arguments of a cross entropy except logits and targets."""
 
     slices: Slices
     """How the classes are sliced."""

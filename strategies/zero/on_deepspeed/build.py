@@ -83,8 +83,8 @@ class BuiltEngine:
 
     engine: Any
     fp32_values: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """By the id of a parameter: (offset in it, fp32 values from there on), of at least the elements
-    that this rank updates."""
+    """By the id of a parameter, (offset in it, the fp32 values that begin there); they include the
+    elements that this rank updates."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Undoes the changes that DeepSpeed makes outside of its engine."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)

@@ -28,7 +28,7 @@ class BufferSizes:
     persistent_parameter: int
     """Stage 3 keeps a parameter of at most this size whole on every rank."""
     persistent_model: int
-    """It stops doing so when such parameters together would exceed this size."""
+    """The largest size of all parameters together that stage 3 keeps whole."""
     sub_group: int
     """Stage 3 updates its shards in pieces; a piece ends with the parameter that fills it."""
 
@@ -131,8 +131,8 @@ def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[in
     Args:
         sizes: the sizes of the gradients, in elements or bytes, by birth: the tick at which one is
             made.
-        births: the births in the order of the parameters. If they are not those of `sizes`, gradients are
-            assumed to be made in the reverse order of the parameters.
+        births: the births in the order of the parameters. If they are not those of `sizes`,
+            gradients are assumed to be made in the reverse order of the parameters.
     """
     is_known = sorted(births) == sorted(sizes)
     offsets, filled = {}, 0

@@ -149,10 +149,10 @@ def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
 
 
 def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: Plan) -> Forecast:
-    """With the optimizer's state on the host.
+    """Return the forecast with the optimizer's state on the host.
 
-    A GPU is freed of it. If the device is a CPU, nothing is freed, and the copies that DeepSpeed
-    makes for the transfers are added.
+    A GPU then has no optimizer state. If the device is a CPU, nothing is freed, and the copies that
+    DeepSpeed makes for the transfers are added.
     """
     if is_accelerator(plan.device_type):
         return replace(sharded, states=replace(sharded.states, optimizer=0))
@@ -179,7 +179,7 @@ class _Backward:
 
     timeline: Timeline
     gradients: tuple[Span, ...]
-    """By birth; each lives until it is added to those of earlier micro-batches."""
+    """The gradients by birth; each lives until it is added to those of earlier micro-batches."""
     offsets: tuple[int, ...]
     """The offset of each in the flat buffer of all gradients, in bytes."""
     viewed: Mapping[int, int] = field(default_factory=dict)
