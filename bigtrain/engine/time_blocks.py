@@ -1,7 +1,7 @@
-"""The blocks of a job's model at work: seconds of each, forward and backward, and of an update.
+"""Measures the seconds of each block of a job's model, forward and backward, and of an update.
 
-`bigtrain.timing.block_seconds` runs it in a new process, which starts as many ranks as will share
-the device. Each rank runs this file again, and computes independently:
+`bigtrain.timing.block_seconds` runs this file in a new process, which starts one rank for each that
+will share the device. Each rank runs this file again, and computes independently:
 
     python bigtrain/engine/time_blocks.py --start N ANSWER REQUEST
     python bigtrain/engine/time_blocks.py ANSWER REQUEST          as a rank
@@ -106,15 +106,18 @@ class BlockStopwatch:
         """
         moments = self._seconds()
         edges = self._edges(moments)
-        update = moments["updated"] - moments["back"]
+        update = moments["updated"] - moments["backward_end"]
         if edges is None:
-            turn = moments["turn"]
-            return [(turn - moments["start"], moments["back"] - turn)], update
+            start = moments["backward_start"]
+            return [(start - moments["start"], moments["backward_end"] - start)], update
         forward, backward = ([b - a for a, b in pairwise(each)] for each in edges)
         return list(zip(forward, reversed(backward), strict=True)), update
 
     def _seconds(self) -> dict[str, float]:
-        """Return the seconds at which each event occurred; of several times the first one."""
+        """Return the seconds at which each event first occurred.
+
+        If a block has several outputs, the first gradient to be made is that of the last one.
+        """
         if self._uses_events:
             synchronize(self._device)
             start = self._moments[0][1]
@@ -134,10 +137,10 @@ class BlockStopwatch:
             return None
         forward = [moments.get(f"forward {name}", -1.0) for name in self.names]
         backward = [moments.get(f"backward {name}", -1.0) for name in reversed(self.names)]
-        done = moments.get("inputs", moments["back"])
+        done = moments.get("inputs", moments["backward_end"])
         ends = moments.get(f"end {self.names[-1]}", -1.0)
-        forward_edges = [moments["start"], *forward, ends, moments["turn"]]
-        backward_edges = [moments["turn"], *backward, done, moments["back"]]
+        forward_edges = [moments["start"], *forward, ends, moments["backward_start"]]
+        backward_edges = [moments["backward_start"], *backward, done, moments["backward_end"]]
         is_ordered = all(edges == sorted(edges) for edges in (forward_edges, backward_edges))
         return (forward_edges, backward_edges) if is_ordered else None
 
@@ -207,7 +210,7 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
 
 
 def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
-    """The model with few of its equal blocks; weights of the others are never made."""
+    """Return the model with only a few of its equal blocks; weights of the others are not made."""
     model, blueprint = setup.blueprint.model, setup.blueprint
     short = shorten_model(model)
     if short is None:
@@ -223,12 +226,12 @@ def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
 
 
 def _runner(workload: Workload, plan: Plan, context: RunContext) -> LoopRunner:
-    """The plain loop of one process."""
-    alone = RunContext.alone(context.device, context.seed)
+    """Return the plain loop of one process."""
+    own_context = RunContext.alone(context.device, context.seed)
     root = WHOLE_MODEL.root(workload.model, workload.loss, plan, context.device)
     return LoopRunner(
         Assembly(
-            context=alone,
+            context=own_context,
             plan=plan,
             loss=workload.loss,
             meter=MemoryMeter(context.device, track_steps=0),
@@ -247,15 +250,17 @@ def _time_size(
     rows: int,
     context: RunContext,
 ) -> BlockSeconds:
-    """Micro-batches of one size, all ranks at once; collective."""
+    """Time micro-batches of one size on all ranks at once. Collective."""
     batch = resize_micro_batch(workload.micro_batch, rows)
-    seconds = _repeat(runner, stopwatch, batch, 1)[0]  # the first one finds no memory to use again
+    # The first micro-batch allocates memory that later ones reuse, so it only sets `times`.
+    seconds = _repeat(runner, stopwatch, batch, 1)[0]
     whole = sum(map(sum, seconds[0])) + seconds[1]
     times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * whole))))
     times = round(min(context.all_gather_numbers(times)))
     context.barrier()
     repeated = _repeat(runner, stopwatch, batch, times)
-    sections = [_medians(each) for each in zip(*(one for one, _ in repeated), strict=True)]
+    by_section = zip(*(pairs for pairs, _ in repeated), strict=True)
+    sections = [_medians(pairs) for pairs in by_section]
     update = statistics.median(seconds for _, seconds in repeated)
     flat = [*(number for pair in sections for number in pair), update]
     means = [sum(context.all_gather_numbers(number)) / context.world_size for number in flat]
@@ -269,9 +274,10 @@ def _time_size(
 def _repeat(
     runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any, times: int
 ) -> list[tuple[list[tuple[float, float]], float]]:
-    """Each time two micro-batches and an update, of which the second one counts.
+    """Run steps of two micro-batches and an update, and return the seconds of each step.
 
-    It adds its gradients to those of the first, as all do but the first of a step.
+    Only the second micro-batch counts: it adds its gradients to those of the first, like every
+    micro-batch of a step except the first.
     """
     seconds = []
     for _ in range(times):
@@ -288,7 +294,10 @@ def _repeat(
 def _block_shares(
     runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
 ) -> dict[BlockVariant, tuple[float, float]]:
-    """See `BlockSeconds.shares`: of a middle block; policies that it does not run are left out."""
+    """Return `BlockSeconds.shares`, measured on a middle block.
+
+    Variants that the block cannot run are left out.
+    """
     if len(names) < 2:
         return {}
     block = model.get_submodule(names[len(names) // 2])
@@ -302,45 +311,47 @@ def _block_shares(
     taken: dict[BlockVariant, list[tuple[float, ...]]] = {}
     for _ in range(1 + times):
         for variant in get_args(BlockVariant):
-            # User code of any kind runs here.
-            with suppress(Exception):
+            with suppress(Exception):  # the user's code may raise anything
                 plain = _variant_seconds(block, None, *calls[0])
                 seconds = _variant_seconds(block, variant, *calls[0])
                 base = plain[1:] * 2 if variant == "split" else plain
                 shares = tuple(a / b for a, b in zip(seconds, base, strict=True))
                 taken.setdefault(variant, []).append(shares)
     model.zero_grad()
-    found = {}
-    for variant, each in taken.items():
-        if len(each) <= times:  # it failed now and then
+    medians = {}
+    for variant, measured in taken.items():
+        if len(measured) <= times:  # at least one repetition failed
             continue
-        first, second = (statistics.median(one) for one in zip(*each[1:], strict=True))
-        found[variant] = first, second
-    return found
+        first, second = (statistics.median(shares) for shares in zip(*measured[1:], strict=True))
+        medians[variant] = first, second
+    return medians
 
 
 def _variant_seconds(
     block: nn.Module, variant: BlockVariant | None, args: Any, kwargs: Any
 ) -> tuple[float, float]:
-    """A block's forward and backward pass; of a split one the two parts of the backward pass."""
+    """Return the seconds of a block's forward and backward pass.
+
+    With `split` they are those of its input backward and its weight backward.
+    """
     block_inputs: list[Tensor] = []
 
-    def wired(leaf: Any) -> Any:
+    def as_input(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         block_inputs.append(leaf.detach().requires_grad_())
         return block_inputs[-1]
 
-    given, named = tree_map(wired, (args, kwargs))
+    args, kwargs = tree_map(as_input, (args, kwargs))
     times = [_now(block_inputs[0])]
     if variant in ("selective", "full"):
-        result = checkpoint_block(block, block, *given, selective=variant == "selective", **named)
+        result = checkpoint_block(block, block, *args, selective=variant == "selective", **kwargs)
     else:
-        result = block(*given, **named)
+        result = block(*args, **kwargs)
     outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     times.append(_now(block_inputs[0]))
     gradients = [torch.ones_like(output) for output in outputs]
-    if variant == "split":  # as torch's schedules take it apart
+    if variant == "split":  # as torch's zero-bubble schedules split it
         times = [_now(block_inputs[0])]
         _, groups = backward_for_inputs(outputs, gradients, block_inputs, block.parameters())
         times.append(_now(block_inputs[0]))
@@ -360,9 +371,9 @@ def _now(tensor: Tensor) -> float:
 def _pass(runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any) -> None:
     placed = runner.place_batch(batch)
     loss = runner.forward_loss(placed)
-    stopwatch.note("turn")
+    stopwatch.note("backward_start")
     runner.backward(loss / max(1, placed.count))
-    stopwatch.note("back")
+    stopwatch.note("backward_end")
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
