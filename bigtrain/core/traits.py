@@ -134,7 +134,7 @@ class Traits:
     sends_messages: bool = False
     """Whether ranks send point-to-point messages with device tensors, besides collectives."""
     copies_modules: bool = False
-    """Whether passes run on copies of the modules, each in its own thread."""
+    """Whether passes run on copies of the modules, one thread for each copy."""
     finds_unused: bool = False
     """Whether it finds the parameters without a gradient in every step; none is frozen before."""
     offload_tiers: OffloadTiers = OffloadTiers()

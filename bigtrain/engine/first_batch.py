@@ -32,7 +32,7 @@ def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) ->
     """The example with the rows of one micro-batch of the job: its rows are repeated or left out.
 
     Raises:
-        ConfigError: no dim of a tensor has as many entries as there are rows, or several have.
+        ConfigError: no dim of a tensor has one entry for each row, or several dims have.
     """
     inputs, targets = example
     needed = plan.batch.micro_size

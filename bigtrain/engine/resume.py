@@ -114,7 +114,7 @@ def _begun_anew(path: Path, engine: Engine) -> list[str]:
 
 
 class Saving:
-    """Saves the state of a run when the job says so. All methods are collective.
+    """Saves the state of a run at the steps that the job asks for. All methods are collective.
 
     Args:
         job: the job with the keys of `checkpoint`.
@@ -134,7 +134,7 @@ class Saving:
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
     ) -> list[str]:
-        """Save if this step is to be saved; returns lines to print.
+        """Save the state if the job asks for a save at this step; return lines to print.
 
         Args:
             step: number of steps done.

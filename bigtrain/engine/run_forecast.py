@@ -149,7 +149,7 @@ class RunForecaster:
             loss: the loss with the divisors that this batch showed.
 
         Raises:
-            ConfigError: the strategy cannot train a model that does what the example shows.
+            ConfigError: the strategy cannot train this model, as the example shows.
         """
         if self.skeleton is None:
             return self.predict(replace(workload, model=module, example=example))

@@ -134,6 +134,7 @@ class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
     def __init__(self, answer: Answer, on_question: Any) -> None:
         super().__init__(answer, random.Random(_SEED), on_question)
         self._assigned: dict[int, int] = {}
+        """The rows that experts have got so far, by the storage of the choices."""
         self._masks: dict[int, int] = {}
 
     def restart(self) -> None:

@@ -1,6 +1,6 @@
 """A model taken apart on fake tensors: one run, from whose parts others are put together.
 
-Blocks that are alike and follow one another are run three times at most: the first, one for all
+Equal blocks that follow one another are run three times at most: the first, one for all
 between, and the last. A model that cannot be shortened so is run whole; one whose blocks do not
 follow one another is a single section.
 """

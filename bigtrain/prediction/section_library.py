@@ -57,7 +57,7 @@ class ModelSections:
 
     @cached_property
     def trained(self) -> int:
-        """The same, those that are tied as often as they are used."""
+        """The number of trained elements; a tied parameter counts once for each use."""
         return sum(t.numbers for section in self.sections for t in section.tensors if t.trained)
 
 
@@ -67,8 +67,8 @@ class SectionLibrary:
     Args:
         model: a model on the meta device; it is not changed.
         example: a micro-batch of any size.
-        loss: the loss of a run; told whether several micro-batches wait at the head, and the rows
-            of each.
+        loss: returns the loss of a run, from whether several micro-batches wait at the head, and
+            the rows of each.
         make_optimizer: makes the optimizer as a run does.
         device: whose kernels are meant.
         slices: the model's slices in a plan that slices it; by default those of the plan's

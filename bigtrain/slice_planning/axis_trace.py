@@ -375,7 +375,7 @@ class _Table(dict[str, Any]):
         self._recorder = recorder
 
     def __reduce__(self) -> Any:
-        """Let a copy of the module make its own table."""
+        """Pickle and copy as a plain dict, so that a copy of the module has no recorder."""
         return dict, (dict(super().items()),)
 
     def items(self) -> Any:

@@ -35,7 +35,7 @@ class HeldTensor:
 
     @property
     def root(self) -> HeldTensor:
-        """The first tensor in its chain of views with as many bytes."""
+        """The first tensor in its chain of views that has the same number of bytes."""
         tensor = self
         while tensor.view_of is not None and tensor.view_of.nbytes == self.nbytes:
             tensor = tensor.view_of

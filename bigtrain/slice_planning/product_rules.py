@@ -172,7 +172,7 @@ def batch_normed(op: OpCall) -> list[Dims]:
 
 @axis_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_matmul(op: OpCall) -> list[Dims]:
-    """Rows (rows, width) in groups, each group times its own matrix: a mixture of experts."""
+    """Rows (rows, width) in groups; each group is multiplied by another matrix, as experts are."""
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
     if left.dim() != 2 or right.dim() != 3:
         return opaque(op)

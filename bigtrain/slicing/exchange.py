@@ -89,7 +89,7 @@ class SliceGroup:
     sequence_dim: int | None = None
     """The dim of activations that is sharded between linear layers (sequence parallelism)."""
     gloo: bool = False
-    """Whether fake tensors stand for a run over gloo, which copies what it reduce-scatters."""
+    """Whether fake tensors simulate a run over gloo, which copies the input of a reduce-scatter."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The gathered input of the latest linear layers: at most one."""
 
@@ -109,7 +109,7 @@ class SliceGroup:
         """Log an exchange; `tensor` is the whole one."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
-            # On fake tensors one iteration of a loop may stand for many.
+            # On fake tensors one iteration of a loop may represent many.
             self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
@@ -234,7 +234,7 @@ class PendingExchange:
             memory.
         received: where the collective writes its result.
         launch: starts the collective and returns torch's handle.
-        finish: turns what was received into the result.
+        finish: makes the result from the received tensor.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ def _is_rank_major(slices: Slices, shape: Sequence[int], group: SliceGroup) -> b
 
 
 def _joined(received: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """Join what the ranks sent, (ranks, ...) with padding, to one tensor."""
+    """Join the ranks' parts, (ranks, ...) with padding, to one tensor."""
     shape = list(received.shape[1:])
     if _is_rank_major(slices, shape, group):
         shape[slices.dim] = slices.total

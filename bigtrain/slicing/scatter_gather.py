@@ -69,7 +69,7 @@ def sent_meta(whole: Tensor, group: SliceGroup | None) -> Tensor:
 
 
 def scatter_boundary(whole: Tensor, group: SliceGroup | None) -> Tensor:
-    """Return this rank's part of a contiguous tensor that all ranks have, in memory of its own."""
+    """Return a copy of this rank's part of a contiguous tensor that all ranks have."""
     if group is None or not _is_scattered(whole):
         return whole
     part: Tensor = _ScatterBoundary.apply(whole, group)

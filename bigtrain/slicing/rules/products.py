@@ -70,7 +70,7 @@ def product(
     ]
     local = compute(*local_operands)
     if letter not in result:
-        # The sum is done in place, and in inference mode a view cannot be told by `_is_view`.
+        # The sum is done in place, and in inference mode `_is_view` does not recognize a view.
         is_own = not any(shares_memory(local, operand) for operand in local_operands)
         return add_up(local if is_own else local.clone(), group)
     return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
@@ -86,7 +86,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _gathered_once(result: Any, weight: Any) -> Any:
-    """Gather the result of a product if its weight says so."""
+    """Gather the result of a product if its weight is marked `gathers`."""
     wanted = is_sliced(weight) and weight.gathers and is_sliced(result)
     return result.whole() if wanted else result
 
