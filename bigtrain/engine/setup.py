@@ -44,7 +44,7 @@ from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 
 MAX_WORKERS = 4
-"""The most reader processes of a rank on a GPU, unless `data.workers` says how many."""
+"""The most reader processes of a rank on a GPU, unless `data.workers` sets their number."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class SectionLibrary:
         loss: returns the loss of a run, from whether several micro-batches wait at the head, and
             the rows of each.
         make_optimizer: makes the optimizer as a run does.
-        device: whose kernels are meant.
+        device: the device whose kernels are assumed.
         slices: the model's slices in a plan that slices it; by default those of the plan's
             technique.
 
@@ -100,7 +100,7 @@ class SectionLibrary:
         return len(self._named)
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:
-        """Over how many ranks one of these can slice something of the model; 1: over none."""
+        """Return the largest tp size of these techniques; 1 if none can slice the model."""
         return self._runs.most_ranks(techniques)
 
     def first_blocks(self, blocks: int) -> SectionLibrary:
@@ -119,7 +119,7 @@ class SectionLibrary:
         cut: bool = False,
         exact: bool = True,
     ) -> ModelSections:
-        """The sections in a run of this plan.
+        """Return the sections in a run of this plan.
 
         Args:
             plan: the precision and everything except the policy of blocks come from this plan.
@@ -133,7 +133,7 @@ class SectionLibrary:
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
-        # The parts before and after the blocks are those of the run in which blocks keep all.
+        # The parts before and after the blocks come from the run in which blocks save everything.
         keeps_all = choice == "keep"
         kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
         kind = kind._replace(cut=keeps_all and kind.cut)
@@ -141,9 +141,11 @@ class SectionLibrary:
             self._bodies, self._changes = {}, self._runs.changes
         if (kind, rows, exact) not in self._bodies:
             self._body(plan, kind, rows, exact=exact)
-            if cut and self._runs.relaid and not kind.contiguous_gradients:  # it has shown it
-                given = {"waiting": waiting, "cut": cut, "exact": exact}
-                return self.model_sections(plan, rows, choice, **given)
+            if cut and self._runs.copied_gradient and not kind.contiguous_gradients:
+                # The run has shown that gradients are copied, so run again with such copies.
+                return self.model_sections(
+                    plan, rows, choice, waiting=waiting, cut=cut, exact=exact
+                )
         return self._bodies[kind, rows, exact]
 
     def _kind(
@@ -155,28 +157,34 @@ class SectionLibrary:
             choice,
             waiting and self._runs.waits(rows),
             cut and self._ties,
-            cut and self._runs.relaid,
+            cut and self._runs.copied_gradient,
             slicing_key(plan),
         )
 
     def _body(self, plan: Plan, kind: RunKind, rows: int, *, exact: bool) -> None:
         recorded, is_exact = self._read_off(plan, kind, rows)
-        # The part after blocks under another policy is never asked for.
+        # With another policy only the blocks of a run are used, not the part after them.
         if exact and not is_exact and kind.choice == "keep":
             *sections, end = recorded.sections
-            own_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
-            recorded = replace(recorded, sections=(*sections, own_end))
-        found = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+            exact_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
+            recorded = replace(recorded, sections=(*sections, exact_end))
+        body = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
         for key in {exact, exact or is_exact or kind.choice != "keep"}:
-            self._bodies[kind, rows, key] = found
-        self._bodies.setdefault((kind, rows, False), found)
+            self._bodies[kind, rows, key] = body
+        self._bodies.setdefault((kind, rows, False), body)
 
     def _read_off(self, plan: Plan, kind: RunKind, rows: int) -> tuple[RecordedSections, bool]:
-        """A run, and whether it is exact: of other rows than were run, and of finer slices."""
+        """Return the sections for `rows` rows, and whether their memory is exact.
+
+        They are interpolated between runs of other rows, and of coarser slices.
+        """
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others:
-            (few, few_exact), (many, many_exact) = (self._read_off(*one, rows) for one in others)
-            share = finer_share(plan.tp, *(one.tp for one, _ in others))
+            (few, few_exact), (many, many_exact) = (
+                self._read_off(coarser_plan, coarser_kind, rows)
+                for coarser_plan, coarser_kind in others
+            )
+            share = finer_share(plan.tp, *(coarser_plan.tp for coarser_plan, _ in others))
             finer = interpolate_sections(few, many, share)
             if finer is not None:
                 is_chunked = isinstance(runs.loss(kind, rows), ChunkedCrossEntropy)
@@ -188,15 +196,15 @@ class SectionLibrary:
         if rows in sizes:
             return (small, large)[sizes.index(rows)], True
         share = (rows - small.rows) / (large.rows - small.rows)
-        found = interpolate_sections(small, large, share)
-        if found is None:
+        interpolated = interpolate_sections(small, large, share)
+        if interpolated is None:
             return runs.recorded(plan, kind, (rows,), rows)[0], True
-        return found[0], found[1] and runs.in_one_round(plan, kind, rows)
+        return interpolated[0], interpolated[1] and runs.in_one_round(plan, kind, rows)
 
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
     ) -> dict[str, PassPair] | None:
-        """The blocks by name, and under "" the part after them, with split backward passes.
+        """Return the passes of blocks by name, and under "" of the part after, split backward.
 
         Args:
             plan: see `model_sections`.
@@ -205,34 +213,38 @@ class SectionLibrary:
             cut: see `model_sections`.
 
         Returns:
-            None where the model does not run so.
+            None if the model cannot run with a split backward pass.
         """
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
-        found = self._split(plan, kind, rows)
+        passes = self._split(plan, kind, rows)
         _, stands_for = self._runs.shortened(cut=kind.cut)
-        if found is None:
+        if passes is None:
             return None
-        blocks = {name: found[s] for name, s in stands_for.items() if s in found}
-        return {**blocks, "": found[""]}
+        blocks = {name: passes[s] for name, s in stands_for.items() if s in passes}
+        return {**blocks, "": passes[""]}
 
     def _split(self, plan: Plan, kind: RunKind, rows: int) -> dict[str, PassPair] | None:
         """Return `split_passes` of the model that is run, which may be shortened."""
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others and not isinstance(runs.loss(kind, rows), ChunkedCrossEntropy):
-            share = finer_share(plan.tp, *(one.tp for one, _ in others))
-            found = interpolate_named([self._split(*one, rows) for one in others], share)
-            if found is not None:
-                return found
+            share = finer_share(plan.tp, *(coarser_plan.tp for coarser_plan, _ in others))
+            coarser_passes = [
+                self._split(coarser_plan, coarser_kind, rows)
+                for coarser_plan, coarser_kind in others
+            ]
+            finer = interpolate_named(coarser_passes, share)
+            if finer is not None:
+                return finer
         sizes = runs.sizes(plan, kind, rows)
-        recorded = runs.halves(plan, kind, sizes if rows >= sizes[0] else (rows,), rows)
+        recorded = runs.split_passes(plan, kind, sizes if rows >= sizes[0] else (rows,), rows)
         if recorded is None or rows <= sizes[0] or rows == sizes[1]:
             return None if recorded is None else recorded[rows == sizes[1]]
         share = (rows - sizes[0]) / (sizes[1] - sizes[0])
-        found = interpolate_named(recorded, share)
-        return found or (runs.halves(plan, kind, (rows,), rows) or (None,))[0]
+        interpolated = interpolate_named(recorded, share)
+        return interpolated or (runs.split_passes(plan, kind, (rows,), rows) or (None,))[0]
 
     def _whole(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
-        """Every block of the model, in the order of the pass."""
+        """Return the part before the blocks, every block in order, and the part after them."""
         _, stands_for = self._runs.shortened(cut=cut)
         places = {section.name: place for place, section in enumerate(recorded.sections)}
         ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
@@ -241,6 +253,6 @@ class SectionLibrary:
         return (self._own(recorded.sections[0]), *blocks, self._own(recorded.sections[-1]))
 
     def _own(self, section: Section) -> Section:
-        """The section with the model's names of tied tensors."""
+        """Return the section with the original names of tied tensors that were copied."""
         tensors = (replace(t, name=self._runs.aliases.get(t.name, t.name)) for t in section.tensors)
         return replace(section, tensors=tuple(tensors))

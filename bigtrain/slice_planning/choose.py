@@ -368,7 +368,7 @@ class _Choice:
         return sum(self._nbytes.get(name, 0) for name in candidate.slices)
 
     def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleLayer | None:
-        """Return the slices of a weight that send the fewest bytes among those that divide it evenly."""
+        """Return the even slices of a weight that send the fewest bytes."""
         used = set(taken)
         free = [f for f in self._single_layers.get(name, ()) if used.isdisjoint(f.slices)]
         if not free:

@@ -261,7 +261,7 @@ class PendingExchange:
         """Fake tensors stand for a backend that copies what it sends at the end, as gloo does."""
 
     def wait(self) -> Tensor:
-        """Wait for the result and drop all references to it; may be called once."""
+        """Wait for the result, return it and drop all references to it. Call it only once."""
         with self._watch:
             if self._work is not None:
                 self._work.wait()

@@ -105,7 +105,7 @@ def _unreached(
             pairs = {n: pair for n, pair in pairs.items() if pair[1].grad is None}
         if not pairs:
             break
-    # If no parameter is reached, the loss is wrong; its backward pass in the run will say so.
+    # If no parameter is reached, the loss is wrong; its backward pass in the run will raise.
     return [*pairs] if len(pairs) < trained else [], frozenset(log.calls)
 
 
