@@ -191,9 +191,9 @@ def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
     if path is None:
         return
     said = {tuple(key.split(".")): one for key, one in said_of_job(path).items()}
-    given = {key for key in said if _is_given(words, key)}
+    typed = {key for key in said if _is_given(words, key)}
     for key, one in said.items():
-        if key not in given:
+        if key not in typed:
             tree.put(key, one.value, f"{path}: {one.key}")
     batch = [("train", key) for key in BATCH_KEYS]
     firm = [key for key in batch if key in said or _is_given(words, key)]

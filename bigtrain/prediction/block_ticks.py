@@ -252,7 +252,7 @@ class SectionHooks:
 
     def _operation(self, operation: Operation) -> None:
         clock = self.clock()
-        for tensor in operation.given:
+        for tensor in operation.inputs:
             owner = self._owners.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 self.used.setdefault(owner, set()).add(clock)
@@ -260,7 +260,7 @@ class SectionHooks:
             self.work.append((clock, 0.0, 0.0, 0.0, REPEAT_COUNT.get(), 0, 0, 0, 0))
             return
         flops, nbytes = operation.flops, operation.nbytes
-        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
+        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.inputs)
         sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
         product = operation.product if flops else ProductSize()
         self.work.append((clock, *sizes, REPEAT_COUNT.get(), *product))

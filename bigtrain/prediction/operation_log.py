@@ -31,7 +31,7 @@ class Operation(NamedTuple):
     args: Any
     kwargs: Any
     result: Any
-    given: list[Tensor]
+    inputs: list[Tensor]
     is_result: list[Tensor]
 
     @property
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     @property
     def nbytes(self) -> float:
         """Bytes read and written."""
-        return float(bytes_touched(self.given, self.is_result))
+        return float(bytes_touched(self.inputs, self.is_result))
 
 
 class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -106,10 +106,10 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = _tensors_among((result,))
         is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
         if made and not is_buffer:  # without a result it is a query about a tensor
-            given = _tensors_among(args)
+            inputs = _tensors_among(args)
             if kwargs:
-                given += _tensors_among(kwargs.values())
-            self._note(Operation(func, args, kwargs, result, given, made))
+                inputs += _tensors_among(kwargs.values())
+            self._note(Operation(func, args, kwargs, result, inputs, made))
 
 
 def _tensors_among(values: Iterable[Any]) -> list[Tensor]:

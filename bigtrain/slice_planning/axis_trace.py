@@ -119,19 +119,19 @@ def _run(
 
 def _made_up(name: str, args: Any, error: Exception) -> Any:
     """Return a possible result of an operation whose result depends on values."""
-    given = args[0]
+    operand = args[0]
     if name in ("_local_scalar_dense", "equal"):
-        if name == "equal" or given.dtype == torch.bool:
+        if name == "equal" or operand.dtype == torch.bool:
             return True
-        return 1.0 if given.is_floating_point() else 1
-    count = max(1, given.numel() // 2)
+        return 1.0 if operand.is_floating_point() else 1
+    count = max(1, operand.numel() // 2)
     if name == "nonzero":
-        return given.new_empty((count, given.dim()), dtype=torch.int64)
+        return operand.new_empty((count, operand.dim()), dtype=torch.int64)
     if name == "masked_select":
-        return given.new_empty(max(1, args[1].numel() // 2))
+        return operand.new_empty(max(1, args[1].numel() // 2))
     if name == "index" and len(args[1]) == 1:
         mask = args[1][0]
-        return given.new_empty((max(1, mask.numel() // 2), *given.shape[mask.dim() :]))
+        return operand.new_empty((max(1, mask.numel() // 2), *operand.shape[mask.dim() :]))
     raise error
 
 

@@ -206,8 +206,8 @@ class _Finder:
 
     def _loss_of(self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True) -> Trace:
         def run(recorder: CallRecorder) -> Any:
-            given = recorder.give(map_tensors(own, at_least_float32), known=False)
-            return self._loss.fn(given, recorder.give(batch.targets, known=True))
+            outputs = recorder.give(map_tensors(own, at_least_float32), known=False)
+            return self._loss.fn(outputs, recorder.give(batch.targets, known=True))
 
         if not fakes:
             own = output

@@ -193,9 +193,9 @@ class _KeepsItsTensors(TorchDispatchMode):
                     raise RuntimeError("it changes a tensor that it keeps")
         result = func(*args, **kwargs)
         if not writes:
-            given = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}
+            inputs = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}
             for tensor in tree_tensors(result):
-                if tensor.untyped_storage()._cdata not in given:
+                if tensor.untyped_storage()._cdata not in inputs:
                     self._made.add(tensor.untyped_storage()._cdata)
                     self._alive.append(tensor)
         return result
