@@ -109,7 +109,7 @@ class DiskStateStore(StateStore):
     Args:
         context: the ranks that may share a disk.
         folder: the folder of the file.
-        copies: between the device and the host; by default the default for the device.
+        copies: makes copies between the device and the host; by default those for the device.
     """
 
     chunked = True
@@ -215,7 +215,7 @@ class HostStateStore(StateStore):
 
     Args:
         context: the ranks that share the host's memory.
-        copies: between the device and the host; by default the default for the device.
+        copies: makes copies between the device and the host; by default those for the device.
     """
 
     updates_elsewhere = True
