@@ -37,7 +37,7 @@ _FIRST = ("single", "ddp")
 
 
 def count_strategies(number: int) -> str:
-    """Return the number of strategies in words."""
+    """Return the number of strategies as text, such as "3 strategies"."""
     return "1 strategy" if number == 1 else f"{number} strategies, one after the other"
 
 

@@ -1,4 +1,4 @@
-"""The interface of a technique: which plans it refuses, what it costs, and how it is applied.
+"""The interface of a technique: the plans that it refuses, its costs, and its application.
 
 A `Strategy` is stateless: `check` runs before anything else, `estimate` changes a forecast, `apply`
 changes an `Assembly`. From the finished assembly a `Runner` is made, which takes one optimizer step
@@ -363,7 +363,7 @@ class Strategy(BaseModel):
     name: ClassVar[str]
     role: ClassVar[Role]
     summary: ClassVar[str]
-    """One line for lists: what is sharded, recomputed or moved, at what cost."""
+    """One line for lists: the tensors that are sharded, recomputed or moved, and the cost."""
 
     @property
     def need(self) -> Need:

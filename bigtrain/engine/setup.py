@@ -284,7 +284,7 @@ def _given_loss(job: Job, data: Data) -> Loss | None:
 
 
 def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
-    """A line on the optimizer of a user's own model where the job sets none of its keys."""
+    """Return a line on the default optimizer, for a user's model in a job without `optim` keys."""
     if not model.is_custom or job.optim != OptimConfig():
         return []
     name, rate = job.optim.name, job.optim.lr

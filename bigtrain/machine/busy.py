@@ -63,7 +63,7 @@ def is_busy(uses: Sequence[CpuUse]) -> bool:
 
 
 def describe_others(cores: float | None) -> str:
-    """Return in words that the machine was busy during a measurement; empty if it was not.
+    """Return a warning that the machine was busy during a measurement; empty if it was not.
 
     Args:
         cores: the result of `others_cores`.

@@ -202,7 +202,7 @@ def non_tensor_reserve(kind: str, name: str | None = None) -> int:
 
 
 def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
-    """Return in words how far forecasts of seconds were off on this machine.
+    """Describe the errors of earlier forecasts of seconds on this machine.
 
     Args:
         engine: see `safety_margin`.

@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def mesh(self) -> str:
-        """The mesh in words."""
+        """The mesh as text, `pp 2 x dp 4`."""
         return mesh_words(self.pp, self.dp, self.tp)
 
     @property
@@ -126,7 +126,7 @@ class Candidate:
 
 
 def mesh_words(pp: int, dp: int, tp: int) -> str:
-    """A mesh in words: `pp 2 x dp 4`, and `x tp 2` if layers are sliced."""
+    """Return a mesh as text: `pp 2 x dp 4`, and `x tp 2` if layers are sliced."""
     return f"pp {pp} x dp {dp}" + (f" x tp {tp}" if tp > 1 else "")
 
 

@@ -46,7 +46,7 @@ class ModelSections:
 
     @cached_property
     def exchanges(self) -> tuple[tuple[object, int], ...]:
-        """Exchanges of the tp axis, each with the number of consecutive sections that have it."""
+        """The sections' exchanges over tp, each with the number of consecutive equal ones."""
         runs = groupby(section.exchanges for section in self.sections)
         return tuple((exchanges, sum(1 for _ in run)) for exchanges, run in runs)
 

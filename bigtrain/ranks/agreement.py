@@ -122,7 +122,7 @@ def in_words(value: Any) -> str:
 
 
 def flattened(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Return the dotted keys of a job and their values in words.
+    """Return the dotted keys of a job and their values as text.
 
     Args:
         tree: the job, or a section of it.

@@ -190,7 +190,7 @@ def _is_own(name: str, value: str | None) -> bool:
 
 
 def _hidden_by(environ: Mapping[str, str]) -> str:
-    """The variables that may hide other GPUs, in words; empty if none is set."""
+    """Text that names the set variables that may hide other GPUs; empty if none is set."""
     variables = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
     return f" visible with {' '.join(variables)}" if variables else ""
 

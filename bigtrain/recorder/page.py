@@ -54,11 +54,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class FlightPage:
-    """The page in words and as a document."""
+    """The page as lines of text, and as the document of its file."""
 
     headline: str
     lines: tuple[str, ...]
-    """One for each rank."""
+    """One line for each rank."""
     stacks: tuple[str, ...]
     """Python stacks; equal ones once, with the ranks that have them."""
     document: dict[str, Any]

@@ -403,7 +403,7 @@ def _contents(file: FileIO) -> bytes:
 
 
 def _fault_of(file: FileIO, path: Path) -> str | None:
-    """Whether an open file was removed, replaced or truncated, in words; None if it was not."""
+    """Say that an open file was removed, replaced or truncated; None if it was not."""
     state = os.fstat(file.fileno())
     try:
         if not os.path.samestat(state, os.stat(path)):

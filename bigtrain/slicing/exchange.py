@@ -70,7 +70,7 @@ class Draws:
 
     whole: bool = False
     """Whether every rank draws the numbers of the whole tensor, as one process does: for `verify`.
-    Otherwise each rank draws for its part from a stream of its own."""
+    Otherwise each rank draws for its part from a separate stream."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def summed_and_scattered(partial: Tensor, slices: Slices, group: SliceGroup) -> 
 
 
 def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a tensor over the ranks, without autograd; in its own memory if it is contiguous."""
+    """Reduce a tensor over the ranks, without autograd; in place if it is contiguous."""
     return start_all_reduce(tensor, group, op).wait()
 
 
@@ -258,7 +258,7 @@ class PendingExchange:
                 self._work = launch()
                 self._watch = watch.pop_all()
         self.copies_sent = False
-        """Fake tensors stand for a backend that copies what it sends at the end, as gloo does."""
+        """Whether fake tensors simulate a backend that copies its input at the end, like gloo."""
 
     def wait(self) -> Tensor:
         """Wait for the result, return it and drop all references to it. Call it only once."""
@@ -275,7 +275,7 @@ class PendingExchange:
 def start_all_reduce(
     tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM
 ) -> PendingExchange:
-    """Start to reduce a tensor over the ranks; in its own memory if it is contiguous."""
+    """Start to reduce a tensor over the ranks; in place if it is contiguous."""
     tensor = tensor.contiguous()
 
     def launch() -> Any:

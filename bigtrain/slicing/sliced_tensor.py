@@ -192,7 +192,7 @@ class SlicedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse an operation that bypassed the rules: the tensor has no values of its own.
+        """Refuse an operation that bypassed the rules: the wrapper itself has no values.
 
         Raises:
             ConfigError: with the operation.
@@ -218,7 +218,7 @@ def local_of(sliced: SlicedTensor) -> Tensor:
     """Return this rank's slices of a sliced tensor.
 
     Raises:
-        ConfigError: it is an output of the model's own autograd function: gradients would be lost.
+        ConfigError: a custom autograd function of the model returned it: gradients would be lost.
     """
     with _raw():
         node = _grad_fn(sliced)

@@ -236,7 +236,7 @@ def _forget(folder: Path) -> None:
 
 
 def _differs_from_plain_loop(folder: Path) -> str | None:
-    """How a run differs from a plain torch loop, in words; None if it does not."""
+    """Describe how a run differs from a plain torch loop; None if it does not."""
     recording = read_json_object(folder / "record.json")
     difference: str | None = recording["differs_from_plain_loop"]
     return difference

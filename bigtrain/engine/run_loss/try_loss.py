@@ -88,7 +88,7 @@ def _value(fn: Callable[[Any, Any], Tensor], output: Any, batch: MicroBatch, see
 def _added_up(
     loss: MeanLoss, find: _FormulaOf, batch: MicroBatch, output: Any, dims: list[int | None]
 ) -> float:
-    """The sum of the losses of two halves of the rows, by the formula."""
+    """Return the sum of the formula's losses of the first and the second half of the rows."""
     half = _ROWS // 2
     parts = [batch.part(start, start + half) for start in (0, half)]
     outputs = [_along_rows(output, dims, partial(_narrowed, start, half)) for start in (0, half)]

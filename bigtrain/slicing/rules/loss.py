@@ -124,7 +124,7 @@ class _Losses(torch.autograd.Function):
     """From logits (targets, local classes) to the loss of each target, equal on all ranks.
 
     With classes' weights w, of C classes, target t, smoothing e and logits z it is
-    (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as torch has it.
+    (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as in torch.
     """
 
     @staticmethod

@@ -250,7 +250,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with letters in place of dots."""
+    """Return the letters of each operand and of the result, with dots replaced by letters."""
     inputs, arrow, result = equation.partition("->")
     letters = inputs.split(",")
     if not arrow:
