@@ -65,7 +65,7 @@ class OutOfMemoryContext:
     activity: str | None
     """A description of the activity; set if it is not a phase of a step."""
     adapts: bool
-    """Whether the run goes on with smaller micro-batches."""
+    """Whether the run continues with smaller micro-batches."""
     inputs: ForecastInputs | None
     """The inputs of a forecast; None if the model cannot be forecast."""
 

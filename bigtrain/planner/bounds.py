@@ -80,7 +80,7 @@ class PlanBounds:
         """A closer lower bound: with exchanges and the update, where all stages are equal.
 
         Raises:
-            ConfigError: the model cannot be run so.
+            ConfigError: the model does not run under this plan.
         """
         fit = self.evaluator.fit(candidate, plan, exact=False)
         kept = fit.levels["keep"]
@@ -116,7 +116,7 @@ class PlanBounds:
         """A closer lower bound: with the tensors that micro-batches in flight have saved.
 
         Raises:
-            ConfigError: the model cannot be run so.
+            ConfigError: the model does not run under this plan.
         """
         return self.evaluator.fit(candidate, plan, exact=False).floor_bytes()
 

@@ -179,7 +179,7 @@ class PlanEvaluator:
         Memory is not considered.
 
         Raises:
-            ConfigError: the model cannot be run so.
+            ConfigError: the model does not run under this plan.
         """
         fit = self.fit(candidate, plan, exact=False)
         return self._seconds(plan, fit, fit.uniform_stages(fit.edges(None), choice))
@@ -240,7 +240,7 @@ class PlanEvaluator:
                 on fake tensors; seconds and bounds go by the blocks alone.
 
         Raises:
-            ConfigError: the model cannot be run so, or a technique refuses its stages.
+            ConfigError: the model does not run under this plan, or a technique refuses its stages.
         """
         if (candidate, exact) not in self._fits:
             levels = self._levels(plan, candidate, exact=exact)

@@ -18,8 +18,8 @@ RECOMPUTE_LEVELS: tuple[BlockPolicy, ...] = ("keep", "selective", "full")
 """The policies that the planner assigns to blocks, from the fastest to the smallest."""
 
 SplitPasses = Callable[[], Mapping[str, PassPair] | None]
-"""Gives the sections' passes with the backward pass split in two; None where the model does not
-run so."""
+"""Returns the sections' passes with split backward passes, by section; None if the model cannot run
+with them."""
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,11 @@ def _rest(
     outside = {t.name for s in sections if not s.name for t in s.tensors}
     own_parameters = [t for t in tensors if t.name in outside and not t.is_buffer]
     own_parameters = list({t.name: t for t in own_parameters}.values())
-    turn = first.phases[1][0] - 1
+    backward_start = first.phases[1][0] - 1
     return BlockTicks(
         tuple(t.shape for t in own_parameters),
         tuple(t.trained for t in own_parameters),
-        (0, turn - sections[-1].passes[0].loss_ticks),
+        (0, backward_start - sections[-1].passes[0].loss_ticks),
         (0, stop),
     )
 

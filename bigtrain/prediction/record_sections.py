@@ -261,24 +261,25 @@ class SectionSplitter:
 
     def _returned(self, which: int) -> int:
         """Return the tick at which the model's forward pass ends, before the loss."""
-        turn = self._backward_start(which)
-        return turn - self._run.ticks.loss_ticks(self._run.marks[which], turn)
+        backward_start = self._backward_start(which)
+        return backward_start - self._run.ticks.loss_ticks(self._run.marks[which], backward_start)
 
     def windows(self, pass_number: int) -> list[Windows]:
         """Return the windows of the part before the blocks, of each block, of the part after."""
         start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
-        turn = self._backward_start(pass_number)
+        backward_start = self._backward_start(pass_number)
         moments = [self._moments(name, pass_number) for name in self.order]
         forward_edges = [start, *(m.forward[0] for m in moments)]
         backward_edges = [stop, *(m.backward[1] for m in moments)]
         if moments:
             forward_edges.append(moments[-1].forward[1])
-            backward_edges.append(min(max(turn, moments[-1].backward[0]), backward_edges[-1]))
+            last_start = max(backward_start, moments[-1].backward[0])
+            backward_edges.append(min(last_start, backward_edges[-1]))
         else:  # one section before the end of the forward pass, none after
-            forward_edges.append(turn)
-            backward_edges.append(turn)
-        forward_edges.append(turn)
-        backward_edges.append(turn)
+            forward_edges.append(backward_start)
+            backward_edges.append(backward_start)
+        forward_edges.append(backward_start)
+        backward_edges.append(backward_start)
         pairs = zip(pairwise(forward_edges), pairwise(backward_edges), strict=True)
         return [
             (SectionWindow(*forward), SectionWindow(*reversed(backward)))
@@ -292,7 +293,10 @@ class SectionSplitter:
         windows: list[Windows],
         tensors: list[tuple[SectionTensor, ...]],
     ) -> SectionPass:
-        (there, back), stop = windows[position], self._run.marks[pass_number + 1]
+        (forward_window, backward_window), stop = (
+            windows[position],
+            self._run.marks[pass_number + 1],
+        )
         returned = self._returned(pass_number) if self.order else None
         spans = self._run.window(pass_number).spans
         section_pass = section_spans(spans, windows, position, stop, returned)
@@ -301,12 +305,12 @@ class SectionSplitter:
             moments = self._moments(self.order[position - 1], pass_number)
             parameters = [t for t in tensors[position] if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
-            offset = there.length - back.begin
+            offset = forward_window.length - backward_window.begin
             visit = BlockTicks(
                 tuple(t.shape for t in parameters),
                 tuple(t.trained for t in parameters),
-                (forward[0] - there.begin, forward[1] - there.begin),
-                (max(backward[0], back.begin) + offset, backward[1] + offset),
+                (forward[0] - forward_window.begin, forward[1] - forward_window.begin),
+                (max(backward[0], backward_window.begin) + offset, backward[1] + offset),
             )
         return replace(section_pass, ticks=visit)
 
@@ -354,8 +358,8 @@ class SectionSplitter:
                 return [place]
         if not self.order:
             return [0]
-        begins, ends, turn = self._first_forward
-        ticks = [tick for tick in self._notes.used.get(name, ()) if tick <= turn]
+        begins, ends, backward_start = self._first_forward
+        ticks = [tick for tick in self._notes.used.get(name, ()) if tick <= backward_start]
         places = {
             0 if tick <= begins else sections - 1 for tick in ticks if not begins < tick < ends
         }
@@ -364,11 +368,11 @@ class SectionSplitter:
     @cached_property
     def _first_forward(self) -> tuple[int, int, int]:
         """The ticks of the run's first forward pass: blocks begin, blocks end, the pass ends."""
-        turn = next(t for t, phase in self._run.timeline.phases if phase == "backward")
-        every = [self._run.ticks.ticks(name, 0, turn) for name in self._notes.names]
+        backward_start = next(t for t, phase in self._run.timeline.phases if phase == "backward")
+        every = [self._run.ticks.ticks(name, 0, backward_start) for name in self._notes.names]
         begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))
         ends = max(tick for ticks in every for tick in ticks.get("forward ends", ()))
-        return begins, ends, turn
+        return begins, ends, backward_start
 
 
 def record_split_backward(
@@ -422,10 +426,12 @@ def _split_passes(
     ends = {name: tick for tick, name in unit.done if start < tick <= stop}
     windows: list[Windows] = []
     done = begin
-    for name, (there, back) in zip([*splitter.order, ""], splitter.windows(which)[1:], strict=True):
+    for name, (forward_window, backward_window) in zip(
+        [*splitter.order, ""], splitter.windows(which)[1:], strict=True
+    ):
         until = max(done, ends.get(name, done)) if name else stop
-        inputs = SectionWindow(min(back.begin, begin), min(back.end, begin))
-        windows.append((there, inputs, SectionWindow(done, until)))
+        inputs = SectionWindow(min(backward_window.begin, begin), min(backward_window.end, begin))
+        windows.append((forward_window, inputs, SectionWindow(done, until)))
         done = until
     spans = run.window(which).spans
     return [section_spans(spans, windows, place, stop) for place in range(len(windows))]

@@ -262,9 +262,9 @@ def section_spans(
     """
     leaving = None
     if returned is not None:
-        turn = windows[-1][0].end
-        made = min((s.birth for s in spans if s.birth > returned), default=turn)
-        leaving = returned, min(made, turn)
+        backward_start = windows[-1][0].end
+        made = min((s.birth for s in spans if s.birth > returned), default=backward_start)
+        leaving = returned, min(made, backward_start)
     kind = _Owner if len(windows[place]) == len(_WHOLE) else _SplitOwner
     owner = kind(windows, place, stop, leaving)
     storages: list[Storage] = []
@@ -483,19 +483,21 @@ def concatenate_sections(
     if is_sent:
         passes[-1] = passes[-1].at_stage_end(1, scatter_ranks[1])
     lengths = zip(*(section_pass.lengths for section_pass in passes), strict=True)
-    turn, *later = map(sum, lengths)
-    forward_offset, backward_offset, stop = 0, turn + later[0], turn + sum(later)
+    backward_start, *later = map(sum, lengths)
+    forward_offset, backward_offset = 0, backward_start + later[0]
+    stop = backward_start + sum(later)
     again = backward_offset
     # If the stage begins with a block, the backward pass has one more tick, for the layers outside
     # of blocks.
     stop += 1 if begins and len(later) == 1 else 0
-    far = stop - passes[0].lengths[1], turn if is_sent else turn - passes[-1].lengths[0]
-    returned = turn if is_sent else turn - passes[-1].loss_ticks
+    last_forward = backward_start if is_sent else backward_start - passes[-1].lengths[0]
+    far = stop - passes[0].lengths[1], last_forward
+    returned = backward_start if is_sent else backward_start - passes[-1].loss_ticks
     spans: list[Span] = []
     visits: list[BlockTicks] = []
     for place, section_pass in enumerate(passes):
         backward_offset -= section_pass.lengths[1]
-        bases = (forward_offset, backward_offset, again, turn, stop, stop, *far, returned)
+        bases = (forward_offset, backward_offset, again, backward_start, stop, stop, *far, returned)
         around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
         is_inside = len(around) > 2 * DETAILED_ENDS and all(
             other is section_pass for other in around
@@ -505,21 +507,21 @@ def concatenate_sections(
         ):
             born, died = bases[window] + birth, bases[until] + death
             if until >= Anchor.FIRST:
-                died = min(died, (stop if until == Anchor.FIRST else turn) + 1)
+                died = min(died, (stop if until == Anchor.FIRST else backward_start) + 1)
             if died > born:  # otherwise its window is empty
                 spans.append(Span(nbytes, kind, born, died))
         if section_pass.ticks is not None:
             behind = backward_offset - section_pass.lengths[0]
-            visits.append(_moved(section_pass.ticks, forward_offset, behind, turn))
+            visits.append(_moved(section_pass.ticks, forward_offset, behind, backward_start))
         forward_offset += section_pass.lengths[0]
         again += sum(section_pass.lengths[2:])
-    starts = (turn + 1, turn + later[0] + 1)[: len(later)]
+    starts = (backward_start + 1, backward_start + later[0] + 1)[: len(later)]
     phases: list[tuple[int, Phase]] = [(0, "forward"), *((tick, "backward") for tick in starts)]
     return Timeline(tuple(spans), tuple(phases)), visits, stop
 
 
-def _moved(visit: BlockTicks, ahead: int, behind: int, turn: int) -> BlockTicks:
+def _moved(visit: BlockTicks, ahead: int, behind: int, backward_start: int) -> BlockTicks:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
     # The last block of a stage does not begin before the backward pass.
-    begins = max(visit.backward[0] + behind, turn + 1)
+    begins = max(visit.backward[0] + behind, backward_start + 1)
     return replace(visit, forward=forward, backward=(begins, visit.backward[1] + behind))

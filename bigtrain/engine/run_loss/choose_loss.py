@@ -115,14 +115,14 @@ def choose_loss(
 
 
 def find_head(model: nn.Module, example: MicroBatch) -> str:
-    """The name of the linear layer whose output the model returns as its logits, as it is.
+    """Return the name of the linear layer whose output is, unchanged, the model's logits.
 
     Args:
         model: a model on any device, the meta device too; a copy is run once on fake tensors.
         example: one micro-batch; only its shapes matter.
 
     Raises:
-        ConfigError: there is none, or the model cannot run so.
+        ConfigError: there is no such layer, or the model does not run on fake tensors.
     """
     outputs_of: list[tuple[str, Tensor]] = []
     cpu = torch.device("cpu")

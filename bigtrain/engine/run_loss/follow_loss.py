@@ -158,7 +158,7 @@ class _Finder:
                 raise NoFormulaError(f"it cannot be followed ({reason})") from None
 
     def _outputs(self, batches: tuple[MicroBatch, MicroBatch]) -> tuple[Any, Any] | None:
-        """The model's outputs without values; None if it does not run so."""
+        """Return the model's outputs as fake tensors; None if it does not run on them."""
 
         def run(device: torch.device) -> tuple[Any, Any]:
             model = fake_model(self._model, device, double=False)

@@ -61,7 +61,7 @@ def interpolate_sections(
 
 
 def _section(small: Section, large: Section, passes: PassPair, share: float) -> Section:
-    there, back = (
+    forward, backward = (
         _exchanges(a, b, share) for a, b in zip(small.exchanges, large.exchanges, strict=True)
     )
     tensors = small.tensors
@@ -77,7 +77,7 @@ def _section(small: Section, large: Section, passes: PassPair, share: float) -> 
         incoming=_line(small.incoming, large.incoming, share),
         incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, share),
         sequence_shards=_line(small.sequence_shards, large.sequence_shards, share),
-        exchanges=(there, back),
+        exchanges=(forward, backward),
     )
 
 

@@ -88,17 +88,17 @@ def rank_share(size: int, rank: int) -> range:
 
     Args:
         size: the size of one share.
-        rank: in the dp axis.
+        rank: the rank in the dp axis.
     """
     return range(rank * size, (rank + 1) * size)
 
 
 def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list[tuple[int, int]]:
-    """Return (elements, parameter group) of what a rank updates under stages 1 and 2.
+    """Return (elements, parameter group) of each flat share that a rank updates in stages 1 and 2.
 
     Args:
         updated: shape and parameter group of each parameter, as `Profile.updated`.
-        ranks: in the dp axis.
+        ranks: the number of ranks in the dp axis.
     """
     totals: dict[int, int] = {}
     for shape, group in updated:
@@ -109,11 +109,11 @@ def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list
 def sub_group_shares(
     updated: Iterable[tuple[_Shape, int]], ranks: int, sub_group: int
 ) -> list[tuple[int, int]]:
-    """Return (elements, parameter group) of what a rank updates at once under stage 3.
+    """Return (elements, parameter group) of each sub-group that a rank updates in stage 3.
 
     Args:
         updated: shape and parameter group of each parameter, as `Profile.updated`.
-        ranks: in the dp axis.
+        ranks: the number of ranks in the dp axis.
         sub_group: see `BufferSizes.sub_group`.
     """
     filled: dict[int, int] = {}
@@ -163,7 +163,7 @@ def pad_in_place(
 
     Args:
         tensors: one or more.
-        unit: in elements.
+        unit: the unit in elements.
         default: DeepSpeed's function, which allocates the padding; called in all other cases.
     """
     view = adjacent_view(tensors)
