@@ -177,7 +177,7 @@ def limit_memory(device: torch.device, share: float) -> None:
 
     Args:
         device: the accelerator.
-        share: of its memory, from 0 to 1.
+        share: the share of the device's memory, from 0 to 1.
 
     Raises:
         ConfigError: torch cannot limit this kind of device.

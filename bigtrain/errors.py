@@ -74,7 +74,7 @@ class NonFiniteError(BigtrainError):
     """A loss or gradient norm is not finite; raised before the optimizer's step if possible.
 
     Args:
-        message: which of them.
+        message: says which of them.
         stepped: whether the parameters have been updated already.
     """
 
@@ -101,7 +101,7 @@ class OutOfMemoryError(BigtrainError):
     """A rank ran out of memory; the message names its largest parts, and words that would fit.
 
     Args:
-        message: for the user.
+        message: the message for the user.
         micro_batch_size: half of the size that ran, if a smaller one may help; None otherwise.
         printed: the beginning of the message, if it was printed already.
     """

@@ -69,7 +69,7 @@ class Checkpointing(RecomputeStrategy):
     mode: Literal["full", "selective"] = "full"
     """A chosen block saves its inputs (full), or also products and attention (selective)."""
     every: int | None = Field(None, ge=1)
-    """Choose every k-th block, starting at the k-th; left out, all blocks."""
+    """Choose every k-th block, starting at the k-th; by default all blocks."""
     layers: tuple[str, ...] = ()
     """Names of the chosen modules; `*` matches any part of a name (blocks.*.mlp)."""
     budget: Budget | None = None
@@ -120,7 +120,7 @@ class Checkpointing(RecomputeStrategy):
         self._check_split(plan)
 
     def _check_moves(self, plan: Plan) -> None:
-        """Refuse offload without a place, and `selective` with offload of activations."""
+        """Refuse offload without a destination, and `selective` with offload of activations."""
         moved = [name for name, choice in (self.blocks or {}).items() if "offload" in choice]
         if moved and not plan.moves_activations:
             raise ConfigError(

@@ -46,7 +46,7 @@ class DataParallel(Strategy):
     summary: ClassVar[str] = "one process; the model is copied to its GPUs in each pass"
 
     devices: int | None = Field(None, ge=2)
-    """GPUs of the process; left out, all of them."""
+    """GPUs of the process; by default all of them."""
 
     @property
     def need(self) -> Need:
@@ -153,7 +153,7 @@ def rows_of_devices(rows: int, devices: int) -> list[int]:
     """Return the rows of each device under DataParallel; the last one may have fewer.
 
     Args:
-        rows: of the micro-batch.
+        rows: the rows of the micro-batch.
         devices: their number; those without rows are not in the result.
     """
     share = -(-rows // devices)

@@ -224,9 +224,9 @@ def start_engine(
     Weights are not broadcast: DeepSpeed's broadcast fails for a 0-dim parameter.
 
     Args:
-        model: with its values.
-        optimizer: over its trained parameters.
-        config: of DeepSpeed.
+        model: a model with its values.
+        optimizer: the optimizer over its trained parameters.
+        config: the config that DeepSpeed gets.
         flatten: makes one flat tensor of several; called with them and, as `default`, DeepSpeed's
             function.
         align: adds padding up to a unit; called with tensors, unit and `default`.
@@ -276,7 +276,7 @@ class Partitioner:
     """Cuts parameters into the pieces of stage 3, on ranks that all have the values.
 
     Args:
-        config: of DeepSpeed.
+        config: the config that DeepSpeed gets.
         closing: gets the callback that restores torch's linear layer.
     """
 

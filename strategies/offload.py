@@ -63,7 +63,7 @@ class Offload(Strategy):
     activations: StorageTier = "device"
     """Where tensors that blocks save for backward are stored until then; see strategy.recompute."""
     path: str | None = None
-    """An existing folder on a disk with room; left out, the system's folder of temporary files."""
+    """An existing folder on a disk with room; by default the system's folder of temporary files."""
 
     @property
     def need(self) -> Need:

@@ -152,7 +152,7 @@ class RingReduce:
     Args:
         context: the dp group.
         length: elements of the longest tensor.
-        dtype: of the tensors; sums are in fp32 where it is narrower.
+        dtype: the dtype of the tensors; sums are in fp32 where it is narrower.
     """
 
     def __init__(self, context: RunContext, length: int, dtype: torch.dtype) -> None:
@@ -215,7 +215,7 @@ class _Bucket:
     missing: int = 0
     """How many of them have no gradient yet in this step's last micro-batch."""
     event: Any = None
-    """On an accelerator: recorded when its gradients are made."""
+    """The event that an accelerator records when the bucket's gradients are made."""
 
 
 class GradientRing:
@@ -225,7 +225,7 @@ class GradientRing:
     receives, with an accelerator it uses a side stream.
 
     Args:
-        assembly: with the parameters that will be trained.
+        assembly: an assembly with the parameters that will be trained.
         bucket_size: bytes of gradients that are averaged at once.
     """
 

@@ -57,16 +57,18 @@ def fastest_within(
     tail_bytes: int = 0,
     num_waiting: int = 0,
 ) -> BudgetSolution | None:
-    """Return the fastest solution whose peak is within a limit; of several, that of lowest peak.
+    """Return the fastest solution whose peak is within a limit; ties go to the lowest peak.
 
-    It is exact, but for rounding beyond `MAX_FRONT` partial solutions.
+    The solution is optimal unless there are more than `MAX_FRONT` partial solutions: then their
+    peaks and saved bytes are rounded up.
 
     Args:
         policy_costs: by block, in the order of the forward pass, the costs of its policies.
         limit: bytes in addition to those at the start of the first block.
         tail_bytes: bytes at the highest moment after the last block, in addition to those at its
             end.
-        num_waiting: other micro-batches that have run all blocks forward, and wait.
+        num_waiting: the number of other micro-batches that have run all blocks forward and wait
+            for their backward pass.
 
     Returns:
         None if even the lowest peak is above the limit.

@@ -62,9 +62,9 @@ class ActivationOffloader:
         place: `cpu` for pinned memory of the host. On a CPU nothing moves there, except in a run on
             fake tensors, which stands for a run on another device.
         device: whose tensors are moved.
-        folder: where the file is made; left out, the system's folder for temporary files.
-        fake: for a run on fake tensors: nothing is copied, everything else is the same.
-        carrier: does the copies; left out, the one for this place and device.
+        folder: where the file is made; by default the system's folder for temporary files.
+        fake: whether tensors are fake: then nothing is copied, and everything else is the same.
+        carrier: does the copies; by default the one for this place and device.
 
     Raises:
         ConfigError: no file can be made in the folder.

@@ -58,7 +58,7 @@ class SavedStorage:
 
     @property
     def here(self) -> Tensor:
-        """Its bytes on the device.
+        """The saved bytes on the device.
 
         Raises:
             BigtrainError: they are not there.

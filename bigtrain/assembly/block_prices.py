@@ -69,7 +69,7 @@ def make_budget_problem(
 
     Args:
         seen: the forecasts by policy, `keep` among them.
-        costs: of the blocks.
+        costs: the costs of the blocks.
         waiting: the number of other micro-batches whose activations the rank holds.
         place: where offloaded activations go.
     """

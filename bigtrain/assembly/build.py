@@ -63,7 +63,7 @@ def build_runner(
 
     Args:
         resolved: the plan with its choices.
-        blueprint: of the model.
+        blueprint: the blueprint of the model.
         workload: its optimizer is made once, from the parameters that this rank updates.
         context: the ranks.
         meter: is notified of phases, and of the kind of each tensor.

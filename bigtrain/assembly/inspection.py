@@ -65,7 +65,7 @@ def refuse_found(plan: Plan, found: Sequence[Found]) -> None:
     Needs no process group, and is the same on all ranks.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         found: the properties of its model.
 
     Raises:

@@ -172,7 +172,7 @@ def _batch(job: Job, dp: int, cut: Strategy | None, pp: int) -> Batch:
 
 
 def _wanted_batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) -> Batch:
-    """The batch; if the job sets no micro-batches, about as many as the cut wants."""
+    """Return the batch; by default with about the number of micro-batches that the cut wants."""
     micro_batches = cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1
     global_size = train.global_batch_size
     unspecified = train.micro_batch_size is None and train.accumulation_steps is None

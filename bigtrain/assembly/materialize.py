@@ -26,7 +26,7 @@ class Materializer:
         context: the device, the seed and the ranks.
         precision: fp64 makes float64 of every floating-point tensor.
         low: names of the parameters that become bf16.
-        slices: of the model; only those of this rank stay in memory.
+        slices: the slices of the model; only those of this rank stay in memory.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
     """Refuse an optimizer that a technique of the plan cannot work with.
 
     Args:
-        optim: of the job.
+        optim: the `optim` section of the job.
         plan: complete; the techniques' own checks come later.
 
     Raises:

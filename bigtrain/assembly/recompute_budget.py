@@ -48,10 +48,10 @@ def meet_budget(
     Needs no process group, and is the same on all ranks.
 
     Args:
-        plan: of the run.
-        technique: of the plan, with the budget.
+        plan: the plan of the run.
+        technique: the plan's technique, with the budget.
         limit: bytes of each rank.
-        workload: with an example.
+        workload: a workload with an example.
         layout: if the model is cut.
         slices: if its layers are sliced.
 

@@ -29,9 +29,10 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     Needs no process group, and is the same on all ranks.
 
     Args:
-        plan: of the run.
-        workload: with an example if the plan has a cut, slices or a budget. If an example shows
-            that the loss does not reach a parameter, that parameter is frozen in its model.
+        plan: the plan of the run.
+        workload: a workload with an example if the plan has a cut, slices or a budget. If an
+            example shows that the loss does not reach a parameter, that parameter is frozen in its
+            model.
 
     Raises:
         ConfigError: the model cannot be cut so; a key names a module that it does not have; the

@@ -55,9 +55,9 @@ def forecast_state_peaks(
 
     Args:
         resolved: the plan of the run.
-        workload: with an example.
-        config: of the checkpoints.
-        prediction: of a step on this rank.
+        workload: a workload with an example.
+        config: the job's `checkpoint` section.
+        prediction: the prediction of a step on this rank.
         pp_rank: the rank's place on the pp axis.
         dp_rank: its place on the dp axis.
         tp_rank: its place on the tp axis.
@@ -116,10 +116,10 @@ class _State:
 
     Args:
         resolved: the plan of the run.
-        tensors: of the whole model.
+        tensors: the tensors of the whole model.
         slots: the optimizer's state of each trained parameter, by its first name.
         splits: whether a rank may update any flat slice of a parameter, or only whole ones.
-        slices: of those ranks.
+        slices: the slices of those ranks.
     """
 
     def __init__(

@@ -99,19 +99,19 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     return next(iter(checkpoints_of(as_folder(folder, "newest_checkpoint"))), None)
 
 
-def as_folder(given: Any, where: str) -> Path:
+def as_folder(path: Any, where: str) -> Path:
     """Return a folder that was given as a path or as text.
 
     Raises:
         ConfigError: the value is neither, or no folder can have that name.
     """
-    if not isinstance(given, (str, os.PathLike)) or not str(given):
-        shown = "an empty name" if given == "" else f"a {type(given).__name__}"
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        shown = "an empty name" if path == "" else f"a {type(path).__name__}"
         raise ConfigError(
             f'{where}: got {shown}, and the path of a folder is needed, as "checkpoints".'
         )
-    check_name(os.fspath(given), where)
-    return Path(given)
+    check_name(os.fspath(path), where)
+    return Path(path)
 
 
 def best_checkpoint(folder: Path) -> Path | None:

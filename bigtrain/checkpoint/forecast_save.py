@@ -64,7 +64,7 @@ def forecast_save(
     """Return the most bytes that one rank needs in addition to the state.
 
     Args:
-        files: of all ranks.
+        files: the files of all ranks.
         rank: the rank to forecast.
         made: by name, the tensors of this rank that are assembled to be read.
         asynchronous: whether training continues during the save.

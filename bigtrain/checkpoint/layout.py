@@ -57,7 +57,7 @@ class Held:
 
     @classmethod
     def of(cls, tensor: StateTensor) -> Held:
-        """Describe a tensor."""
+        """Return the description of a rank's tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.extents, tensor.replicas_differ)
 
 
@@ -84,7 +84,7 @@ def plan_entries(
     """Assign each tensor to a rank that holds much of it, so that all write similar amounts.
 
     Args:
-        held_by_rank: by rank, then by name.
+        held_by_rank: by rank, the tensors that it holds, by name.
         owners: the ranks that may write.
 
     Returns:
@@ -217,7 +217,7 @@ def tensor_file(
     """Compute the layout of a file.
 
     Args:
-        name: of the file.
+        name: the name of the file.
         owner: the rank that writes it.
         entries: its tensors.
         prefix: removed from the beginning of the entries' names in the file.

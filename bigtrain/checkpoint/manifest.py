@@ -36,7 +36,7 @@ def hash_piece(data: bytes | memoryview) -> str:
 
 
 def record_of(nbytes: int, hashes: Sequence[str]) -> dict[str, Any]:
-    """Return a file's record in the manifest: its bytes, and the hash of each piece."""
+    """Return a file's record in the manifest: its size in bytes, and the hash of each piece."""
     return {"bytes": nbytes, "xxh3_128": list(hashes)}
 
 
@@ -124,7 +124,7 @@ class Manifest:
         """Describe the damage of a file as a sentence; None if there is none.
 
         Args:
-            name: of the file.
+            name: the name of the file.
             share: (i, n): check only every n-th piece, starting with the i-th.
         """
         path = self.path / name

@@ -57,7 +57,7 @@ class CheckpointWriting:
         step: optimizer steps done.
         state: `model.NAME` and `optimizer.NAME.KEY`, as this rank holds them.
         meta: the rest of the state, as JSON values; rank 0's are written.
-        context: of all ranks.
+        context: the context of all ranks.
         keep, best: see `publish`.
         texts: contents of further files by name; rank 0's are written.
 
@@ -98,7 +98,7 @@ class CheckpointWriting:
         """Write the rest, point `latest` at it, and remove the oldest beyond `keep`. Collective.
 
         Args:
-            context: of all ranks.
+            context: the context of all ranks.
 
         Returns:
             The checkpoint's folder.

@@ -31,7 +31,7 @@ class Saver:
     thread. The memory of the copies is kept and reused, as touching new memory is slow.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         config: whether to save asynchronously, and how many checkpoints to keep.
     """
 

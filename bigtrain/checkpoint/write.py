@@ -53,7 +53,7 @@ def gather_entries(
 
 
 Round = Mapping[int, tuple[TensorFile, int]]
-"""By rank, the piece of one of its files that it assembles."""
+"""By rank, the piece that it assembles: (file, number of the piece)."""
 
 
 def rounds_of(files: Iterable[TensorFile]) -> list[Round]:
@@ -77,7 +77,7 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
     """Return the first round whose bytes are copied; earlier rounds are written at once.
 
     Args:
-        rounds: of all files.
+        rounds: the rounds of all files.
         most_bytes: limit of the copies, in bytes per rank.
     """
     last = len(rounds)
@@ -92,10 +92,10 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
     return last
 
 
-def given_bytes(one: Round, rank: int) -> tuple[int, int]:
+def given_bytes(round_: Round, rank: int) -> tuple[int, int]:
     """Return the bytes that a rank contributes to a round: to other ranks, and to itself."""
     sent = kept_here = 0
-    for owner, (file, piece) in one.items():
+    for owner, (file, piece) in round_.items():
         size = sum(part.extent.size for part in file.parts(piece).get(rank, ()))
         sent, kept_here = (sent, kept_here + size) if owner == rank else (sent + size, kept_here)
     return sent, kept_here
@@ -131,7 +131,7 @@ class HostBuffer:
 
 
 @dataclass
-class _Given:
+class _Contribution:
     """The bytes that a rank contributes to one round."""
 
     messages: dict[int, Tensor]
@@ -141,13 +141,13 @@ class _Given:
 
 
 class FileWriting:
-    """Files that all ranks write together: each file by its owner, in rounds of one piece per rank.
+    """Writes files together with all ranks: in each round every rank assembles a piece of its file.
 
-    A rank holds `BUFFERS` pieces, and the bytes that it sends to each of the other ranks' pieces.
+    A rank holds at most `BUFFERS` pieces, and the bytes that it sends for other ranks' pieces.
 
     Args:
         folder: an existing folder for the files.
-        files: the same on every rank.
+        files: all files, the same on every rank.
         state: the tensors of this rank.
         rank: this rank.
     """
@@ -164,16 +164,16 @@ class FileWriting:
         self._next = 0
         self._lost: set[int] = set()
         self._values = _Values(state)
-        self._taken: dict[int, _Given] = {}
+        self._taken: dict[int, _Contribution] = {}
         self._leaving, self._arriving = HostBuffer(), HostBuffer()
-        own = [file for file in files if file.owner == rank]
-        self._writer = _Writer(folder, own, buffer_bytes(files, rank))
+        owned = [file for file in files if file.owner == rank]
+        self._writer = _Writer(folder, owned, buffer_bytes(files, rank))
 
     def take(self, context: RunContext, most_bytes: int | None, room: HostBuffer) -> int:
         """Copy unwritten bytes to the host, so that the state may change. Collective.
 
         Args:
-            context: of all ranks.
+            context: the context of all ranks.
             most_bytes: limit of the copies, in bytes per rank; rounds beyond it are written now.
                 None copies everything.
             room: memory for the copies, in use until `finish` returns.
@@ -182,11 +182,11 @@ class FileWriting:
             The bytes that this rank copied.
         """
         first = 0 if most_bytes is None else first_taken(self._rounds, most_bytes)
-        copied = sum(sum(given_bytes(one, self._rank)) for one in self._rounds[first:])
+        copied = sum(sum(given_bytes(round_, self._rank)) for round_ in self._rounds[first:])
         room.clear(copied)
         self._exchange(context, first)
         for number in range(first, len(self._rounds)):
-            self._taken[number] = self._give(number, room, keeps=True)
+            self._taken[number] = self._contribute(number, room, keeps=True)
         self._values = _Values({})
         return copied
 
@@ -217,17 +217,17 @@ class FileWriting:
 
     def _exchange_round(self, number: int, context: RunContext) -> None:
         """Run one round; all sends have completed when it returns."""
-        given = self._taken.pop(number, None)
-        if given is None:
+        contribution = self._taken.pop(number, None)
+        if contribution is None:
             self._leaving.clear(given_bytes(self._rounds[number], self._rank)[0])
-            given = self._give(number, self._leaving)
+            contribution = self._contribute(number, self._leaving)
         sends = {}
-        for owner, message in given.messages.items():
+        for owner, message in contribution.messages.items():
             with self._needing(owner, context):
                 sends[owner] = dist.isend(message, owner, context.group())
         if self._rank in self._rounds[number]:
             file, piece = self._rounds[number][self._rank]
-            self._receive(file, piece, given.own, context)
+            self._receive(file, piece, contribution.own, context)
         for owner, send in sends.items():
             with self._needing(owner, context):
                 if send is not None:
@@ -243,21 +243,21 @@ class FileWriting:
         if not done:
             self._lost.add(rank)
 
-    def _give(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Given:
+    def _contribute(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Contribution:
         """Return the bytes of a round from this rank; `keeps` also copies its own share."""
-        given = _Given({}, [])
+        contribution = _Contribution({}, [])
         for owner, (file, piece) in self._rounds[number].items():
             mine = file.parts(piece).get(self._rank, [])
             values = [self._values.part(part) for part in mine]
             if mine and owner != self._rank:
-                given.messages[owner] = room.copy(values)
+                contribution.messages[owner] = room.copy(values)
             elif mine:
-                given.own = [
+                contribution.own = [
                     (part, room.copy([one]) if keeps else one)
                     for part, one in zip(mine, values, strict=True)
                 ]
         self._values.next_round()
-        return given
+        return contribution
 
     def _receive(
         self,

@@ -28,7 +28,7 @@ class ComparedStrategy:
     num_ranks: int
     job: Job | None
     plan: Plan | None
-    """None if it cannot run."""
+    """The plan; None if the strategy cannot run."""
     refusal: str | None = None
     """Why it cannot run, in one line."""
 
@@ -37,7 +37,7 @@ _FIRST = ("single", "ddp")
 
 
 def count_strategies(number: int) -> str:
-    """Return the number of strategies in words."""
+    """Return the number of strategies as text, such as "3 strategies"."""
     return "1 strategy" if number == 1 else f"{number} strategies, one after the other"
 
 
@@ -80,7 +80,7 @@ def find_strategies(
     A strategy of one process runs in one, whatever the number of ranks of the others.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         extra: more words of the job.
 
     Raises:

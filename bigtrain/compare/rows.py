@@ -33,7 +33,7 @@ class ComparisonRow:
     step_seconds: float | None = None
     """Median of the steps in which memory was not tracked."""
     predicted_step_seconds: float | None = None
-    """None if the machine's rates are not known."""
+    """The predicted seconds of a step; None if the machine's rates are not known."""
     sent_bytes: int | None = None
     """Bytes that the rank with the most traffic sends in a step; None if they were not counted."""
     predicted_sent_bytes: int | None = None

@@ -31,10 +31,10 @@ def comparison_table(
     """Return a table of all strategies: peak by part, predicted peak, time; sizes in MiB.
 
     Args:
-        rows: in the order in which they ran; the first with figures is the reference of times.
+        rows: the rows in the order of their runs; times are relative to the first with figures.
         title: names the job that was compared.
         largest: the key of `--largest`, if there is one.
-        width: of the terminal in characters; on a narrow one some columns are left out.
+        width: the terminal's width in characters; on a narrow one some columns are left out.
     """
     left_out = next(columns for least, columns in _LEFT_OUT if width >= least)
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")

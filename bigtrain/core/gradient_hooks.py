@@ -105,9 +105,9 @@ class GradientHooks:
             if tensor is None:
                 continue
             mesh, placements = shards.device_mesh, shards.placements
-            dealt = distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local()
-            if not torch.equal(dealt, before):
-                target.copy_(dealt)
+            expected = distribute_tensor(tensor, mesh, placements, src_data_rank=None).to_local()
+            if not torch.equal(expected, before):
+                target.copy_(expected)
 
     def changed(self, name: str, gradient: Tensor) -> Tensor:
         """The whole gradient after the hooks of its parameter."""

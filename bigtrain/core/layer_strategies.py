@@ -18,7 +18,7 @@ class RecomputeStrategy(Strategy):
         return None
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
-        """The same technique with a policy for each block, and no budget."""
+        """Return the same technique with a policy for each block, and no budget."""
         raise NotImplementedError
 
 
@@ -29,7 +29,7 @@ class SliceStrategy(Strategy):
         """The largest tp size; 1 if nothing can be sliced.
 
         Args:
-            workload: with an example.
+            workload: a workload with an example.
         """
         raise NotImplementedError
 
@@ -37,7 +37,7 @@ class SliceStrategy(Strategy):
         """Choose the slices of parameters. Needs no process group, and is the same on all ranks.
 
         Args:
-            workload: with an example.
+            workload: a workload with an example.
             plan: mesh, batch, precision.
 
         Raises:

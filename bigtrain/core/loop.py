@@ -39,7 +39,7 @@ class StepRunner:
     """The end of a step: clip the gradients of this rank's parameters, and update them.
 
     Args:
-        assembly: of the run, finished.
+        assembly: the finished assembly of the run.
         named: the trained parameters of this rank, by name.
     """
 
@@ -314,7 +314,7 @@ class LoopRunner(StepRunner):
     """Forward and backward for each micro-batch, then one clipped optimizer step.
 
     Args:
-        assembly: of the run, finished.
+        assembly: the finished assembly of the run.
     """
 
     def __init__(self, assembly: Assembly) -> None:

@@ -172,7 +172,7 @@ class Participation:
         )
 
     def end(self) -> None:
-        """After all passes of a step: check that no parameter that was left out got a gradient."""
+        """Check, after all passes of a step, that no parameter that was left out got a gradient."""
         surprise = None if self._use is None else self._use.surprise
         for name, parameter in self._left_out:
             has_come = parameter.grad is not None or parameter is surprise
@@ -195,7 +195,7 @@ class Participation:
         """Compare the rows of ranks. Collective over these ranks if they differ.
 
         Args:
-            rows: of the ranks that share the batch with this one, in their order.
+            rows: the row counts of the ranks that share the batch with this one, in their order.
             of_all: whether they are of all ranks instead.
 
         Raises:

@@ -45,7 +45,7 @@ def average_gradients(
 
     Args:
         assembly: its module is wrapped; in a pipeline, its stages average after all passes.
-        bucket_size: bytes of gradients that are averaged at once; left out, 25 MiB.
+        bucket_size: bytes of gradients that are averaged at once; by default 25 MiB.
         broadcast_buffers: whether buffers are copied from the first replica.
         gradient_as_bucket_view: whether gradients are views of the buckets.
         exchange: averages a bucket, instead of an all-reduce in its precision; a pipeline does
@@ -213,7 +213,7 @@ class GradientAverager:
     pass. Small gradients are copied into one message, large ones are sent alone.
 
     Args:
-        context: with the dp group.
+        context: a context with the dp group.
         bucket_size: the most bytes that are copied into one message.
         buffers: copied from the first replica after each step (BatchNorm statistics);
             DistributedDataParallel does so before each forward pass.

@@ -18,7 +18,7 @@ class StepLoss:
 
     Args:
         own_sum: 0-dim, the sum on this rank; None if it computes no loss.
-        mean: turns this rank's sum into the mean over all ranks. Collective; may raise.
+        mean: returns the mean over all ranks, from this rank's sum. Collective; may raise.
     """
 
     def __init__(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> None:
@@ -67,7 +67,8 @@ class Runner(Protocol):
         """Clip, step the optimizer and clear the gradients; return the global gradient norm.
 
         Args:
-            loss: of the step; if it was not read yet, it is read here, together with the norm.
+            loss: the loss of the step; if it was not read yet, it is read here, together with the
+                norm.
 
         Raises:
             NonFiniteError: the plan checks the norm, and it is not finite.

@@ -65,7 +65,7 @@ def as_json(state: Any) -> Any:
 
 
 def replica_state(state: Mapping[str, StateTensor], replica: int) -> dict[str, StateTensor]:
-    """Name the state of one replica, where each replica has values of its own.
+    """Return a replica's state under names that include the replica, as its values are separate.
 
     The first replica's tensors keep their names: every strategy that reads the checkpoint finds a
     model and an optimizer's state there. A tensor NAME of another replica is `replicas.N.NAME`;
@@ -191,7 +191,7 @@ def load_optimizer(
     """Load a checkpoint's optimizer state.
 
     Args:
-        update: of the optimizer.
+        update: the optimizer's `Update`.
         trained: names of the trained parameters of the whole model.
         held: those of them on this rank.
         saved: tensors named `optimizer.NAME.KEY`.

@@ -1,4 +1,4 @@
-"""The interface of a technique: which plans it refuses, what it costs, and how it is applied.
+"""The interface of a technique: the plans that it refuses, its costs, and its application.
 
 A `Strategy` is stateless: `check` runs before anything else, `estimate` changes a forecast, `apply`
 changes an `Assembly`. From the finished assembly a `Runner` is made, which takes one optimizer step
@@ -363,7 +363,7 @@ class Strategy(BaseModel):
     name: ClassVar[str]
     role: ClassVar[Role]
     summary: ClassVar[str]
-    """One line for lists: what is sharded, recomputed or moved, at what cost."""
+    """One line for lists: the tensors that are sharded, recomputed or moved, and the cost."""
 
     @property
     def need(self) -> Need:
@@ -380,7 +380,7 @@ class Strategy(BaseModel):
 
         Args:
             model: whole, on any device.
-            plan: of the run.
+            plan: the plan of the run.
 
         Raises:
             ConfigError: the model has no module of a name in the options.
@@ -435,8 +435,8 @@ class Strategy(BaseModel):
         """The communication of this technique between ranks, and its copies to host and disk.
 
         Args:
-            profile: of the model, or of one rank's stage; not an `untraceable` one.
-            plan: of the run.
+            profile: the profile of the model, or of one rank's stage; not an `untraceable` one.
+            plan: the plan of the run.
         """
         return ()
 
@@ -500,7 +500,8 @@ class CutStrategy(Strategy):
         """Choose the stages. Needs no process group, and is the same on all ranks.
 
         Args:
-            workload: with an example; its optimizer determines the state of each parameter.
+            workload: a workload with an example; its optimizer determines the state of each
+                parameter.
             plan: mesh, batch, precision.
 
         Raises:

@@ -100,7 +100,8 @@ class Traits:
     Otherwise the parameters are fp32, and autocast converts them at each use."""
     optimizer_gets: OptimizerInput = "parameters"
     optimizer_sees: OptimizerSees = "all"
-    """On one rank, among the tensors that it updates in a step; see `OptimizerSees`."""
+    """The tensors that the optimizer's step may read, of those that a rank updates in it; see
+    `OptimizerSees`."""
     cannot_hold: frozenset[Oddity] = frozenset()
     """Properties of a model that it does not support; refused before anything is built."""
     final_gradients: bool = False
@@ -133,7 +134,7 @@ class Traits:
     sends_messages: bool = False
     """Whether ranks send point-to-point messages with device tensors, besides collectives."""
     copies_modules: bool = False
-    """Whether passes run on copies of the modules, each in its own thread."""
+    """Whether passes run on copies of the modules, one thread for each copy."""
     finds_unused: bool = False
     """Whether it finds the parameters without a gradient in every step; none is frozen before."""
     offload_tiers: OffloadTiers = OffloadTiers()
@@ -151,7 +152,7 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True)
 class CutTraits(Traits):
-    """The same for a technique that places a model on ranks or devices in stages."""
+    """The traits of a technique that places a model on ranks or devices in stages."""
 
     schedule: str = "naive"
     """The order of a rank's micro-batches, one of `orders.SCHEDULES`."""

@@ -38,7 +38,7 @@ class Variant:
     options: Mapping[str, Any] = field(hash=False)
     """The section of its role, with `name` if the role has several techniques."""
     engine: str = "torch"
-    """As `Traits.engine`, known before its module is imported."""
+    """The value of `Traits.engine`, known before the technique's module is imported."""
     splits: bool = False
     """Whether it pays only with split backward passes: not with `Traits.whole_backward`."""
 

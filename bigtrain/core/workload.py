@@ -1,4 +1,4 @@
-"""A workload: what is trained, independent of the plan."""
+"""A workload: the model, its loss, its optimizer and an example, independent of the plan."""
 
 from __future__ import annotations
 

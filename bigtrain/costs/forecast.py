@@ -75,7 +75,7 @@ class Profile:
 
     parameter_bytes: int
     gradient_bytes: int
-    """Of the trained parameters, in the parameters' precision."""
+    """Bytes of the trained parameters' gradients, in the parameters' precision."""
     buffer_bytes: int
     optimizer_bytes: int
     batch_bytes: int
@@ -102,27 +102,27 @@ class Profile:
     outside_blocks: BlockTicks | None = None
     """The modules outside the blocks, in `first`."""
     boundary: BoundaryBytes = BoundaryBytes()
-    """Of a stage; zero for a whole model."""
+    """Bytes of a stage's boundary tensors; zero for a whole model."""
     crossing: CrossingBytes = CrossingBytes()
-    """Of a stage; zero for a whole model."""
+    """Bytes of the tensors that cross a stage's boundaries; zero for a whole model."""
     windows: tuple[tuple[str, BlockTicks, BlockTicks], ...] = ()
     """Modules that save less than everything, or may, with their ticks in `first` and `later`."""
     recomputed: frozenset[str] = frozenset()
     """The names of those that are recomputed in the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
-    """Of a stage: its trained parameters in order, with the bytes and the dtype of the
-    gradients."""
+    """The trained parameters of a stage in order, each with the bytes and the dtype of its
+    gradient."""
     gradient_births: tuple[int, ...] = ()
     """The tick in `first` at which each trained parameter's gradient is made, in the model's order.
     Empty if not known."""
     viewed_births: tuple[tuple[int, int], ...] = ()
-    """Of these, the gradients of parameters of which autograd saves a view, which keeps the whole
-    parameter alive, each with the tick at which the last view is freed. Recorded if a technique
+    """The births of those gradients whose parameter autograd saves a view of, each with the tick at
+    which the last view is freed: a view keeps the whole parameter alive. Recorded if a technique
     replaces the matrix products, see `Traits`."""
     module_births: tuple[tuple[int, ...], ...] = ()
-    """The same ticks for each module that has parameters itself."""
+    """For each module that has parameters itself, the ticks at which their gradients are made."""
     module_begins: tuple[int | None, ...] = ()
-    """For each of these modules the last tick before with a gradient of its output."""
+    """For each of these modules, the last earlier tick with a gradient of its output."""
     module_passes: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each of these modules the ticks at which its forward passes began and ended."""
     exchanges: tuple[TensorExchange, ...] = ()
@@ -171,7 +171,7 @@ class Forecast:
     micro_batches: int = 1
     """The number of micro-batches of a step, one after the other."""
     boundary: BoundaryBytes = BoundaryBytes()
-    """Of a stage of a cut model."""
+    """Bytes of the boundary tensors, if this is a stage of a cut model."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
     step_gradients: int | None = None

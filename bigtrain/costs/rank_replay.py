@@ -19,7 +19,7 @@ class RankActions:
 
     actions: Sequence[Action]
     in_transit: Sequence[InTransit] = ()
-    """By action the boundary tensors that are being sent or received; see `transfers.transfers`."""
+    """For each action, the boundary tensors in transit; see `transfers.transfers`."""
     before_backward: Sequence[InTransit] = ()
     """For each action the bytes in transit just before it; see `transfers.backward_starts`."""
 
@@ -30,8 +30,8 @@ def join_stages(
     """Join the stages of a rank in the order of its schedule.
 
     Args:
-        rank_actions: of this rank.
-        forecasts: by stage, for one micro-batch.
+        rank_actions: the actions of this rank.
+        forecasts: by stage, the forecast of one micro-batch.
         bucket: see `Traits.averaging_bucket`.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
@@ -145,8 +145,8 @@ class _SharedBoundaries:
     def __init__(self, forecasts: Mapping[int, Forecast]) -> None:
         self._forecasts = forecasts
         self.progress: dict[tuple[int, int], int] = {}
-        """By stage and micro-batch its progress: 1 from its forward pass on, 2 from the beginning
-        of its backward pass on, 3 after the input gradients and before the weight gradients."""
+        """By (stage, micro-batch): 1 after the begin of its forward pass, 2 after the begin of its
+        backward pass, 3 between the input gradients and the weight gradients."""
         self._finished: set[tuple[int, int]] = set()
         self._parts: dict[tuple[int, int], int] = {}
         self.nbytes = 0
@@ -196,7 +196,10 @@ class _SharedBoundaries:
 def _extra_bytes(
     actions: Sequence[Action], forecasts: Mapping[int, Forecast], in_transit: Sequence[InTransit]
 ) -> list[int]:
-    """By action the bytes to add to the recordings: in none of them, less those in two."""
+    """Return for each action the bytes to add to the recordings.
+
+    These are bytes that no recording has, less bytes that two recordings have.
+    """
     shared, sizes = _SharedBoundaries(forecasts), _boundary_bytes(forecasts)
     awaiting_weights = dict.fromkeys(forecasts, 0)
     extra_bytes = []
@@ -240,9 +243,9 @@ def _sent(
 
     Args:
         in_transit: messages by stage and kind.
-        forecasts: by stage.
-        sizes: of `_boundary_bytes`.
-        awaiting_weights: by stage the micro-batches that wait for their W.
+        forecasts: by stage, its forecast.
+        sizes: the result of `_boundary_bytes`.
+        awaiting_weights: by stage, the micro-batches that wait for their W.
     """
     total = 0
     for message, count in in_transit.items():

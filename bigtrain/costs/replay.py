@@ -76,9 +76,9 @@ class _Recording:
     ticks: tuple[int, ...]
     """The first tick of each action, and the one after the last."""
     actions: tuple[tuple[Span, ...], ...]
-    """By action the storages alive in it, clipped to its ticks."""
+    """For each action, the storages alive in it, clipped to its ticks."""
     waiting: tuple[tuple[tuple[MemoryKind, int], ...], ...]
-    """By action the bytes of each kind that wait from its end to the next action or the step."""
+    """For each action, the bytes of each kind alive from its end to the next action or the step."""
     gathered: int
     """Bytes of kind `parameters` after the forward pass: once for the stage."""
 
@@ -152,10 +152,10 @@ def replay_actions(
     the stage, which frees them.
 
     Args:
-        actions: of the rank, as in `orders.schedule_orders`.
-        pieces: by stage its recordings.
-        in_transit: by action the bytes in transit during it.
-        before: by action the bytes in transit just before it, if those are more.
+        actions: the actions of the rank, as in `orders.schedule_orders`.
+        pieces: by stage, its recordings.
+        in_transit: by action, the bytes in transit during it.
+        before: by action, the bytes in transit just before it, if those are more.
 
     Returns:
         The timeline, from tick 0.
@@ -192,7 +192,7 @@ class _Recordings:
         self._found: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
 
     def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
-        """By slot the storages alive between actions, without empty slots."""
+        """Return by slot the storages alive between actions, without empty slots."""
         found: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
         for case in sorted(self._usual):
             for action_index, parts in enumerate(self._usual[case].waiting):
@@ -251,7 +251,10 @@ def _course(kind: str, forwards: int) -> _Course:
 def _pass_cases(
     actions: Sequence[Action], pieces: Mapping[int, StageRecord]
 ) -> dict[tuple[int, int], _PassCase]:
-    """The case of each (stage, micro-batch): the first to reach its B or W makes the gradients."""
+    """Return the case of each (stage, micro-batch).
+
+    The first micro-batch to reach B or W on a stage allocates the gradients.
+    """
     split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
     firsts: dict[int, int] = {}
     for stage, kind, number in actions:

@@ -49,7 +49,7 @@ def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -
         numbers: trained, on all ranks together.
         widths: bytes of each.
         stage: 0 for replicas.
-        ranks: that share the sharded states.
+        ranks: the number of ranks that share the sharded states.
     """
     share = -(-numbers // ranks)  # one rank has the remainder
     return math.floor(widths.whole(stage) * numbers + widths.sharded(stage) * share)

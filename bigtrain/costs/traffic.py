@@ -70,7 +70,7 @@ class Traffic:
     in_process: bool = False
     """Whether it is between devices of one process, and so in no process group."""
     nothing_sent: bool = False
-    """Of a receive: whether its rank sends nothing at the same time, so that its seconds count."""
+    """Whether this is a receive during which its rank sends nothing, so that its seconds count."""
     in_hooks: bool = False
     """Whether hooks of `fully_shard` issue it, whose seconds count on a CPU."""
 
@@ -166,7 +166,7 @@ def message_count(sizes: Iterable[int], capacity: int, *, may_exceed: bool = Fal
     """The number of messages for tensors of which neighbours are sent together.
 
     Args:
-        sizes: of the tensors, in order.
+        sizes: the bytes of the tensors, in order.
         capacity: bytes of one message; a larger tensor has its own message.
         may_exceed: whether the tensor that reaches `capacity` still joins the message, as in
             torch's buckets.
@@ -196,9 +196,9 @@ def gradient_average_traffic(
     buffers to the others once a step.
 
     Args:
-        profile: of the rank's part of the model.
+        profile: the profile of the rank's part of the model.
         ranks: replicas.
-        stride: from one replica to the next.
+        stride: the distance in ranks from one replica to the next.
         bucket: bytes that are averaged together.
         overlaps: whether it is done in the backward pass.
         buffers: whether buffers are copied.

@@ -110,8 +110,8 @@ def cut_at(trace: ForwardTrace, calls: Sequence[int], traced_model: TracedModel)
     """Make the cut before these calls of a trace.
 
     Args:
-        trace: of the traced model.
-        calls: in the order of execution.
+        trace: the trace of the model.
+        calls: the calls in the order of execution.
         traced_model: the model.
 
     Raises:

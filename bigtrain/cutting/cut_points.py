@@ -35,7 +35,7 @@ class OuterCalls:
     """The modules that the cuts go through: every stage runs their code itself.
 
     Args:
-        trace: of the model.
+        trace: the trace of the model.
         calls: the calls before which the cuts are.
     """
 
@@ -47,7 +47,7 @@ class OuterCalls:
         self._trace = trace
 
     def contains(self, call: int) -> bool:
-        """Whether a cut goes through a call."""
+        """Whether a cut goes through a call; -1, the caller of the model, counts as one."""
         return call < 0 or self._trace.calls[call].name in self.names
 
     def reaches(
@@ -64,7 +64,7 @@ class OuterCalls:
 
 
 def ancestors(trace: ForwardTrace, call: int) -> list[int]:
-    """The calls around a call, from the innermost to that of the model."""
+    """Return the calls that enclose a call, from the innermost to that of the model."""
     enclosing = []
     call = trace.calls[call].parent
     while call >= 0:

@@ -132,7 +132,7 @@ def numerics_for(precision: str, *, bf16_parameters: bool, of_cuda: bool) -> Num
     """Return the settings that decide the types in a run of this precision.
 
     Args:
-        precision: of the job.
+        precision: the precision of the job.
         bf16_parameters: see `Plan.bf16_parameters`.
         of_cuda: see `stands_for_cuda`.
     """

@@ -26,10 +26,10 @@ def compare_cut(
     """Run the whole model, then its stages, on the CPU with invented weights.
 
     Args:
-        cut: of the model.
-        model: on any device, meta included; it is left as it is.
+        cut: the cut of the model.
+        model: a model on any device, meta included; it is not changed.
         micro_batch: its first rows are used.
-        loss: as in the run.
+        loss: the loss of the run.
         rows: the number of rows.
 
     Returns:

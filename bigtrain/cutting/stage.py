@@ -149,7 +149,7 @@ class Stage(nn.Module):
         """Compute this stage's part.
 
         Args:
-            stage_inputs: from the previous stage; for their shapes see `incoming`.
+            stage_inputs: the inputs from the previous stage; for their shapes see `incoming`.
             micro_batch: inputs and targets on the device; every stage has them.
             scale: factor of the summed loss.
             final: whether it is the last micro-batch of a step.

@@ -35,9 +35,10 @@ class BoundaryTensor:
 
     value_id: ValueId
     meta: Tensor
-    """On the meta device: shape and type; it requires a gradient if one is sent back."""
+    """The tensor on the meta device; it requires a gradient if one is sent back."""
     order: tuple[int, ...]
-    """Its dims from the outermost in memory to the innermost: the order in which it is sent."""
+    """The tensor's dims from the outermost in memory to the innermost: elements are sent in this
+    order."""
 
     @classmethod
     def of(cls, value_id: ValueId, tensor: Tensor, *, trained: bool) -> BoundaryTensor:
@@ -108,7 +109,7 @@ class StageProgram:
     boundaries: tuple[tuple[BoundaryTensor, ...], ...]
     """The tensors that cross each cut."""
     results: dict[int, SkippedResult]
-    """By event: of each call of the outer code to a module that no cut goes through."""
+    """By event, the result of each call of the outer code to a module that no cut goes through."""
     needed: frozenset[ValueId]
     """Value ids of tensors that are sent or returned later."""
     expected: tuple[ExpectedEvent, ...]
@@ -141,9 +142,9 @@ def make_stage_program(
     """Make the program of the stages.
 
     Args:
-        trace: of a forward pass.
+        trace: the trace of a forward pass.
         calls: the calls before which the cuts are, in order.
-        trained: for each cut the values that get a gradient from the stages after it.
+        trained: for each cut, the values that get a gradient from the stages after it.
 
     Raises:
         ConfigError: a cut that is legal by itself is not legal together with the others.

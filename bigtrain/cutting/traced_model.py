@@ -48,7 +48,7 @@ class TracedModel:
     """Traces a model on fake tensors, one trace for each shape of micro-batch.
 
     Args:
-        model: on any device, meta included; a copy is traced.
+        model: a model on any device, meta included; a copy is traced.
         loss: decides which boundary tensors get a gradient.
         device: whose kernels are traced.
         numerics: decides the types.
@@ -193,18 +193,23 @@ def _call_at(recorded: ForwardTrace, call_site: CallSite, micro_batch: MicroBatc
 
 
 def _reached(ends: Sequence[Tensor], edges: Mapping[Any, int]) -> set[int]:
-    """The values whose edges the graph of `ends` reaches first, not through another one's."""
+    """Return the values that the graph of `ends` reaches directly.
+
+    Values that are reached only through another value's edge are left out.
+
+    Args:
+        ends: the tensors from which the graph is followed.
+        edges: by gradient edge, the number of the value.
+    """
     value_at = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
     reached_values: set[int] = set()
     pending: list[Any] = []
     for end in ends:
         if end.requires_grad:
             edge = torch.autograd.graph.get_gradient_edge(end)
-            if (
-                edge.node,
-                edge.output_nr,
-            ) in value_at:  # returned as it crossed
-                reached_values.add(value_at[edge.node, edge.output_nr])
+            key = edge.node, edge.output_nr
+            if key in value_at:  # the value itself is returned
+                reached_values.add(value_at[key])
             else:
                 pending.append(edge.node)
     visited = set(pending)

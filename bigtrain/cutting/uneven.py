@@ -23,9 +23,9 @@ def uneven_note(
     """Return a line on the rank with far more work than the others; "" if there is none.
 
     Args:
-        trace: of the model.
+        trace: the trace of the model.
         starts: where the second and later stages begin.
-        seconds: of each stage.
+        seconds: the seconds of each stage.
         devices: the rank of each stage.
         named: whether the user named the cuts.
     """

@@ -41,8 +41,8 @@ def count_rows(inputs: Any, targets: Any, expected: int | None = None) -> int:
     """Return the rows of a batch: the most frequent first size of its tensors; 0 without tensors.
 
     Args:
-        inputs: of one rank.
-        targets: of one rank.
+        inputs: the inputs of one rank.
+        targets: the targets of one rank.
         expected: the rows that the job's keys say; returned if the first size of some tensor.
     """
     sizes = [t.shape[0] for _, t in batch_tensors(inputs, targets) if t.dim()]
@@ -69,9 +69,9 @@ def find_batch_dims(
     one that has the example's rows there and the batch's rows here, if all other dims agree.
 
     Args:
-        inputs: of one rank.
-        targets: of one rank.
-        rows: from `count_rows`.
+        inputs: the inputs of one rank.
+        targets: the targets of one rank.
+        rows: the result of `count_rows`.
         explicit: the job's `data.batch_dims`, by name.
         example: the tensors of a micro-batch with another number of rows, and that number.
 

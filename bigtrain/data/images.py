@@ -36,7 +36,7 @@ class PixelSamples:
     Args:
         images: (number, channels, height, width), uint8.
         labels: (number,), int64.
-        transform: from an image to an input.
+        transform: makes an input from an image.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Any]) -> None:
@@ -123,7 +123,7 @@ def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
     Archives that are already in the folder are used.
 
     Args:
-        name: of the source.
+        name: the name of the source.
         path: `data.path`, created if it does not exist.
         fetch: downloads into the folder that it is called with.
 

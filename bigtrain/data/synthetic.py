@@ -59,7 +59,7 @@ class SyntheticSource:
     vocabulary: PositiveCount = 256
     """Different tokens of `language`."""
     length: PositiveCount | None = None
-    """Tokens per sample of `language`; left out, the model's sequence length, or 128."""
+    """Tokens per sample of `language`; by default the model's sequence length, or 128."""
     samples: PositiveCount = 1024
     validation_samples: NonNegativeCount = 0
     """0 for no validation."""
@@ -87,7 +87,7 @@ class SyntheticSource:
             )
 
     def prepare(self) -> None:
-        """Do nothing."""
+        """Do nothing: samples are generated, and there are no files to prepare."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
         """Return samples that depend on the seed."""

@@ -88,9 +88,9 @@ class TextSource:
 
     path: Path | None = None
     sequence_length: PositiveCount | None = None
-    """Bytes per sample; left out, the model's sequence length, or 128."""
+    """Bytes per sample; by default the model's sequence length, or 128."""
     pattern: str | None = None
-    """Glob for the files of a folder, at any depth; left out, the usual text suffixes."""
+    """Glob for the files of a folder, at any depth; by default the usual text suffixes."""
     validation_fraction: SampleFraction = 0.05
     """Fraction of the bytes, at the end, that is held out for validation."""
     validation_samples: PositiveCount = 512

@@ -134,7 +134,7 @@ def run_check(check: Check, before: Mapping[str, CheckedRun], folder: Path) -> C
     Args:
         check: the check.
         before: the earlier results, by name.
-        folder: for the run's files.
+        folder: the folder for the run's files.
     """
     reason = _skip_reason(check)
     if reason is not None:

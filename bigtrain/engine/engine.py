@@ -93,14 +93,14 @@ class Engine(SavedState):
         optimizer: called with the parameters that this rank updates; returns the optimizer.
         job: strategy, batch, precision, clipping, tracking.
         context: rank, mesh and device of this process; see `bigtrain.connect`.
-        task: defines the figures of a validation; left out, only the loss is measured.
+        task: defines the figures of a validation; by default only the loss is measured.
         example: one micro-batch, from which the memory is predicted before anything is built;
-            left out, it is predicted at the first step.
+            by default it is predicted at the first step.
         learning_rate: a number; a function from the step, counted from 0, to the rate; or a
             function that makes a scheduler from an optimizer, which is stepped after each step.
             Left out, the rate of `optimizer`.
         metrics: functions that `evaluate` measures besides the task's figures.
-        resolved: the plan with every choice made; left out, it is made from the job.
+        resolved: the plan with every choice made; by default it is made from the job.
 
     Raises:
         ConfigError: the strategy cannot train this model, loss or optimizer.
@@ -226,7 +226,7 @@ class Engine(SavedState):
         """Train on one global batch.
 
         Args:
-            batch: from a `StepLoader`; or this rank's (inputs, targets), rows first, which
+            batch: a step from a `StepLoader`; or this rank's (inputs, targets), rows first, which
                 are cut into the job's `train.accumulation_steps` micro-batches.
 
         Raises:

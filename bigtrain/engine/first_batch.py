@@ -32,7 +32,7 @@ def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) ->
     """The example with the rows of one micro-batch of the job: its rows are repeated or left out.
 
     Raises:
-        ConfigError: no dim of a tensor has as many entries as there are rows, or several have.
+        ConfigError: no dim of a tensor has one entry for each row, or several dims have.
     """
     inputs, targets = example
     needed = plan.batch.micro_size
@@ -74,10 +74,10 @@ class FirstBatch:
         Collective.
 
         Args:
-            loss: as the user gave it.
+            loss: the loss as the user gave it.
             batch: the first of the run.
-            model: as the user wrote it, without values where it could be copied.
-            module: of the runner, whose modules that compute parts of the loss are watched.
+            model: the model as the user wrote it, without values where it could be copied.
+            module: the runner's module; its submodules that compute parts of the loss are watched.
 
         Raises:
             ConfigError: see `follow_loss.follow_loss`; on all ranks.

@@ -47,8 +47,8 @@ class FirstSteps:
     Args:
         steps: the number of steps to compare.
         blueprint: the model as the user gave it, before any technique changes it.
-        loss: of the run.
-        make_optimizer: as the user gave it.
+        loss: the loss of the run.
+        make_optimizer: the user's function, unchanged.
         plan: precision and clipping.
         context: the ranks.
     """
@@ -95,7 +95,7 @@ class FirstSteps:
         """Take the step in the plain loop. Collective.
 
         Args:
-            micro_batches: of this rank.
+            micro_batches: the micro-batches of this rank.
             settings: for each parameter group, the settings that changed since the optimizer was
                 made, such as the learning rate.
         """

@@ -2,8 +2,8 @@
 
 The message names the rank, the phase, the bytes that were requested, the memory by kind, and the
 changes of the job that are predicted to fit. The search for changes takes a few seconds, in which
-the other ranks wait; then all ranks are told, and end. The rest of the message is printed before
-the search. With `adapt` the ranks start again with half the micro-batch.
+the other ranks wait; then all ranks get the result, and end. The rest of the message is printed
+before the search. With `adapt` the ranks start again with half the micro-batch.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class OutOfMemoryContext:
     capped: bool
     """Whether that limit is the job's `memory.cap`."""
     activity: str | None
-    """The activity, in words, where it is not a phase of a step."""
+    """A description of the activity; set if it is not a phase of a step."""
     adapts: bool
-    """Whether the run goes on with smaller micro-batches."""
+    """Whether the run continues with smaller micro-batches."""
     inputs: ForecastInputs | None
-    """None where the model cannot be forecast."""
+    """The inputs of a forecast; None if the model cannot be forecast."""
 
 
 def explain_out_of_memory(
@@ -77,7 +77,7 @@ def explain_out_of_memory(
 
     Args:
         error: the allocator's.
-        situation: of this rank.
+        situation: this rank's situation.
         speaks: whether this is the first rank that ran out. It prints its memory by kind and
             searches for changes that fit; any other rank waits, and is ended once the first one
             has reported.
@@ -135,7 +135,7 @@ def predict_save_beyond(
     Args:
         save: the predicted peak of a save.
         limit: bytes that a rank may take.
-        config: of the job's checkpoints.
+        config: the job's `checkpoint` section.
     """
     if save is None or limit is None or not config.saves or save.bytes <= limit:
         return []
@@ -234,15 +234,15 @@ def adapt_on_oom(
     The global batch stays the same, so the run computes the same numbers.
 
     Args:
-        job: of the run; with `memory.on_oom=stop` the error is raised unchanged.
-        plan: of the run.
-        model: as the user wrote it.
-        folder: of the run, which continues in it.
+        job: the job of the run; with `memory.on_oom=stop` the error is raised unchanged.
+        plan: the plan of the run.
+        model: the model as the user wrote it.
+        folder: the folder of the run, which continues in it.
         before: the last restart of this run; None before the first.
 
     Raises:
         RestartRequest: handled by `run_guarded`, which starts the ranks again.
-        OutOfMemoryError: the micro-batch cannot be halved, or halving would not help.
+        OutOfMemoryError: the micro-batch cannot be divided by 2, or that would not help.
     """
     try:
         yield

@@ -57,7 +57,7 @@ def connect_job(
     Before that rank 0 prints the warnings of the techniques to standard error.
 
     Args:
-        job: of this rank.
+        job: this rank's job.
         plan: made from the job.
         placement: the rank of this process, as the launcher set it.
         facts: must be equal on all ranks; see `start_facts`.
@@ -86,7 +86,7 @@ def connect_job(
 def connect_beside(
     other: Engine | None, job: Job, plan: Plan, placement: RankInfo, facts: Facts
 ) -> AbstractContextManager[RunContext]:
-    """As `connect_job`, or share the connection of another engine of this process.
+    """Connect as `connect_job` does, or share the connection of another engine of this process.
 
     Raises:
         ConfigError: the ranks are connected already and no engine is given, or its mesh or device
@@ -134,7 +134,7 @@ def prepare(
         optimizer: makes the optimizer from parameters: a class, a functools.partial of one, or a
             function. The optimizer is `engine.optimizer`.
         strategy: a preset's name, or the path of a YAML file.
-        task: defines the figures of a validation; left out, only the loss is measured.
+        task: defines the figures of a validation; by default only the loss is measured.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
             with it the memory is predicted before anything is built. If its number of rows differs
             from the keys, rows are repeated or left out.

@@ -49,7 +49,7 @@ class ForecastInputs:
     job: Job
     resolved: ResolvedPlan
     workload: Workload
-    """With an example."""
+    """The workload, with an example."""
 
     def peak(self, words: Sequence[str]) -> Peak | None:
         """The predicted peak after some changes; None if they cannot be run or forecast."""
@@ -132,8 +132,9 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
     """The words for smaller micro-batches of the same global batch.
 
     Args:
-        job: as the user wrote it: which of the three batch keys there are decides the words.
-        plan: of the job.
+        job: the job as the user wrote it: the message names those of the three batch keys that it
+            has.
+        plan: the plan of the job.
         micro_size: rows of a micro-batch.
     """
     steps = -(-plan.batch.global_size // (micro_size * plan.batch.dp_size))

@@ -39,9 +39,9 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
     `auto` takes the newest undamaged checkpoint of the run's folder.
 
     Args:
-        job: with `checkpoint.resume`.
+        job: the job with `checkpoint.resume`.
         engine: loads the state.
-        folder: of the run.
+        folder: the folder of the run.
 
     Returns:
         Lines to print.
@@ -114,13 +114,13 @@ def _begun_anew(path: Path, engine: Engine) -> list[str]:
 
 
 class Saving:
-    """Saves the state of a run when the job says so. All methods are collective.
+    """Saves the state of a run at the steps that the job asks for. All methods are collective.
 
     Args:
-        job: with the keys of `checkpoint`.
-        engine: of the run, after it was resumed.
-        folder: of the run; the figure of its checkpoint `best` is the one to beat.
-        total_steps: of the run.
+        job: the job with the keys of `checkpoint`.
+        engine: the engine of the run, after it was resumed.
+        folder: the folder of the run; the figure of its checkpoint `best` is the one to beat.
+        total_steps: the number of steps of the run.
     """
 
     def __init__(self, job: Job, engine: Engine, folder: Path, total_steps: int) -> None:
@@ -134,7 +134,7 @@ class Saving:
     def after_step(
         self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
     ) -> list[str]:
-        """Save if this step is to be saved; returns lines to print.
+        """Save the state if the job asks for a save at this step; return lines to print.
 
         Args:
             step: number of steps done.
@@ -178,8 +178,8 @@ def save_or_explain(
     """Save a checkpoint; returns lines to print if that failed. Collective.
 
     Args:
-        engine: of the run.
-        folder: of the run.
+        engine: the engine of the run.
+        folder: the folder of the run.
         last: whether this is the last step: an unsaved state is then lost.
         best: see `Engine.save`.
 
@@ -231,9 +231,9 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
     """Save because a signal asked the run to stop; returns lines to print. Collective.
 
     Args:
-        engine: of the run, between two steps.
-        folder: of the run.
-        signal_name: of the signal.
+        engine: the engine of the run, between two steps.
+        folder: the folder of the run.
+        signal_name: the name of the signal.
 
     Raises:
         CheckpointError: it could not be saved.
@@ -279,9 +279,9 @@ def run_note(
     """The facts that `bigtrain train -n` needs to start the run's ranks again.
 
     Args:
-        job: of the run.
-        plan: of the run.
-        folder: of the run.
+        job: the job of the run.
+        plan: the plan of the run.
+        folder: the folder of the run.
         restart: the last restart, with its changes of the job; None before the first.
         planned: whether the planner chose the plan, and will choose again for other ranks.
     """

@@ -50,11 +50,11 @@ class RunPrediction:
 
     @property
     def is_made(self) -> bool:
-        """Whether a prediction was tried: there is a peak, or a reason why there is none."""
+        """Whether a prediction was tried: `peak` is set, or `note` says why there is none."""
         return self.peak is not None or self.note is not None
 
     def plus_state(self, nbytes: int) -> RunPrediction:
-        """The same with so many bytes of state more at every moment, such as averaged weights."""
+        """Return a copy with `nbytes` more of state at every moment, such as averaged weights."""
         if self.peak is None:
             return self
         breakdown = self.peak.breakdown.plus(Breakdown(optimizer=nbytes))
@@ -68,7 +68,7 @@ class RunForecaster:
         job: `memory.predict`, and how checkpoints are saved.
         resolved: the plan that is run.
         workload: its model is copied without values, before any technique changes it.
-        context: which rank is predicted.
+        context: the context of the rank that is predicted.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RunForecaster:
         """Predict this rank.
 
         Args:
-            workload: with an example.
+            workload: a workload with an example.
 
         Raises:
             ConfigError: a technique cannot work with a model of this size.
@@ -142,13 +142,14 @@ class RunForecaster:
         """Predict a run that is built already, from its first micro-batch.
 
         Args:
-            workload: as the run was built, without an example or with one of other rows.
-            module: of the runner; taken where the model has no copy without values.
+            workload: the workload that the run was built with, without an example or with one of
+                other rows.
+            module: the runner's module; used if the model cannot be copied without values.
             example: the first micro-batch.
-            loss: with the divisors that this batch showed.
+            loss: the loss with the divisors that this batch showed.
 
         Raises:
-            ConfigError: the strategy cannot train a model that does what the example shows.
+            ConfigError: the strategy cannot train this model, as the example shows.
         """
         if self.skeleton is None:
             return self.predict(replace(workload, model=module, example=example))

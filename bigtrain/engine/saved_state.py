@@ -61,7 +61,7 @@ class SavedState(LoopCalls):
         With `checkpoint.asynchronous` the checkpoint is complete once `saver.wait` returns.
 
         Args:
-            folder: of this run's checkpoints; the newest `checkpoint.keep` are kept.
+            folder: the folder of this run's checkpoints; the newest `checkpoint.keep` are kept.
             best: figures of a validation, if they are the best so far; this checkpoint is kept.
             extra: plain values that `load` returns, such as `{"epoch": 3}`; those of rank 0.
 
@@ -109,7 +109,8 @@ class SavedState(LoopCalls):
         """Resume from a checkpoint: weights, optimizer, schedule, position, random states.
 
         Args:
-            path: of a checkpoint, or the folder that was passed to `save`, for its newest one.
+            path: the path of a checkpoint, or the folder that was passed to `save`, for its newest
+                one.
             weights_only: load only parameters and buffers, of a checkpoint of any optimizer, to use
                 a trained model or to start another training from it. The optimizer's state starts
                 empty; the position does not change.

@@ -61,7 +61,7 @@ def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: i
     """Continue the random streams of a checkpoint.
 
     Args:
-        meta: of the checkpoint; `random` holds the states of its ranks.
+        meta: the metadata of the checkpoint; `random` holds the states of its ranks.
         context: this rank.
         steps_done: steps of the run so far.
     """

@@ -44,7 +44,7 @@ from bigtrain.ranks.agreement import Facts
 from bigtrain.ranks.context import RunContext
 
 MAX_WORKERS = 4
-"""The most reader processes of a rank on a GPU, unless `data.workers` says how many."""
+"""The most reader processes of a rank on a GPU, unless `data.workers` sets their number."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def open_setup(job: Job, plan: Plan, model: ModelSpec | None = None) -> RunSetup
 
     Args:
         job: checked by `check_job`.
-        plan: of the job.
-        model: what `check_job` returned; left out, the job's model is looked up.
+        plan: the plan of the job.
+        model: what `check_job` returned; by default the job's model is looked up.
 
     Raises:
         ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
@@ -284,7 +284,7 @@ def _given_loss(job: Job, data: Data) -> Loss | None:
 
 
 def neutral_notes(job: Job, model: ModelSpec) -> list[str]:
-    """A line on the optimizer of a user's own model where the job sets none of its keys."""
+    """Return a line on the default optimizer, for a user's model in a job without `optim` keys."""
     if not model.is_custom or job.optim != OptimConfig():
         return []
     name, rate = job.optim.name, job.optim.lr

@@ -31,12 +31,12 @@ def start_facts(
     """The job, model, loss, optimizer, data and plan of this rank, as text by name.
 
     Args:
-        job: as loaded.
-        workload: of this rank, with the whole model; values of weights are not read.
+        job: the job as loaded.
+        workload: this rank's workload, with the whole model; values of weights are not read.
         resolved: the plan, with every choice made.
         one_node: whether all ranks are on one node. On several nodes each may have the data at
             another path.
-        data: of the job; None where the user's loop has its own.
+        data: the job's data; None if the user's loop reads data itself.
     """
     return {
         **_key_facts(job, one_node=one_node),

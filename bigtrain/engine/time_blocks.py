@@ -1,7 +1,7 @@
-"""The blocks of a job's model at work: seconds of each, forward and backward, and of an update.
+"""Measures the seconds of each block of a job's model, forward and backward, and of an update.
 
-`bigtrain.timing.block_seconds` runs it in a new process, which starts as many ranks as will share
-the device. Each rank runs this file again, and computes independently:
+`bigtrain.timing.block_seconds` runs this file in a new process, which starts one rank for each that
+will share the device. Each rank runs this file again, and computes independently:
 
     python bigtrain/engine/time_blocks.py --start N ANSWER REQUEST
     python bigtrain/engine/time_blocks.py ANSWER REQUEST          as a rank
@@ -60,23 +60,23 @@ SCRIPT = Path(__file__)
 REPEATS = (3, 9)
 """The least and the most repetitions of a micro-batch of one size."""
 SECONDS_A_SIZE = 1.0
-"""For which it is repeated."""
+"""Seconds for which a micro-batch of one size is repeated."""
 FREE_SHARE = 0.5
-"""Of the host's free memory that all ranks together may come to."""
+"""The largest share of the host's free memory that all ranks together may use."""
 
 
 class BlockStopwatch:
     """Records when blocks begin and end in one micro-batch.
 
     Args:
-        model: with its blocks.
-        names: of the blocks, in the order of the pass.
-        device: on which they run.
+        model: a model with its blocks.
+        names: the names of the blocks, in the order of the pass.
+        device: the device on which they run.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
         self._device = device
-        self._beside = is_accelerator(device)
+        self._uses_events = is_accelerator(device)
         self.names = list(names)
         self._moments: list[tuple[str, Any]] = []
         for name in self.names:
@@ -89,51 +89,60 @@ class BlockStopwatch:
         self._moments = []
         self.note("start")
 
-    def note(self, what: str) -> None:
-        """Something is done now, or on a GPU once it has come to this."""
+    def note(self, event: str) -> None:
+        """Record the time of an event; on a GPU, when its stream reaches this call."""
         moment: Any
-        if self._beside:
+        if self._uses_events:
             moment = timing_event(self._device)
             moment.record()
         else:
             moment = time.perf_counter()
-        self._moments.append((what, moment))
+        self._moments.append((event, moment))
 
     def sections(self) -> tuple[list[tuple[float, float]], float]:
-        """As `BlockSeconds` has them, of the last micro-batch, and the seconds of the update."""
+        """Return the seconds of the last micro-batch's sections, and those of the update.
+
+        The sections are as in `BlockSeconds`: (forward, backward) pairs.
+        """
         moments = self._seconds()
         edges = self._edges(moments)
-        update = moments["updated"] - moments["back"]
+        update = moments["updated"] - moments["backward_end"]
         if edges is None:
-            turn = moments["turn"]
-            return [(turn - moments["start"], moments["back"] - turn)], update
+            start = moments["backward_start"]
+            return [(start - moments["start"], moments["backward_end"] - start)], update
         forward, backward = ([b - a for a, b in pairwise(each)] for each in edges)
         return list(zip(forward, reversed(backward), strict=True)), update
 
     def _seconds(self) -> dict[str, float]:
-        """The first moment of each thing, but for gradients: a block's last output counts."""
-        if self._beside:
+        """Return the seconds at which each event first occurred.
+
+        If a block has several outputs, the first gradient to be made is that of the last one.
+        """
+        if self._uses_events:
             synchronize(self._device)
-            first = self._moments[0][1]
-            return {w: first.elapsed_time(m) / 1e3 for w, m in reversed(self._moments)}
+            start = self._moments[0][1]
+            return {
+                event: start.elapsed_time(moment) / 1e3 for event, moment in reversed(self._moments)
+            }
         return dict(reversed(self._moments))
 
     def _edges(self, moments: dict[str, float]) -> tuple[list[float], list[float]] | None:
-        """Where sections meet, in the order of time; None where blocks do not follow one another.
+        """Return the seconds at which sections begin and end, forward and backward.
 
-        The gradient of a block's output is where the block goes back, and the one behind is done;
-        that of the first one's inputs is where it is done.
+        A block's backward pass begins when the gradient of its output is made, which also ends the
+        backward pass of the block after it. The first block's backward pass ends when the gradient
+        of its inputs is made. Returns None if blocks do not follow one another.
         """
         if len(self.names) < 2:
             return None
         forward = [moments.get(f"forward {name}", -1.0) for name in self.names]
         backward = [moments.get(f"backward {name}", -1.0) for name in reversed(self.names)]
-        done = moments.get("inputs", moments["back"])
+        done = moments.get("inputs", moments["backward_end"])
         ends = moments.get(f"end {self.names[-1]}", -1.0)
-        there = [moments["start"], *forward, ends, moments["turn"]]
-        back = [moments["turn"], *backward, done, moments["back"]]
-        in_order = there == sorted(there) and back == sorted(back)
-        return (there, back) if in_order else None
+        forward_edges = [moments["start"], *forward, ends, moments["backward_start"]]
+        backward_edges = [moments["backward_start"], *backward, done, moments["backward_end"]]
+        is_ordered = all(edges == sorted(edges) for edges in (forward_edges, backward_edges))
+        return (forward_edges, backward_edges) if is_ordered else None
 
     def _begins(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -150,10 +159,11 @@ class BlockStopwatch:
 
         return hook
 
-    def _watch(self, tensors: Any, what: str) -> None:
+    def _watch(self, tensors: Any, event: str) -> None:
+        """Record the event when the gradient of any of the tensors is made."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self.note(what))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self.note(event))  # type: ignore[no-untyped-call]
 
 
 def main(arguments: list[str]) -> int:
@@ -172,7 +182,7 @@ def main(arguments: list[str]) -> int:
 
 
 def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[BlockSeconds]:
-    """Every size as long as there is time and memory; collective."""
+    """Time one size after the other while there is time and memory. Collective."""
     plan = make_plan(job, 1, context.device.type)
     setup = open_setup(job, plan)
     model = shortened_with_values(setup, context)
@@ -200,7 +210,7 @@ def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[Blo
 
 
 def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
-    """The model with few of its equal blocks; weights of the others are never made."""
+    """Return the model with only a few of its equal blocks; weights of the others are not made."""
     model, blueprint = setup.blueprint.model, setup.blueprint
     short = shorten_model(model)
     if short is None:
@@ -216,12 +226,12 @@ def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
 
 
 def _runner(workload: Workload, plan: Plan, context: RunContext) -> LoopRunner:
-    """The plain loop of one process."""
-    alone = RunContext.alone(context.device, context.seed)
+    """Return the plain loop of one process."""
+    own_context = RunContext.alone(context.device, context.seed)
     root = WHOLE_MODEL.root(workload.model, workload.loss, plan, context.device)
     return LoopRunner(
         Assembly(
-            context=alone,
+            context=own_context,
             plan=plan,
             loss=workload.loss,
             meter=MemoryMeter(context.device, track_steps=0),
@@ -240,15 +250,17 @@ def _time_size(
     rows: int,
     context: RunContext,
 ) -> BlockSeconds:
-    """Micro-batches of one size, all ranks at once; collective."""
+    """Time micro-batches of one size on all ranks at once. Collective."""
     batch = resize_micro_batch(workload.micro_batch, rows)
-    seconds = _repeat(runner, stopwatch, batch, 1)[0]  # the first one finds no memory to use again
+    # The first micro-batch allocates memory that later ones reuse, so it only sets `times`.
+    seconds = _repeat(runner, stopwatch, batch, 1)[0]
     whole = sum(map(sum, seconds[0])) + seconds[1]
     times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * whole))))
     times = round(min(context.all_gather_numbers(times)))
     context.barrier()
     repeated = _repeat(runner, stopwatch, batch, times)
-    sections = [_medians(each) for each in zip(*(one for one, _ in repeated), strict=True)]
+    by_section = zip(*(pairs for pairs, _ in repeated), strict=True)
+    sections = [_medians(pairs) for pairs in by_section]
     update = statistics.median(seconds for _, seconds in repeated)
     flat = [*(number for pair in sections for number in pair), update]
     means = [sum(context.all_gather_numbers(number)) / context.world_size for number in flat]
@@ -262,9 +274,10 @@ def _time_size(
 def _repeat(
     runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any, times: int
 ) -> list[tuple[list[tuple[float, float]], float]]:
-    """Each time two micro-batches and an update, of which the second one counts.
+    """Run steps of two micro-batches and an update, and return the seconds of each step.
 
-    It adds its gradients to those of the first, as all do but the first of a step.
+    Only the second micro-batch counts: it adds its gradients to those of the first, like every
+    micro-batch of a step except the first.
     """
     seconds = []
     for _ in range(times):
@@ -281,7 +294,10 @@ def _repeat(
 def _block_shares(
     runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
 ) -> dict[BlockVariant, tuple[float, float]]:
-    """See `BlockSeconds.shares`: of a middle block; policies that it does not run are left out."""
+    """Return `BlockSeconds.shares`, measured on a middle block.
+
+    Variants that the block cannot run are left out.
+    """
     if len(names) < 2:
         return {}
     block = model.get_submodule(names[len(names) // 2])
@@ -295,52 +311,54 @@ def _block_shares(
     taken: dict[BlockVariant, list[tuple[float, ...]]] = {}
     for _ in range(1 + times):
         for variant in get_args(BlockVariant):
-            # User code of any kind runs here.
-            with suppress(Exception):
+            with suppress(Exception):  # the user's code may raise anything
                 plain = _variant_seconds(block, None, *calls[0])
                 seconds = _variant_seconds(block, variant, *calls[0])
                 base = plain[1:] * 2 if variant == "split" else plain
                 shares = tuple(a / b for a, b in zip(seconds, base, strict=True))
                 taken.setdefault(variant, []).append(shares)
     model.zero_grad()
-    found = {}
-    for variant, each in taken.items():
-        if len(each) <= times:  # it failed now and then
+    medians = {}
+    for variant, measured in taken.items():
+        if len(measured) <= times:  # at least one repetition failed
             continue
-        first, second = (statistics.median(one) for one in zip(*each[1:], strict=True))
-        found[variant] = first, second
-    return found
+        first, second = (statistics.median(shares) for shares in zip(*measured[1:], strict=True))
+        medians[variant] = first, second
+    return medians
 
 
 def _variant_seconds(
     block: nn.Module, variant: BlockVariant | None, args: Any, kwargs: Any
 ) -> tuple[float, float]:
-    """A block's forward and backward pass; of a split one the two parts of the backward pass."""
-    wires: list[Tensor] = []
+    """Return the seconds of a block's forward and backward pass.
 
-    def wired(leaf: Any) -> Any:
+    With `split` they are those of its input backward and its weight backward.
+    """
+    block_inputs: list[Tensor] = []
+
+    def as_input(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        wires.append(leaf.detach().requires_grad_())
-        return wires[-1]
+        block_inputs.append(leaf.detach().requires_grad_())
+        return block_inputs[-1]
 
-    given, named = tree_map(wired, (args, kwargs))
-    times = [_now(wires[0])]
+    args, kwargs = tree_map(as_input, (args, kwargs))
+    times = [_now(block_inputs[0])]
     if variant in ("selective", "full"):
-        result = checkpoint_block(block, block, *given, selective=variant == "selective", **named)
+        result = checkpoint_block(block, block, *args, selective=variant == "selective", **kwargs)
     else:
-        result = block(*given, **named)
+        result = block(*args, **kwargs)
     outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    times.append(_now(wires[0]))
+    times.append(_now(block_inputs[0]))
     gradients = [torch.ones_like(output) for output in outputs]
-    if variant == "split":  # as torch's schedules take it apart
-        times = [_now(wires[0])]
-        _, groups = backward_for_inputs(outputs, gradients, wires, block.parameters())
-        times.append(_now(wires[0]))
+    if variant == "split":  # as torch's zero-bubble schedules split it
+        times = [_now(block_inputs[0])]
+        _, groups = backward_for_inputs(outputs, gradients, block_inputs, block.parameters())
+        times.append(_now(block_inputs[0]))
         backward_for_weights(block.parameters(), groups)
     else:
         torch.autograd.backward(outputs, gradients)
-    times.append(_now(wires[0]))
+    times.append(_now(block_inputs[0]))
     first, second = (after - before for before, after in pairwise(times))
     return first, second
 
@@ -353,9 +371,9 @@ def _now(tensor: Tensor) -> float:
 def _pass(runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any) -> None:
     placed = runner.place_batch(batch)
     loss = runner.forward_loss(placed)
-    stopwatch.note("turn")
+    stopwatch.note("backward_start")
     runner.backward(loss / max(1, placed.count))
-    stopwatch.note("back")
+    stopwatch.note("backward_end")
 
 
 def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

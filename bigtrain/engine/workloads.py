@@ -29,11 +29,12 @@ def resolve_on_ranks(
     """Plan a job on ranks that are connected already. Collective.
 
     Args:
-        blueprint: of the model, which afterwards accepts inputs in the form of the example.
-        loss: as the user gave it; followed on the example.
+        blueprint: the blueprint of the model, which afterwards accepts inputs in the form of the
+            example.
+        loss: the loss as the user gave it; followed on the example.
         optimizer: makes the optimizer from parameters.
         example: one micro-batch; needed by a strategy that cuts or slices the model.
-        job: of this rank.
+        job: this rank's job.
         context: the ranks.
 
     Raises:

@@ -31,7 +31,7 @@ def open_regular(path: str | os.PathLike[str], fix: str = "") -> FileIO:
     """Open a file to read its bytes, without a buffer.
 
     Args:
-        path: of a regular file, or of a link to one.
+        path: the path of a regular file, or of a link to one.
         fix: advice for the message, as a sentence.
 
     Raises:
@@ -57,7 +57,7 @@ def read_bytes(path: str | os.PathLike[str], fix: str = "", most: int = MOST_TEX
     """Return all bytes of a file.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         fix: advice for the message, as a sentence.
         most: limit in bytes; a larger file is refused.
 
@@ -85,7 +85,7 @@ def read_text(
     """Return the whole content of a file as text.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         fix: advice for the message, as a sentence.
         most: limit in bytes; a larger file is refused.
         errors: the treatment of bytes that are not UTF-8; see `bytes.decode`.

@@ -41,7 +41,7 @@ def read_tensor_header(path: Path, itemsizes: Mapping[str, int]) -> dict[str, He
     """Return the tensors that a safetensors file describes, by name.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         itemsizes: bytes per element, by the code of each known element type.
 
     Raises:

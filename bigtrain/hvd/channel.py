@@ -268,7 +268,7 @@ class Channel:
     """Runs the exchanges of some ranks in one order.
 
     Args:
-        context: of this process.
+        context: the context of this process.
         members: the ranks, ascending; this rank is among them.
         is_global: whether they are all ranks.
     """

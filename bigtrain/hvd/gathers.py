@@ -93,7 +93,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = _ALL
 ) -> Handle:
-    """The same of several tensors; the result is a list."""
+    """Start `allgather_async` of several tensors; the result of the handle is a list."""
     return Several([allgather_async(tensor, name, process_set) for tensor in tensors], list)
 
 
@@ -103,8 +103,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     Its gradient is what Horovod's is: the *average* over the ranks of that of this rank's rows.
 
     Args:
-        tensor: with at least one dim. The first dim may differ between ranks, and may be 0.
-        name: for messages.
+        tensor: a tensor with at least one dim. The first dim may differ between ranks, and may be
+            0.
+        name: the name in messages.
         process_set: the ranks that take part.
 
     Raises:
@@ -241,9 +242,9 @@ def broadcast(
     Its gradient is what Horovod's is: on that rank the average over the ranks, elsewhere zeros.
 
     Args:
-        tensor: of the same shape on every rank; not changed.
+        tensor: a tensor of the same shape on every rank; it is not changed.
         root_rank: the sender, numbered among all ranks of the run.
-        name: for messages.
+        name: the name in messages.
         process_set: the ranks that take part.
     """
     output: Tensor = _Broadcasted.apply(tensor, root_rank, name, process_set)
@@ -344,9 +345,9 @@ def alltoall(
     """Send rows to each rank, and return those that the ranks send here. Collective.
 
     Args:
-        tensor: with at least one dim; the first dim may differ between ranks.
+        tensor: a tensor with at least one dim; the first dim may differ between ranks.
         splits: the number of rows for each rank; None gives every rank the same number.
-        name: for messages.
+        name: the name in messages.
         process_set: the ranks that take part.
 
     Returns:
@@ -429,7 +430,7 @@ def broadcast_object(
     Args:
         obj: a picklable object; ignored on the other ranks.
         root_rank: the sender, numbered among all ranks.
-        name: for messages.
+        name: the name in messages.
         process_set: the ranks that take part.
     """
     link = set_of(process_set).channel().link
@@ -455,7 +456,7 @@ def allgather_object(
 
     Args:
         obj: can be pickled.
-        name: for messages.
+        name: the name in messages.
         process_set: among whom.
     """
     channel = set_of(process_set).channel()

@@ -52,8 +52,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     `set_backward_passes_per_step`. Call the first two to clip the averaged gradients before `step`.
 
     Args:
-        optimizer: of the same parameters, in the same order, on every rank.
-        named_parameters: for messages; parameters go in the optimizer's order.
+        optimizer: an optimizer of the same parameters, in the same order, on every rank.
+        named_parameters: names for messages; parameters go in the optimizer's order.
         compression: `hvd.Compression.fp16` halves the bytes, and changes the numbers.
         backward_passes_per_step: backward passes whose gradients are added up before they are
             exchanged. Sums, not means, as in Horovod: divide the loss by it.
@@ -203,9 +203,9 @@ class _Buckets:
     """Assigns gradients to messages, in the same order on all ranks: the last parameters first.
 
     Args:
-        parameters: in the optimizer's order.
-        names: of the parameters.
-        groups: as in `DistributedOptimizer`.
+        parameters: the parameters, in the optimizer's order.
+        names: the names of the parameters.
+        groups: see `DistributedOptimizer`.
     """
 
     def __init__(

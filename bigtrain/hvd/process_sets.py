@@ -21,7 +21,7 @@ class ProcessSet:
     """
 
     process_set_id: int | None = None
-    """None until the set is connected; 0 is the set of all ranks."""
+    """The number of the set; None until it is connected, 0 for the set of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         if not isinstance(ranks, (list, tuple, range, set, frozenset)) or not all(

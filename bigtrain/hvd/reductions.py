@@ -139,10 +139,10 @@ def start_reduction(
         buffer: overwritten; of a type that gloo supports.
         op: the operation.
         process_set: the ranks that take part.
-        name: of the exchange, the same on every rank.
+        name: the name of the exchange, the same on every rank.
         before: factor applied before the reduction.
         after: factor applied after it.
-        shape: for messages; by default the buffer's.
+        shape: the shape in messages; by default the buffer's.
         detail: further text that must be equal on all ranks.
     """
     channel = process_set.channel()
@@ -185,7 +185,7 @@ def _reduce(
         into: tensors for the results; new ones if None.
         op: the operation.
         process_set: the ranks that take part.
-        name: of the exchange.
+        name: the name of the exchange.
         before: factor applied before the reduction.
         after: factor applied after it.
         where: name of the public function, for messages.
@@ -311,9 +311,9 @@ def allreduce(
     Its gradient is reduced in the same way; `Min`, `Max` and `Product` have no gradient.
 
     Args:
-        tensor: of the same shape on every rank; not changed.
+        tensor: a tensor of the same shape on every rank; it is not changed.
         average: the older form of `op`: False for the sum.
-        name: for messages; the same on every rank.
+        name: the name in messages; the same on every rank.
         compression: converts the tensor for the exchange.
         op: `hvd.Average`, `Sum`, `Min`, `Max` or `Product`.
         prescale_factor: factor applied before the reduction.
@@ -430,8 +430,8 @@ def sparse_allreduce_async(
     """Start an average or sum of sparse tensors; only their stored rows are sent. Collective.
 
     Args:
-        tensor: in sparse coordinate layout; ranks may store different rows.
-        name: for messages.
+        tensor: a tensor in sparse COO layout; ranks may store different rows.
+        name: the name in messages.
         op: `hvd.Average` or `hvd.Sum`.
         process_set: the ranks that take part.
 
@@ -531,8 +531,8 @@ def reducescatter(
     times the number of ranks for `Sum`.
 
     Args:
-        tensor: of the same shape on every rank; not changed.
-        name: for messages.
+        tensor: a tensor of the same shape on every rank; it is not changed.
+        name: the name in messages.
         compression: converts the tensor for the exchange.
         op: see `allreduce`.
         process_set: the ranks that take part.

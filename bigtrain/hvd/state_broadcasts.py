@@ -84,7 +84,8 @@ def broadcast_optimizer_state(
     Learning rates, other options, numbers and None are sent as well as tensors.
 
     Args:
-        optimizer: with the same parameters on every rank; receivers may have no state yet.
+        optimizer: an optimizer with the same parameters on every rank; receivers may have no state
+            yet.
         root_rank: the sender.
         model: not used.
 

@@ -208,7 +208,7 @@ def check_agreement(path: str, sections: Mapping[str, Mapping[str, Any]]) -> Non
     """Refuse a job that contradicts its file.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         sections: `optim` and `train` of the job, by their keys.
 
     Raises:
@@ -235,10 +235,10 @@ def schedule_of(
     """The schedule of a file's `scheduler` in a run; None if it names none.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         optim: the job's, by its keys.
         warmup_steps: the job's, for "auto".
-        total_steps: of the run, for "auto".
+        total_steps: the number of steps of the run, for "auto".
 
     Raises:
         ConfigError: the run has more steps than the schedule.
@@ -290,8 +290,8 @@ def refusal(
     """Return the error for a job that contradicts its file.
 
     Args:
-        path: of the file.
-        key: of the file.
+        path: the path of the file.
+        key: a key of the file.
         written: its value.
         ours: the key of the job.
         ours_value: its value.

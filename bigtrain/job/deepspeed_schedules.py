@@ -240,7 +240,7 @@ def read_schedule(
     """Return the schedule of a `scheduler` section; None if the section leaves it to the job.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         section: its `scheduler`.
         fill: by parameter, the value that "auto" stands for.
         has_betas: whether the optimizer has betas; OneCycle would change the first.
@@ -258,15 +258,15 @@ def read_schedule(
             f"{path}: scheduler.type={named}{did_you_mean(str(named), names)} A job supports "
             f"{', '.join(names)}, or optim.schedule with a file without a scheduler."
         )
-    given = section.get("params") or {}
-    known = {key: fill.get(key) if value == "auto" else value for key, value in given.items()}
+    params = section.get("params") or {}
+    known = {key: fill.get(key) if value == "auto" else value for key, value in params.items()}
     params = {key: value for key, value in known.items() if value is not None}
-    if kind.decays_over and "total_num_steps" not in given:
+    if kind.decays_over and "total_num_steps" not in params:
         raise ConfigError(
             f'{path}: scheduler.type={named} needs params.total_num_steps. Write "auto" for the '
             "job's own length, or a number."
         )
-    if given.get("warmup_num_steps") == "auto" and not fill.get("warmup_num_steps"):
+    if params.get("warmup_num_steps") == "auto" and not fill.get("warmup_num_steps"):
         params |= {"warmup_num_steps": 1, "no_warmup": True}
     try:
         made = kind.model_validate(params)

@@ -156,8 +156,8 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file with DeepSpeed's current names, each section an object.
 
     Args:
-        path: of the file, for messages.
-        config: as it was read.
+        path: the path of the file, for messages.
+        config: the config as it was read.
 
     Raises:
         ConfigError: a section is no object.
@@ -170,8 +170,8 @@ def modern(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
         _need_object(path, name, made.get(name, {}))
     for name in ("optimizer", "scheduler"):
         _need_object(path, f"{name}.params", made.get(name, {}).get("params") or {})
-    given = made.get("zero_optimization", {}).items()
-    zero = {_SHORT_NAMES.get(k, k): v for k, v in given if v is not None}
+    options = made.get("zero_optimization", {}).items()
+    zero = {_SHORT_NAMES.get(k, k): v for k, v in options if v is not None}
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     for old, new in _OLD_NAMES.items():
         if is_true(zero.pop(old, False)):
@@ -196,7 +196,7 @@ def check_sections(path: str, config: Mapping[str, Any]) -> None:
     """Refuse keys that are unknown, and those that are not supported.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         config: see `modern`.
 
     Raises:
@@ -236,8 +236,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _refuse_unknown(path: str, prefix: str, given: Iterable[str], known: Iterable[str]) -> None:
-    for key in given:
+def _refuse_unknown(path: str, prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    for key in keys:
         if key not in known:
             near = did_you_mean(key, known)
             fix = "Leave it out" if near == "." else "Write that, or leave it out"

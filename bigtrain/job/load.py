@@ -191,9 +191,9 @@ def _lay_deepspeed_file(tree: ConfigTree, words: Mapping[str, Any]) -> None:
     if path is None:
         return
     said = {tuple(key.split(".")): one for key, one in said_of_job(path).items()}
-    given = {key for key in said if _is_given(words, key)}
+    typed = {key for key in said if _is_given(words, key)}
     for key, one in said.items():
-        if key not in given:
+        if key not in typed:
             tree.put(key, one.value, f"{path}: {one.key}")
     batch = [("train", key) for key in BATCH_KEYS]
     firm = [key for key in batch if key in said or _is_given(words, key)]
@@ -246,7 +246,7 @@ def format_validation_error(
     """Return pydantic's first complaint in one line: place, key, reason, fix.
 
     Args:
-        error: of pydantic.
+        error: the error that pydantic raised.
         kind: the class that the values were checked against.
         tree: knows where each key was written.
         section: a prefix of all keys, with its dot.
@@ -304,7 +304,10 @@ def _is_deepspeeds(place: str | None, tree: ConfigTree) -> bool:
 
 
 def describe_fault(fault: ErrorDetails, name: str) -> str:
-    """Describe a value that pydantic refuses: its key, needed, got, and the words to paste."""
+    """Return the message for a value that pydantic refuses.
+
+    It names the key, what is needed, the value, and words to paste that fix it.
+    """
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
         return f"{name}: {message[:1].lower()}{message[1:]}."

@@ -45,8 +45,8 @@ class ConfigTree:
         """Set one key, and make its enclosing mappings.
 
         Args:
-            path: of the key.
-            value: of the key.
+            path: the dotted path of the key.
+            value: the value of the key.
             origin: where it was written.
             adds: whether it is one of several keys of one layer, which add to each other.
                 Otherwise it overrides a lower layer, and drops keys that depend on the old value.

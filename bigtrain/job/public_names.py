@@ -172,9 +172,9 @@ def refuse_yacs(values: Mapping[str, Any], shown: str) -> None:
     """
     if len(_SECTIONS & values.keys()) < 2:
         return
-    given = dict(_flat(values, ()))
+    flat_values = dict(_flat(values, ()))
     words: dict[str, Any] = {"model.name": None, "data.name": "imagenet"}
-    for key, value in given.items():
+    for key, value in flat_values.items():
         if key in YACS:
             words |= YACS[key](value)
     if not words.get("optim.warmup_epochs"):
@@ -184,7 +184,7 @@ def refuse_yacs(values: Mapping[str, Any], shown: str) -> None:
         words.pop("optim.step_factor", None)
     words = {k: v for k, v in words.items() if k != "model.name" or v is not None}
     line = shlex.join(unquoted_word(key, value) for key, value in words.items())
-    others = [key for key in given if key not in YACS]
+    others = [key for key in flat_values if key not in YACS]
     more = f" (ignored: {', '.join(others)})" if others else ""
     raise ConfigError(
         f"{shown} is a YACS file, as of distribuuuu. The equivalent command: bigtrain train "

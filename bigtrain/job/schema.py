@@ -47,7 +47,7 @@ def refuse_truth(kind: object, value: object, metadata: Sequence[object] = ()) -
 
     Args:
         kind: the annotation of the key; an annotation with its own check is left to that check.
-        value: of the key.
+        value: the value of the key.
         metadata: pydantic's metadata of the field.
 
     Raises:
@@ -111,17 +111,17 @@ class ModelConfig(ConfigSection):
     """Names of modules that are not loaded from `pretrained` and begin with random weights, such as
     a head for other classes."""
     loss: str | None = None
-    """`package.module:function`, a mean loss of (output, target); left out, the task's loss."""
+    """`package.module:function`, a mean loss of (output, target); by default the task's loss."""
     chunked_loss: bool | None = None
-    """Compute cross entropy in chunks, so that the logits never exist as a whole; left out, true
+    """Compute cross entropy in chunks, so that the logits never exist as a whole; by default true
     for the built-in gpt models."""
     chunk_size: Bytes | None = Field(None, gt=0)
-    """Bytes of the logits in one chunk; left out, 32 MiB on a CPU and 256 MiB elsewhere."""
+    """Bytes of the logits in one chunk; by default 32 MiB on a CPU and 256 MiB elsewhere."""
     auxiliary_weight: float | None = Field(None, ge=0)
-    """The weight of each auxiliary head's loss (`aux`), where the main head's is 1; left out, the
+    """The weight of each auxiliary head's loss (`aux`), where the main head's is 1; by default the
     customary weight for the kind of model."""
     head: str | None = None
-    """The name of the linear layer that makes the logits; left out, it is found."""
+    """The name of the linear layer that makes the logits; by default it is found."""
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> ModelConfig:
@@ -206,7 +206,7 @@ class OptimConfig(ConfigSection):
     master_weights: bool = True
     """False: with train.precision=bf16 the parameters themselves are bf16, without fp32 copies."""
     stochastic_rounding: bool | None = None
-    """Round values stored in bf16 stochastically; left out, true if there are any."""
+    """Round values stored in bf16 stochastically; by default true if there are any."""
     release_gradients: bool = False
     """Update each parameter in the backward pass, as soon as its gradient is computed."""
 
@@ -377,7 +377,7 @@ class MeshConfig(ConfigSection):
     """The device mesh, and how its ranks communicate."""
 
     pp: int | None = Field(None, ge=1)
-    """Pipeline stages; left out, with a pipeline all ranks that dp and tp leave, otherwise 1."""
+    """Pipeline stages; by default with a pipeline all ranks that dp and tp leave, otherwise 1."""
     dp: int = Field(-1, ge=-1)
     """Replicas; -1 is all ranks that pp and tp leave."""
     tp: int | None = Field(None, ge=1)
@@ -407,7 +407,7 @@ class RoleConfig(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The technique's options, as written."""
+        """The technique's options, not yet checked."""
         return dict(self.model_extra or {})
 
 
@@ -565,7 +565,7 @@ class LogConfig(ConfigSection):
     dir: str = "runs"
     """The folder of all runs."""
     name: str | None = None
-    """The run's folder below `dir`; left out, model-strategy-number."""
+    """The run's folder below `dir`; by default model-strategy-number."""
     every: int = Field(10, ge=1)
     """Steps between log lines where the output is not a terminal."""
     tensorboard: bool = False

@@ -78,9 +78,9 @@ class GlobalMeanLoss:
 
     Args:
         fn: the user's function.
-        name: for messages.
-        formula: of the first micro-batch.
-        first: that micro-batch.
+        name: the name in messages.
+        formula: the formula of the first micro-batch.
+        first: the first micro-batch.
         find: finds the formula of micro-batches with other shapes.
     """
 
@@ -150,7 +150,7 @@ class GlobalMeanLoss:
         """Return the micro-batches of a step, each with the totals of the global batch.
 
         Args:
-            micro_batches: of this rank.
+            micro_batches: the micro-batches of this rank.
             add_up: adds up numbers over the ranks with different samples. Collective.
 
         Raises:
@@ -237,7 +237,7 @@ def _has_no_values(micro_batch: CountedBatch) -> bool:
 def _batch_tensors(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
     """Return the tensors of a micro-batch that the recording was called with."""
     targets = tree_tensors(micro_batch.targets)
-    if len(formula.given) == len(targets):
+    if len(formula.inputs) == len(targets):
         return targets
     return [*tree_tensors(micro_batch.inputs), *targets]
 
@@ -247,7 +247,7 @@ def _replayed(formula: LossFormula, micro_batch: CountedBatch) -> dict[int, Tens
     tensors = _batch_tensors(formula, micro_batch)
     if any(changes_arguments(call.func) for call in formula.replayed):
         tensors = [tensor.clone() for tensor in tensors]  # the loss itself will change them
-    values = {node.number: t for node, t in zip(formula.given, tensors, strict=True)}
+    values = {node.number: t for node, t in zip(formula.inputs, tensors, strict=True)}
     device = tensors[0].device if tensors else torch.device("cpu")
     with torch.no_grad():
         for call in formula.replayed:

@@ -26,8 +26,8 @@ from bigtrain.units import MIB
 DEFAULT_CHUNK_BYTES = 32 * MIB
 """The default bytes of a chunk's logits on a CPU."""
 ACCELERATOR_CHUNK_BYTES = 256 * MIB
-"""The same on an accelerator: with small chunks, reading and writing the weight's gradient would
-take longer than the products."""
+"""The default bytes of a chunk's logits on an accelerator: with small chunks, reading and writing
+the weight's gradient would take longer than the products."""
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -158,7 +158,7 @@ class ChunkedPass:
         hidden: (..., width).
         weight: (vocabulary, width).
         bias: (vocabulary,).
-        compute_dtype: of the products.
+        compute_dtype: the dtype of the products.
         needs_gradients: for each of these three, whether its gradient is needed.
         chunk_size: bytes.
     """
@@ -246,7 +246,7 @@ class ChunkedPass:
         Args:
             part: its rows.
             hidden: (rows, width), in the dtype of the products.
-            gradient: of its logits, (rows, vocabulary).
+            gradient: the gradient of its logits, (rows, vocabulary).
             low_gradient: a buffer for the same in the dtype of the products.
         """
         if self._to_bias is not None:

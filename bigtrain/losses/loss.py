@@ -36,8 +36,8 @@ class Loss(Protocol):
         """Return the sum over the valid targets: a scalar; without any, a zero in the graph.
 
         Args:
-            output: of the model.
-            target: of the batch, on the same device.
+            output: the output of the model.
+            target: the target of the batch, on the same device.
             count: the result of `count(target)` on the CPU, if it is known: computing it again
                 would wait for the device.
         """

@@ -32,7 +32,7 @@ class ValidTargets:
 
         Args:
             target: labels of any shape.
-            weights: of the classes; None for equal weights.
+            weights: the weights of the classes; None for equal weights.
         """
         valid = target != self._ignored
         if weights is None:

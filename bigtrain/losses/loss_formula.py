@@ -116,7 +116,7 @@ class LossFormula:
     changes: Mapping[Place, tuple[Change, ...]]
     replayed: tuple[Call, ...]
     """The calls that compute the totals, in order."""
-    given: tuple[Node, ...]
+    inputs: tuple[Node, ...]
     """The tensors of the batch."""
     guards: tuple[tuple[Node, bool], ...]
     """The truth values on which the loss branches, with their values in the recording."""
@@ -242,7 +242,7 @@ class _Analysis:
 
     def formula(self) -> LossFormula:
         first, second = self.first, self.second
-        for nodes, others in ((first.given, second.given), (first.outputs, second.outputs)):
+        for nodes, others in ((first.inputs, second.inputs), (first.outputs, second.outputs)):
             for node, other in zip(nodes, others, strict=True):
                 grown = node.shape != other.shape
                 kind = Dependence.ROWS if grown else Dependence.LOCAL
@@ -269,7 +269,7 @@ class _Analysis:
             tuple(self.totals),
             {place: tuple(changes) for place, changes in self.changes.items()},
             self._slice(needed),
-            tuple(first.given),
+            tuple(first.inputs),
             tuple(guards),
             shares_result=result.kind is not Dependence.SUM,
         )

@@ -134,7 +134,7 @@ class Trace:
 
     calls: list[Call] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
-    given: list[Node] = field(default_factory=list)
+    inputs: list[Node] = field(default_factory=list)
     """Tensors of the batch, in the order in which they were passed."""
     outputs: list[Node] = field(default_factory=list)
     """Tensors of the model's output, if the model itself was not recorded."""
@@ -194,7 +194,7 @@ class CallRecorder(TorchFunctionMode):
             with unset_fake_temporarily():
                 value = tensor.detach().cpu().clone() if known else None
             node = self._node(twin, value, constant=False)
-            (self.trace.given if known else self.trace.outputs).append(node)
+            (self.trace.inputs if known else self.trace.outputs).append(node)
             return twin
 
         with torch._C.DisableTorchFunction():  # these calls are not the loss's
@@ -459,7 +459,7 @@ def record_loss(run: RunLoss, *, fakes: bool, step: int) -> Trace:
         step: see `CallRecorder`.
 
     Raises:
-        Exception: of any kind, from the user's code.
+        Exception: any exception from the user's code.
         UnknownValueError: the loss reads values that are not known yet.
     """
     recorder = CallRecorder(fakes=fakes, step=step)

@@ -86,11 +86,11 @@ class _VocabularyPass(ChunkedPass):
     Args:
         hidden: this rank's slice of it, or the whole.
         weight: (words of this rank, width).
-        args: of `ChunkedPass`.
-        slices: of the vocabulary.
+        args: see `ChunkedPass`.
+        slices: the slices of the vocabulary.
         group: the ranks of the tp axis.
         hidden_slices: how `hidden` is sliced; None if it is whole.
-        options: of `ChunkedPass`.
+        options: see `ChunkedPass`.
     """
 
     def __init__(

@@ -175,7 +175,7 @@ class SegmentationTask(Task):
 
 @dataclass(frozen=True)
 class CustomTask(Task):
-    """A user's loss, without figures that depend on the kind of output.
+    """A user's loss. The mean loss is its only figure, as the meaning of the output is unknown.
 
     Example:
         CustomTask(MeanLoss(torch.nn.functional.mse_loss))

@@ -48,7 +48,7 @@ def others_cores(uses: Sequence[CpuUse]) -> float | None:
     """Return the cores that other processes used on the first one's node; None if unknown.
 
     Args:
-        uses: of all ranks, during about the same interval.
+        uses: the CPU use of all ranks, during about the same interval.
     """
     first = uses[0]
     if first.machine is None or first.elapsed <= 0:
@@ -63,10 +63,10 @@ def is_busy(uses: Sequence[CpuUse]) -> bool:
 
 
 def describe_others(cores: float | None) -> str:
-    """Return in words that the machine was busy during a measurement; empty if it was not.
+    """Return a warning that the machine was busy during a measurement; empty if it was not.
 
     Args:
-        cores: from `others_cores`.
+        cores: the result of `others_cores`.
     """
     if (cores or 0.0) <= BUSY_SHARE * usable_cores():
         return ""

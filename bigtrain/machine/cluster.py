@@ -155,7 +155,7 @@ class LinkSpec(ConfigSection):
     """Pairs of the bytes of a whole exchange and its seconds, ascending. Between its ends the curve
     replaces latency and bandwidth."""
     after_work: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
-    """The same for ranks that have computed since the last exchange, and so wait for each other."""
+    """The curve for ranks that computed since the last exchange, and so wait for each other."""
     issue: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Additional seconds on the CPU: of an all-gather or a reduce-scatter in the hooks of
     `fully_shard`, of a send in an action of a pipeline's schedule. On a GPU they overlap with its

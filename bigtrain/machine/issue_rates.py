@@ -31,7 +31,7 @@ def unit_seconds(context: RunContext, gather: float, reduce: float) -> tuple[flo
     """Return the seconds to issue an all-gather and a reduce-scatter in the hooks of `fully_shard`.
 
     Args:
-        context: of all ranks; the layers are sharded over them.
+        context: the context of all ranks; the layers are sharded over them.
         gather: the seconds of a bare all-gather of as few numbers.
         reduce: the seconds of a bare reduce-scatter of as few numbers.
 
@@ -68,7 +68,7 @@ def action_seconds(context: RunContext, send: float) -> float:
     """Return the seconds of an action of a pipeline's schedule without computation and message.
 
     Args:
-        context: of all ranks; each has several stages.
+        context: the context of all ranks; each has several stages.
         send: the seconds of a small message.
     """
     ranks, micro_batches = context.world_size, MICRO_BATCHES * context.world_size

@@ -74,9 +74,9 @@ def _rates(context: RunContext, kind: CommOp, shared_work: float | None) -> dict
     """The figures of one kind of exchange; collective.
 
     Args:
-        context: of this rank.
+        context: this rank's context.
         kind: the kind of exchange.
-        shared_work: from `_shared_work_seconds`.
+        shared_work: the result of `_shared_work_seconds`.
     """
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
     curve = []
@@ -187,7 +187,7 @@ def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torc
     """Do one exchange among all ranks; a send goes from rank 0 to rank 1 and back.
 
     Args:
-        context: of this rank.
+        context: this rank's context.
         kind: the kind of exchange.
         whole: the tensor before a reduce-scatter, and after an all-gather.
         share: this rank's part of it, 1/n of its numbers.

@@ -88,7 +88,7 @@ def cluster_from_rates(
     """Return a cluster of one node with these rates.
 
     Args:
-        rates: of this machine.
+        rates: the rates of this machine.
         devices: GPUs of the node, or ranks that share its CPU.
         host_memory: bytes of the host's memory.
         device_memory: bytes of a GPU's memory; on a CPU a rank has an equal share of the host's.

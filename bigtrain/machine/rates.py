@@ -269,7 +269,7 @@ def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: f
     Args:
         script: run with `--start RANKS ANSWER` and the arguments; writes JSON to the file ANSWER.
         ranks: the number of ranks that it starts.
-        arguments: for the script.
+        arguments: arguments for the script.
         timeout: seconds in which they must answer.
 
     Raises:

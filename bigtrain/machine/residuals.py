@@ -144,7 +144,8 @@ def safety_margin(
 
     Args:
         engine: 'torch', 'deepspeed' or 'fairscale'; see `prediction.memory_report.engine_of`.
-        device_key: from `hardware_key`; None means this machine's GPUs, or its CPU without any.
+        device_key: a key from `hardware_key`; None means this machine's GPUs, or its CPU without
+            any.
         foreign_device: the name of a device that this machine lacks: the default applies.
     """
     if foreign_device is not None:
@@ -190,7 +191,7 @@ def non_tensor_reserve(kind: str, name: str | None = None) -> int:
 
     Args:
         kind: 'cuda', 'xpu' or 'cpu'.
-        name: of the device, which this machine may lack; None means this machine's.
+        name: the name of the device, which this machine may lack; None means this machine's.
     """
     if kind == "cpu":
         return NON_TENSOR_BYTES
@@ -201,11 +202,11 @@ def non_tensor_reserve(kind: str, name: str | None = None) -> int:
 
 
 def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
-    """Return in words how far forecasts of seconds were off on this machine.
+    """Describe the errors of earlier forecasts of seconds on this machine.
 
     Args:
         engine: see `safety_margin`.
-        basis: of the forecast; records of the other basis do not count.
+        basis: the basis of the forecast; records of the other basis do not count.
         device: 'cuda', 'xpu' or 'cpu'.
     """
     records = [
@@ -242,7 +243,7 @@ def has_device(kind: str, name: str) -> bool:
 
     Args:
         kind: 'cuda', 'xpu' or 'cpu'.
-        name: as in the description, 'NVIDIA A100 SXM 80GB'.
+        name: the name as in the description, 'NVIDIA A100 SXM 80GB'.
     """
     if kind != "cpu" and accelerator() != kind:
         return False

@@ -1,4 +1,4 @@
-"""The hardware and the versions that a measurement belongs to, in words."""
+"""Text that describes the hardware and the versions that a measurement belongs to."""
 
 from __future__ import annotations
 

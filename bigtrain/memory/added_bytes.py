@@ -27,7 +27,7 @@ class StatePeak:
     bytes: int
     """Tensors on the device: those from before, and those that it adds."""
     host_bytes: int = 0
-    """With an accelerator: the bytes it adds on the host. On a CPU they are in `bytes`."""
+    """The bytes it adds on the host of an accelerator. On a CPU they are in `bytes`."""
 
     def or_higher(self, other: StatePeak | None) -> StatePeak:
         """The maximum of two peaks, for each kind of bytes."""

@@ -34,7 +34,7 @@ def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
     (even an empty one), `MALLOC_...`, or glibc.malloc in `GLIBC_TUNABLES`.
 
     Args:
-        environ: of the process that starts the others, normally `os.environ`.
+        environ: the environment of the process that starts the others, normally `os.environ`.
     """
     is_set = "LD_PRELOAD" in environ or any(name.startswith("MALLOC_") for name in environ)
     if is_set or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):

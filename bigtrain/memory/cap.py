@@ -44,7 +44,7 @@ class MemoryCap:
 
     Args:
         limit: bytes, per rank. None limits nothing.
-        device: of this rank.
+        device: this rank's device.
 
     Raises:
         ConfigError: the GPU has less, or this system cannot limit a process.
@@ -76,7 +76,7 @@ class MemoryCap:
         """Let the kernel enforce the limit on a CPU, on top of memory that is no tensor now.
 
         Args:
-            tensor_bytes: of this rank's tensors now.
+            tensor_bytes: the bytes of this rank's tensors now.
         """
         if self.limit is None or not self._on_host:
             return
@@ -147,7 +147,7 @@ def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -
 
     Args:
         limit: the job's cap.
-        device: of this rank.
+        device: this rank's device.
         local_ranks: ranks that share the host's memory.
     """
     if limit is not None:
@@ -188,9 +188,9 @@ USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
 """A predicted peak may take this share of the limit, less these bytes: allocators round up, and
 kernels, graphs and Python's objects need memory besides tensors."""
 ACCELERATOR_BYTES = 256 * MIB
-"""The same for an accelerator on which nothing was measured. Its allocator's limit includes all
-that it reserves: cuBLAS has 32 MiB for each of two threads on Hopper, cuBLASLt may have as much,
-and the allocator reserves memory in pieces of 2 and of 20 MiB."""
+"""The bytes that a predicted peak leaves free on an accelerator on which nothing was measured. The
+allocator's limit includes all that it reserves: cuBLAS has 32 MiB for each of two threads on
+Hopper, cuBLASLt may have the same, and the allocator reserves memory in pieces of 2 and 20 MiB."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from bigtrain.units import format_bytes
 
 
 def proc_status_bytes(field: str) -> int | None:
-    """A size from this process's /proc/self/status, in bytes; None if it is not there."""
+    """Return a size from /proc/self/status, in bytes; None if the file or the field is missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -35,7 +35,7 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def host_memory_line(root: Path = Path("/")) -> str:
-    """The host's memory in words: its size, and how much is free now."""
+    """Describe the host's memory: its size, and the bytes that are free now."""
     whole = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
     free = free_host_bytes(root)
     if whole is None or free is None:

@@ -70,21 +70,21 @@ class MemoryMeasurement:
     """The figures that one rank measured over the run so far, in bytes."""
 
     peak: Peak | None
-    """None if tracking was off and the device has no counter. It is of all devices of the process
-    together, as forecasts are: with several accelerators the sum of their peaks. They need not be
-    at one moment, so it is an upper bound on the bytes of all at once."""
+    """The peak; None if tracking was off and the device has no counter. Like forecasts it covers
+    all devices of the process: with several accelerators it is the sum of their peaks, which need
+    not be at one moment, so it is an upper bound on the bytes of all at once."""
     process_peak_bytes: int | None
     allocated_bytes: int | None = None
-    """On an accelerator: the peak of the allocator's blocks. `peak` counts requested bytes, as
+    """The peak of the allocator's blocks on an accelerator. `peak` counts requested bytes, as
     forecasts do; blocks are rounded up, and kernels have workspaces in addition."""
     reserved_bytes: int | None = None
-    """On an accelerator: the peak of memory that the caching allocator reserved."""
+    """The peak of memory that the caching allocator of an accelerator reserved."""
     capacity_bytes: int | None = None
     alloc_retries: int | None = None
     process_base_bytes: int | None = None
     """Resident memory before the model was built; the process's peak is counted on top of it."""
     devices: tuple[DeviceMemory, ...] = ()
-    """By accelerator, if the process has its stages on several."""
+    """The figures of each accelerator, if the process has its stages on several."""
     curve: MemoryCurve | None = None
     """Memory over the last tracked step."""
     state: StatePeaks = StatePeaks()
@@ -99,7 +99,7 @@ class MemoryMeter:
     """Measures one rank's memory over a run: tracked for the first steps, then by cheap counters.
 
     Args:
-        device: of the tensors; see `add_devices`.
+        device: the device of the tensors; see `add_devices`.
         track_steps: steps during which every storage is tracked; 0: none.
         cap: enforces the job's limit; on a CPU the tracker does while tensors are tracked.
     """
@@ -131,7 +131,7 @@ class MemoryMeter:
         self._saving: AddedBytes | None = None
         self._saved_during_steps = False
         self._base_bytes: dict[torch.device, int] = {}
-        """By accelerator the bytes of tensors before the run."""
+        """The bytes of tensors before the run, by accelerator."""
         self.add_devices([device])
 
     def add_devices(self, devices: Iterable[torch.device]) -> None:

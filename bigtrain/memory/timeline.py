@@ -68,7 +68,7 @@ class BlockTicks:
     """The parameters of a part of a model, and the ticks of its forward and backward pass."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """By parameter."""
+    """The shape of each parameter."""
     trained: tuple[bool, ...]
     forward: tuple[int, int]
     """Clock ticks at which its forward pass begins and ends."""

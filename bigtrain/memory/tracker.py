@@ -28,7 +28,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 class TellingMode(Protocol):
     """A mode that reports its operations, such as `fake_mode.FakeMode`."""
 
-    told: Callable[[Any, Any, Any, Any], None] | None
+    on_operation: Callable[[Any, Any, Any, Any], None] | None
     """Called after each operation with its function, arguments and result."""
 
 
@@ -52,7 +52,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         limit_bytes: the most bytes that may be alive at once, per rank; None: no limit. The
             operation that exceeds it raises torch.OutOfMemoryError after it has run.
         inside: gives the bytes of workspace that an operation takes while it runs, from the
-            operation, its arguments and its result; left out, none are counted.
+            operation, its arguments and its result; by default none are counted.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._limit_bytes = limit_bytes
         self._inside = inside
         self._watching = ExitStack()
-        self.told: Callable[[Any, Any, Any, Any], None] | None = None
-        """See `TellingMode.told`; called for operations that the tracker has recorded."""
+        self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None
+        """See `TellingMode.on_operation`; called for operations that the tracker has recorded."""
         self.clock = 0
         self.times = array("d", [time.perf_counter()])
         """The time of each tick of the clock, in seconds."""
@@ -108,8 +108,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(leaf)
         if self._inside is not None:
             self._pass_through(self._inside(func, args, result))
-        if self.told is not None:
-            self.told(func, args, kwargs, result)
+        if self.on_operation is not None:
+            self.on_operation(func, args, kwargs, result)
 
     def _pass_through(self, nbytes: int) -> None:
         """Count the workspace that an operation took and released."""
@@ -125,12 +125,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def behind(self, mode: TellingMode) -> Iterator[None]:
         """Record the operations of a mode for fake tensors; a second mode would be slower."""
-        before, mode.told = mode.told, self._seen
+        before, mode.on_operation = mode.on_operation, self._seen
         try:
             with _resizes_told(self._resized), buffers_announced(self._buffer):
                 yield
         finally:
-            mode.told = before
+            mode.on_operation = before
 
     def _buffer(self, buffer: Tensor) -> None:
         known = len(self._records)

@@ -87,7 +87,7 @@ def model_defaults(
     """Return arguments of a model that follow from the data; the user's arguments take precedence.
 
     Args:
-        name: as in `make_model`; a model by import path gets no arguments.
+        name: see `make_model`; a model by import path gets no arguments.
         num_classes: classes of the targets; for a language model, its vocabulary.
         sequence_length: tokens of a sample, if samples are tokens.
     """

@@ -60,7 +60,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> lis
     Args:
         model: the whole model.
         patterns: names as in `named_modules`; `*` matches within one dotted part.
-        key: of the job, for messages.
+        key: the job's key, for messages.
 
     Raises:
         ConfigError: a pattern matches nothing, or a list of modules; or a matched module is inside

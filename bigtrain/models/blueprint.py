@@ -255,7 +255,7 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
 
 
 def as_blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blueprint:
-    """Return a blueprint of a model: itself, or made from a module or from its constructor."""
+    """Return the blueprint of a module or of its constructor; a blueprint is returned as it is."""
     if isinstance(model, Blueprint):
         return model
     return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)

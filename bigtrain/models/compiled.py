@@ -112,7 +112,7 @@ def fake_program(forward: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
     Args:
         forward: the function; it is compiled at the first call for each size.
-        options: of inductor.
+        options: options of inductor.
     """
     backend = _FakeBackend(options)
     program: Callable[..., Any] = torch.compile(forward, backend=backend, dynamic=False)

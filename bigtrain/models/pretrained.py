@@ -26,8 +26,8 @@ def use_pretrained(blueprint: Blueprint, name: str, source: str, excluded: Seque
     """Set the values of a blueprint to those of a file.
 
     Args:
-        blueprint: of the model; it is changed.
-        name: of the model (`model.name`).
+        blueprint: the blueprint of the model; it is changed.
+        name: the name of the model (`model.name`).
         source: the path of a state dict, or `cache`.
         excluded: modules or tensors that keep initial values (`model.pretrained_except`).
 

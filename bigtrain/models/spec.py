@@ -51,7 +51,8 @@ class ModelSpec:
         """The model on the meta device, with its initial values or those of `model.pretrained`.
 
         Args:
-            num_classes: of the data, or their vocabulary; `model.args` goes before it.
+            num_classes: the number of the data's classes, or the size of their vocabulary;
+                `model.args` goes before it.
             sequence_length: tokens of a sample of the data; `model.args` goes before it.
 
         Raises:

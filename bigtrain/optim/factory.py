@@ -20,7 +20,7 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
 
     Args:
         config: the job's `optim`.
-        seed: of stochastic rounding.
+        seed: the seed of stochastic rounding.
 
     Raises:
         ConfigError: a package that the optimizer needs is not installed.

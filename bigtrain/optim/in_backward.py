@@ -22,14 +22,14 @@ from bigtrain.tensors.norms import GradientNorm
 
 
 class InBackwardUpdate(WholeUpdate):
-    """The optimizer on the parameters themselves, one at a time, as their gradients are made.
+    """Updates each parameter in the backward pass, once its gradient is complete, and frees that.
 
     Args:
-        parameters: the trained ones, by their plain names: plain tensors, or DTensors whose
-            gradients are reduced already.
-        make_optimizer: called once, on all of them.
-        meter: gets the labels of gradients and state.
-        apart: names of parameters that have a norm by themselves; see `norms`.
+        parameters: the trained parameters, by their plain names: plain tensors, or DTensors whose
+            gradients are already reduced.
+        make_optimizer: called once, with all parameters.
+        meter: labels gradients and optimizer state in the memory record.
+        apart: names of parameters whose gradients have a separate norm; see `norms`.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class InBackwardUpdate(WholeUpdate):
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         groups, single = self.optimizer.param_groups, {**group, "params": [parameter]}
-        # Let the optimizer itself step on a single parameter: its state stays in one place.
+        # The optimizer itself steps, on a group of one parameter, so `optimizer.state` has the
+        # state of all parameters.
         self.optimizer.param_groups = [single]
         try:
             self.optimizer.step()

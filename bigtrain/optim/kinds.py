@@ -45,9 +45,9 @@ class OptimizerKind:
     separable: bool
     """Each parameter is updated independently: each rank may update some of them."""
     counts: bool = False
-    """It counts steps in the settings of a group, so it must be called once a step."""
+    """The optimizer counts steps in the settings of a group, so it must run once a step."""
     reads_notes: bool = False
-    """It reads attributes that the user has set on parameters, such as a learning rate."""
+    """The optimizer reads attributes that the user set on parameters, such as a learning rate."""
     failure: str | None = None
     """The error of a trial step; None if it succeeded."""
 
@@ -62,8 +62,8 @@ def kind_of(
     """Find the properties of an optimizer's step by trial steps of a copy.
 
     Args:
-        optimizer: of any class; it is not changed.
-        dims: for each group, the numbers of dims that its parameters have.
+        optimizer: an optimizer of any class; it is not changed.
+        dims: for each group, the different numbers of dims of its parameters.
         notes: for each group, the attributes that the user has set on one of its parameters.
         begins_with_state: whether it has state before its first step.
     """
@@ -96,9 +96,9 @@ def same_on_shards(
     """Whether sharded DTensors are updated to the same values as whole parameters. Collective.
 
     Args:
-        optimizer: of any class; it is not changed.
+        optimizer: an optimizer of any class; it is not changed.
         dims: see `kind_of`.
-        mesh: of the ranks; parameters are sharded over its last axis.
+        mesh: the device mesh; parameters are sharded over its last axis.
         begins_with_state: see `kind_of`.
     """
     trial = _Trial(optimizer, dims, [{} for _ in dims], begins_with_state)

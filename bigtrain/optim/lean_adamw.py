@@ -27,13 +27,14 @@ from bigtrain.tensors.shards import local_tensor
 CHUNK_ELEMENTS = 1 << 18
 """Elements that are updated at a time on a CPU: 1 MiB for each temporary tensor in fp32."""
 ACCELERATOR_CHUNK_ELEMENTS = 1 << 22
-"""The same on an accelerator, 16 MiB: its kernels then take longer than their launches."""
+"""Elements that are updated at a time on an accelerator: 16 MiB for each temporary tensor, so that
+kernels take longer than their launches."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def chunks(elements: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of so many elements that are updated at a time."""
+    """Yield slices that cover `elements` elements; each slice is updated at a time."""
     size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(device) else CHUNK_ELEMENTS
     for start in range(0, elements, size):
         yield slice(start, min(start + size, elements))
@@ -52,8 +53,8 @@ class LeanAdamW(torch.optim.Optimizer):
         weight_decay: decoupled, times the learning rate.
         state: dtype of the moments: torch.float32 or torch.bfloat16.
         stochastic_rounding: how bf16 parameters and moments are rounded; False is to the nearest.
-        seed: of the rounding. Its random numbers depend only on seed, step and the parameter's
-            shape: a resumed run draws the same ones, and no other generator is used.
+        seed: the seed of the rounding. Its random numbers depend only on seed, step and the
+            parameter's shape: a resumed run draws the same ones, and no other generator is used.
     """
 
     state_keys: ClassVar[frozenset[str]] = frozenset({"step", *MOMENTS})
@@ -203,9 +204,10 @@ def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | Non
     """Copy values into a tensor of their own dtype or a smaller one.
 
     Args:
-        target: of any floating-point dtype; if it has the memory of `value`, nothing is copied.
-        value: of the same shape; overwritten if it is rounded.
-        generator: for stochastic rounding to bf16; None rounds to the nearest.
+        target: a tensor of any floating-point dtype; if it has the memory of `value`, nothing is
+            copied.
+        value: a tensor of the same shape; overwritten if it is rounded.
+        generator: the generator for stochastic rounding to bf16; None rounds to the nearest.
     """
     if target.dtype == value.dtype:
         if target.untyped_storage()._cdata != value.untyped_storage()._cdata:
@@ -221,7 +223,7 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         value: fp32, of any shape, contiguous.
-        generator: on the same device; one number is drawn for each element.
+        generator: a generator on the same device; one number is drawn for each element.
 
     Returns:
         An fp32 tensor of the same shape with bf16 numbers, whose expectation is `value`.

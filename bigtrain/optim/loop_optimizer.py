@@ -29,7 +29,7 @@ class LoopOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: returns the optimizer that updates; it may have fewer groups, see `group_places`.
-        settings: of each of the user's groups, without its parameters.
+        settings: the settings of each of the user's groups, without its parameters.
     """
 
     def __init__(

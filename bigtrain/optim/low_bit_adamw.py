@@ -42,7 +42,8 @@ class LowBitAdamW(LeanAdamW):
     two to a byte with 4 bits), and for each of them the fp32 scales of the blocks.
 
     Args:
-        parameters: as for `LeanAdamW`, but whole: blocks are counted from the first element.
+        parameters: see `LeanAdamW`, but whole parameters: blocks are counted from the first
+            element.
         bits: 8 or 4.
         more: lr, betas, eps, weight_decay, stochastic_rounding and seed of `LeanAdamW`.
 

@@ -47,7 +47,7 @@ class OwnedSlice:
     """The tensor that the optimizer updates: a view of the parameter, or a copy."""
     copied: bool
     shape: torch.Size
-    """Of the shard while it is in memory."""
+    """The shape of the shard while it is in memory."""
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     """Offloaded tensors: slots of the state by their keys, the shard's values by `VALUE_KEY`."""
 

@@ -64,7 +64,7 @@ class StateStore:
         """Check that there is enough space, before anything is moved. Collective.
 
         Args:
-            updated_bytes: of all pieces that this rank updates.
+            updated_bytes: the bytes of all pieces that this rank updates.
             copied: bytes of each piece that is a copy of its parameter.
             make_optimizer: its optimizer's state for each of these bytes is measured.
 
@@ -108,8 +108,8 @@ class DiskStateStore(StateStore):
 
     Args:
         context: the ranks that may share a disk.
-        folder: of the file.
-        copies: between the device and the host; left out, the default for the device.
+        folder: the folder of the file.
+        copies: makes copies between the device and the host; by default those for the device.
     """
 
     chunked = True
@@ -215,7 +215,7 @@ class HostStateStore(StateStore):
 
     Args:
         context: the ranks that share the host's memory.
-        copies: between the device and the host; left out, the default for the device.
+        copies: makes copies between the device and the host; by default those for the device.
     """
 
     updates_elsewhere = True

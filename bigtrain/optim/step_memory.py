@@ -73,8 +73,8 @@ def fake_safe_optimizer(make_optimizer: MakeOptimizer, device_type: str = "cpu")
 
     Args:
         make_optimizer: the user's.
-        device_type: of the run. On an accelerator torch's optimizers by default update all plain
-            parameters at once, and do not count fake tensors as plain.
+        device_type: the device type of the run. On an accelerator torch's optimizers by default
+            update all plain parameters at once, and do not count fake tensors as plain.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -113,9 +113,10 @@ class StepMemory:
 
     Args:
         make_optimizer: the user's.
-        device: of the fake tensors.
-        device_type: of the run.
-        options: of each parameter group, without its parameters, as the user's function sets them.
+        device: the device of the fake tensors.
+        device_type: the device type of the run.
+        options: the settings of each parameter group, without its parameters, as the user's
+            function sets them.
         kind: the name of the optimizer's class.
     """
 
@@ -163,8 +164,8 @@ class StepMemory:
         """Return the temporary memory of a step, without parameters, gradients and state.
 
         Args:
-            groups: for each parameter group the shapes of its tensors.
-            dtype: of the tensors and of their gradients.
+            groups: by parameter group, the shapes of its tensors.
+            dtype: the dtype of the tensors and of their gradients.
             normed: whether the norm of the gradients is computed before the step.
 
         Returns:

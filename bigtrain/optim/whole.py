@@ -104,7 +104,7 @@ class WholeOptimizer:
         """Whether it updates DTensors as it updates whole parameters. Collective.
 
         Args:
-            mesh: of the ranks; parameters are sharded over its last axis.
+            mesh: the device mesh; parameters are sharded over its last axis.
         """
         return self._emptied.same_on_shards(mesh)
 
@@ -122,7 +122,7 @@ class WholeOptimizer:
         """Replace each parameter in the groups by its pieces; return the optimizer.
 
         Args:
-            pieces: by plain name the tensors that this rank updates of a parameter; other ranks'
+            pieces: by plain name, the tensors that this rank updates of a parameter; other ranks'
                 parameters are left out.
 
         Raises:

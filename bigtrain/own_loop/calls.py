@@ -134,7 +134,7 @@ class LoopCalls:
             dataset: map-style; `dataset[i]` is (input, target).
             training: True: the global batches of an epoch; each iteration begins at the position
                 of training (`samples_seen`, which is saved and loaded). False: all rows once.
-            shuffle: by the job's seed and the epoch.
+            shuffle: whether to shuffle, by the job's seed and the epoch.
             drop_last: drop the rows that do not fill a global batch at the end of an epoch.
             collate_fn: makes (inputs, targets) of a list of samples; None stacks them.
             workers: processes that read ahead.
@@ -175,7 +175,7 @@ class LoopCalls:
         number of rows may differ between ranks, but all ranks must call.
 
         Args:
-            inputs: as in the (inputs, targets) of `step`.
+            inputs: the inputs of the (inputs, targets) that `step` takes.
 
         Raises:
             ConfigError: there is no tensor in `inputs`.

@@ -139,7 +139,7 @@ def in_step(
     Args:
         batches: (inputs, targets) of this rank's rows; or micro-batches, whose number is the same
             on all ranks already, and which are yielded unchanged.
-        context: of this rank; ranks with parts of one model pass the same batches.
+        context: this rank's context; ranks with parts of one model pass the same batches.
         computes: False for a server, whose batches are ignored.
 
     Raises:

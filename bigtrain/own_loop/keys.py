@@ -89,7 +89,7 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     """Refuse keys that would be ignored, or could only contradict an argument.
 
     Args:
-        keys: of `prepare`, with two underscores for the dot.
+        keys: the keyword arguments of `prepare`, with two underscores for the dot.
 
     Raises:
         ConfigError: with the code to write instead.

@@ -26,7 +26,7 @@ class LearningRate:
 
     Args:
         argument: see `RateArgument`; None leaves the rate to the loop.
-        optimizer: of the loop.
+        optimizer: the loop's optimizer.
 
     Raises:
         ConfigError: it is none of these, or a scheduler that the loop itself must step.

@@ -122,7 +122,7 @@ def make_loader(
         position: see `LoopLoader`.
         training: False for evaluation.
         collate_fn: makes (inputs, targets) of a list of samples; None stacks them.
-        layout: of `StepLoader`.
+        layout: see `StepLoader`.
     """
     collate = _Pairs(collate_fn)
     if training:

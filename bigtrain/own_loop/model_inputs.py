@@ -53,7 +53,8 @@ def set_model_inputs(
     Args:
         blueprint: the model; models that it makes later are changed as well.
         forward: calls the model on the inputs of a batch; None: by name if the names fit.
-        inputs: of an example; if they are no mapping and there is no function, nothing is changed.
+        inputs: the inputs of an example; unless they are a mapping or there is a function, nothing
+            changes.
 
     Returns:
         A context that restores the model on exit.

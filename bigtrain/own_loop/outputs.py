@@ -18,8 +18,8 @@ def share_outputs(outputs: Any, context: RunContext) -> Any:
     """Broadcast the outputs of the last stage to all ranks of its pipeline. Collective over them.
 
     Args:
-        outputs: on one rank of the pp axis; None on the others.
-        context: of this rank.
+        outputs: the outputs on one rank of the pp axis; None on the other ranks.
+        context: this rank's context.
     """
     if context.pp_size == 1:
         return outputs

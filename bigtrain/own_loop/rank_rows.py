@@ -33,7 +33,7 @@ def cut_rows(
         loss: counts targets.
         job: sets the most rows.
         plan: made from the job.
-        context: of this rank.
+        context: this rank's context.
         find_dims: returns the dim along which each tensor is cut.
 
     Returns:

@@ -21,7 +21,7 @@ class LoopStates:
     """The settings of parameter groups, the schedule, and the attached objects of the user.
 
     Args:
-        optimizer: of the loop.
+        optimizer: the loop's optimizer.
         rate: its learning rate.
     """
 

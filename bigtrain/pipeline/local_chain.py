@@ -21,7 +21,7 @@ class StageChain(nn.Module):
     It has the parameters and modules of `model` under the same names.
 
     Args:
-        stages: of the whole model; their parameters are moved to their devices.
+        stages: the stages of the whole model; their parameters are moved to their devices.
         devices: one for each stage.
         model: the whole model with these tensors.
 

@@ -91,7 +91,7 @@ class PipelineRunner(StepRunner):
         self._ties = TiedGradients(ties, self._ranks, parameters, context)
         self._transport = StageTransport(context, self._ranks)
         self._predictions = StageTransport(context, self._ranks)
-        """Its sends stay open from one prediction to the next, so that the stages overlap."""
+        """Sends predictions; a send stays open until the next one, so that stages overlap."""
         self._worker = StageWorker(self, self._stages)
         self._sharded = any(is_sharded(stage) for stage in stages)
         self._loops: OrderedDict[LoopKey, ScheduleLoop] = OrderedDict()

@@ -35,8 +35,8 @@ class ScheduleLoop:
     Args:
         events: this rank's row of `events.schedule_events` or of its siblings.
         worker: computes the stages; its `begin` gives the micro-batches of each run.
-        shapes: of each stage of the worker.
-        transport: to the neighbours.
+        shapes: the shapes of the inputs and outputs of each of the worker's stages.
+        transport: the transport to the neighbours.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class StagePasses:
     Args:
         worker: computes the forward pass.
         stage: one of the worker's.
-        shapes: of its inputs and outputs.
+        shapes: the shapes of its inputs and outputs.
     """
 
     def __init__(self, worker: StageWorker, stage: StageModule, shapes: StageShapes) -> None:
@@ -96,7 +96,7 @@ class StagePasses:
         """Run the whole backward pass.
 
         Args:
-            number: of the micro-batch.
+            number: the number of the micro-batch.
             gradients: one for each output; None where it needs none, and for the loss.
 
         Returns:

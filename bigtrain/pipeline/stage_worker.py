@@ -42,7 +42,8 @@ class StageWorker:
         """Take the micro-batches of the next passes, which are numbered in this order.
 
         Args:
-            micro_batches: as loaded; each is placed when the first stage here computes it.
+            micro_batches: the micro-batches as loaded; each is placed when the first stage here
+                computes it.
             scale: factor of the summed loss; without one the last stage returns the output.
             final: whether the last of them is the last one of the step.
         """

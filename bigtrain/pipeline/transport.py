@@ -20,7 +20,7 @@ class _Message:
 
     tensors: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
-    """Of all messages that began together with this one."""
+    """The handles of all messages that began together with this one."""
 
     def wait(self) -> None:
         for work in self.works:
@@ -73,7 +73,7 @@ class StageTransport:
 
         Args:
             messages: sends that were posted, and receives.
-            received: for each receive its tensors on the meta device; memory for them is allocated
+            received: for each receive, its tensors on the meta device; memory for them is allocated
                 here, when the receive begins.
         """
         works: list[dist.Work] = []

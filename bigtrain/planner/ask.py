@@ -60,7 +60,7 @@ class Question:
     at_hand: bool = False
     """Whether the cluster is this machine, on which blocks can be timed."""
     margins: Mapping[str, float] = field(kw_only=True)
-    """By engine to choose from, the share by which its forecasts are enlarged."""
+    """The engines to choose from, each with the share by which its forecasts are enlarged."""
 
     @property
     def limit(self) -> int:
@@ -286,7 +286,7 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
 
     Args:
         cluster: knows how much a process takes without tensors.
-        memory: of a device, as typed; None for the cluster's.
+        memory: the memory of a device, as typed; None for the cluster's.
         cap: the limit that a run would enforce, as typed; None for all of the memory.
     """
     if cap is not None:
@@ -303,12 +303,12 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
 def engine_margins(
     engines: Iterable[str], device: DeviceSpec | None = None
 ) -> tuple[dict[str, float], str]:
-    """By engine the share by which its forecasts are enlarged, and a line with the reasons.
+    """Return by engine the share by which its forecasts are enlarged, and a line with the reasons.
 
     Args:
         engines: 'torch', 'deepspeed', 'fairscale'.
-        device: of another cluster; None for this machine's. Runs on this machine tell nothing about
-            another kind of device.
+        device: a device of another cluster; None for this machine's. Runs on this machine tell
+            nothing about another kind of device.
     """
     foreign = None
     if device is not None and not has_device(device.kind, device.name):

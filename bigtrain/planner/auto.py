@@ -30,8 +30,8 @@ def plan_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
     stored on this node, or those of a file, and one rank times the blocks for all.
 
     Args:
-        options: of the command line, with the strategy `auto`.
-        placement: of this rank; its world size is planned for.
+        options: the options of the command line, with the strategy `auto`.
+        placement: this rank's placement; the plan is for its world size.
 
     Raises:
         ConfigError: as `load_job`, or no plan fits.

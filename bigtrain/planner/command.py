@@ -128,7 +128,7 @@ def _check_output(path: Path, *, named: bool) -> str:
     """Check that the plan may be written to a path.
 
     Args:
-        path: of the plan file.
+        path: the path of the plan file.
         named: whether the user named it: then a file that exists is replaced.
 
     Returns:

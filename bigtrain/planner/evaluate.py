@@ -47,7 +47,7 @@ class EvaluatedPlan:
     job: Job
     """The job that runs it."""
     peaks: Mapping[int, Peak]
-    """By pp rank, of the ranks that were forecast."""
+    """The peaks of the ranks that were forecast, by pp rank."""
     seconds: StepSeconds
     recomputed: Mapping[str, BlockPolicy]
     """The blocks that save less than everything, by name."""
@@ -93,7 +93,7 @@ class PlanEvaluator:
             the limit.
         cut: whether some candidates are cut into stages.
         blocks: times the model's blocks on this machine; None to go by the rates alone.
-        checks: of the model against plans; None refuses none.
+        checks: the checks of the model against plans; None refuses no plan.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PlanEvaluator:
         Memory is not considered.
 
         Raises:
-            ConfigError: the model cannot be run so.
+            ConfigError: the model does not run under this plan.
         """
         fit = self.fit(candidate, plan, exact=False)
         return self._seconds(plan, fit, fit.uniform_stages(fit.edges(None), choice))
@@ -191,7 +191,7 @@ class PlanEvaluator:
 
         Args:
             candidate: one of the space.
-            plan: of `plan_of`.
+            plan: the result of `plan_of`.
             limit: bytes that a rank may hold, including the margin for the forecast's error.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
@@ -235,12 +235,12 @@ class PlanEvaluator:
 
         Args:
             candidate: one of the space.
-            plan: of `plan_of`.
+            plan: the result of `plan_of`.
             exact: whether the memory outside the blocks matters, for which more may have to be run
                 on fake tensors; seconds and bounds go by the blocks alone.
 
         Raises:
-            ConfigError: the model cannot be run so, or a technique refuses its stages.
+            ConfigError: the model does not run under this plan, or a technique refuses its stages.
         """
         if (candidate, exact) not in self._fits:
             levels = self._levels(plan, candidate, exact=exact)

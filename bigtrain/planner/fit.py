@@ -30,7 +30,7 @@ from bigtrain.planner.stages import (
     StageCache,
     StageProfiles,
 )
-from bigtrain.prediction.compose import count_parameters, section_states, wire_bytes
+from bigtrain.prediction.compose import boundary_bytes, count_parameters, section_states
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages
 from bigtrain.prediction.sections import Section
 from bigtrain.timing.step_time import StepTimer
@@ -40,7 +40,7 @@ class StageFitter:
     """Cuts one candidate into stages and assigns policies to their blocks.
 
     Args:
-        plan: of the candidate.
+        plan: the plan of the candidate.
         candidate: how many stages, on which ranks.
         levels: the model's sections.
         timer: predicts the seconds of sections.
@@ -165,7 +165,7 @@ class StageFitter:
         """Assign the fastest policies that fit to the blocks between these edges.
 
         Args:
-            edges: of `edges`.
+            edges: the result of `edges`.
             limit: bytes that a rank may hold.
 
         Returns:
@@ -218,17 +218,17 @@ class StageFitter:
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(smallest)]
-        crossing = [wire_bytes(section, tp)[0] for section in self._all[: last + 1]]
+        crossing = [boundary_bytes(section, tp)[0] for section in self._all[: last + 1]]
         sizes = [(size, sorted(uses)) for size, uses in params.values()]
         return LayerCosts(seconds, crossing, sizes, saved)
 
     def _representatives(self, stages: Sequence[SectionRange]) -> list[int]:
-        """By rank the rank that is forecast for it: itself, or one that holds at least as much.
+        """Return for each rank the rank whose forecast stands in as its upper bound.
 
-        The latter is an earlier rank whose stages are of the same kinds, with at least as many
-        micro-batches of each in flight. In a V-shaped schedule a rank has more micro-batches of
-        one stage in flight the fewer it has of the other; where blocks have one policy only, the
-        first or the last rank of a kind holds the most.
+        That is the rank itself, or an earlier rank whose stages are of the same kinds, with at
+        least the same number of micro-batches of each in flight. In a V-shaped schedule a rank has
+        more micro-batches of one stage in flight the fewer it has of the other; if all blocks have
+        one policy, the first or the last rank of a kind needs the most memory.
         """
         kinds = [
             tuple(self._profiles.kind(stages[stage]) for stage in self._stages_of[rank])

@@ -21,7 +21,7 @@ def write_front(path: Path, planned: PlannedAnswer) -> None:
 
     Args:
         path: ends in .svg or .png.
-        planned: with at least one plan.
+        planned: an answer with at least one plan.
     """
     with plot_style():
         figure = front_figure(planned)

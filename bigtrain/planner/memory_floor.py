@@ -40,7 +40,7 @@ class MemoryFloor:
     peak have run and there are no gradients yet, and when there are.
 
     Args:
-        plan: of the candidate.
+        plan: the plan of the candidate.
         candidate: how many stages, on which ranks.
         widths: bytes of each trained number in one process; see `state_widths`.
     """
@@ -57,8 +57,8 @@ class MemoryFloor:
         """The bytes of the states on the fullest of the ranks that share so many trained numbers.
 
         Args:
-            numbers: trained, on all ranks together.
-            gradients: at the moment when there are gradients; otherwise before that.
+            numbers: trained elements on all ranks together.
+            gradients: whether this is the moment when there are gradients; otherwise before that.
         """
         plan, plain = self._plan, self._widths
         with_master = plan.bf16_parameters and plan.master_weights
@@ -107,8 +107,8 @@ class MemoryFloor:
         """The least that a rank with these stages holds: its states and the saved tensors.
 
         Args:
-            sections_of: by stage of the rank.
-            factors: of `state_factors`.
+            sections_of: the sections of each of the rank's stages.
+            factors: the result of `state_factors`.
         """
         parameters = sum(section_states(sections).parameters for sections in sections_of.values())
         saved = {
@@ -139,7 +139,7 @@ class MemoryFloor:
 
         Args:
             levels: the model's sections.
-            factors: of `state_factors`.
+            factors: the result of `state_factors`.
             profile_of_blocks: the profile of a stage of so many blocks at the smallest policy.
         """
         blocks = [section for section in levels["keep"].sections if section.name]

@@ -64,7 +64,7 @@ class PlanSearch:
     """A search of one space.
 
     Args:
-        evaluator: of the candidates.
+        evaluator: the evaluator of the candidates.
         space: the candidates.
     """
 
@@ -170,7 +170,10 @@ class PlanSearch:
         return best
 
     def _make_plan(self, opened: _OpenCandidate) -> None:
-        """Make the candidate's plan, and bound its memory by its states; or refuse it."""
+        """Make the candidate's plan and its lower bound on memory, or refuse the candidate.
+
+        The bound counts only parameters, gradients and optimizer state.
+        """
         try:
             opened.plan = self.evaluator.plan_of(opened.candidate)
             opened.least_bytes = self.bounds.least_bytes(opened.candidate, opened.plan)

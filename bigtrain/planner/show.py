@@ -266,7 +266,7 @@ def plan_text(planned: PlannedAnswer, evaluated: EvaluatedPlan, command: str) ->
     Args:
         planned: the answer.
         evaluated: one of its plans.
-        command: that made it, for the first line.
+        command: the command that made the file, for the first line.
     """
     peak, step = format_bytes(evaluated.peak.bytes), format_seconds(evaluated.seconds.total)
     head = (

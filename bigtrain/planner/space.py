@@ -36,9 +36,9 @@ class Candidate:
     replicate: Variant | None
     """How replicas share their state; None is the default of a job."""
     rows: int
-    """Of a micro-batch."""
+    """The rows of a micro-batch."""
     micro_batches: int
-    """Of one step and replica."""
+    """The number of micro-batches of a replica in one step."""
     cut: Variant | None = None
     offload: Variant | None = None
     tp: int = 1
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def mesh(self) -> str:
-        """The mesh in words."""
+        """The mesh as text, `pp 2 x dp 4`."""
         return mesh_words(self.pp, self.dp, self.tp)
 
     @property
@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Its name in tables: words for `--strategy`, without the mesh."""
+        """The candidate's name in tables: words for `--strategy`, without the mesh."""
         shares = self.dp > 1 or self.pp * self.tp == 1
         shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(one.label for one in shown if one is not None)
@@ -126,7 +126,7 @@ class Candidate:
 
 
 def mesh_words(pp: int, dp: int, tp: int) -> str:
-    """A mesh in words: `pp 2 x dp 4`, and `x tp 2` if layers are sliced."""
+    """Return a mesh as text: `pp 2 x dp 4`, and `x tp 2` if layers are sliced."""
     return f"pp {pp} x dp {dp}" + (f" x tp {tp}" if tp > 1 else "")
 
 
@@ -139,7 +139,7 @@ def _technique(role: Role, variant: Variant | None) -> Strategy | None:
 
 
 def searched_techniques(job: Job) -> dict[Role, list[Strategy]]:
-    """By role the techniques whose variants are searched: bigtrain's and the user's.
+    """Return by role the techniques whose variants are searched: bigtrain's and the user's.
 
     Args:
         job: its `strategy` names the user's techniques as `package.module:Class`.
@@ -178,7 +178,7 @@ class SearchSpace:
     """The libraries whose replicas are searched; None for all."""
     device_type: str = "cpu"
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
-    """By role the techniques that list the variants."""
+    """The techniques that list variants, by role."""
 
     @property
     def slice_counts(self) -> list[int]:
@@ -206,11 +206,11 @@ class SearchSpace:
         ]
         if not possible:
             named = {"mesh.pp": self.pp, "mesh.dp": self.dp, "mesh.tp": self.tp}
-            given = {key: size for key, size in named.items() if size is not None}
+            fixed = {key: size for key, size in named.items() if size is not None}
             raise ConfigError(
-                f"plan: --devices {self.devices} with {_listed(given, '=')}: "
+                f"plan: --devices {self.devices} with {_listed(fixed, '=')}: "
                 f"pp * dp * tp has to be {self.devices}, and the model's {self.num_blocks} blocks "
-                f"allow at most {self.num_blocks + 1} stages. Leave {_listed(given)} out."
+                f"allow at most {self.num_blocks + 1} stages. Leave {_listed(fixed)} out."
             )
         dividing = [mesh for mesh in possible if self.global_batch_size % mesh[1] == 0]
         if not dividing:
@@ -267,9 +267,9 @@ class SearchSpace:
         return round_sizes(share)
 
 
-def _listed(given: Mapping[str, int], between: str = "") -> str:
-    """List keys, or with a separator keys and their sizes."""
-    words = [f"{key}{between}{size}" if between else key for key, size in given.items()]
+def _listed(sizes: Mapping[str, int], separator: str = "") -> str:
+    """List the keys; with a separator, each key with its size."""
+    words = [f"{key}{separator}{size}" if separator else key for key, size in sizes.items()]
     return " and ".join(words)
 
 

@@ -18,8 +18,8 @@ RECOMPUTE_LEVELS: tuple[BlockPolicy, ...] = ("keep", "selective", "full")
 """The policies that the planner assigns to blocks, from the fastest to the smallest."""
 
 SplitPasses = Callable[[], Mapping[str, PassPair] | None]
-"""Gives the sections' passes with the backward pass split in two; None where the model does not
-run so."""
+"""Returns the sections' passes with split backward passes, by section; None if the model cannot run
+with them."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class SectionRange:
     stop: int
     """The section after the last one."""
     choices: tuple[BlockPolicy, ...]
-    """By section; sections that are no block keep everything."""
+    """The policy of each section; sections outside of blocks save everything for backward."""
     between_ranks: tuple[bool, bool] = (True, True)
     """Whether the stage's input comes from another rank, and whether its output goes to one."""
 
-    def dealt(self, tp: int) -> tuple[int, int]:
+    def scatter_ranks(self, tp: int) -> tuple[int, int]:
         """The number of tp ranks over which the stage's input and its output are scattered."""
         into, out = self.between_ranks
         return (tp if into else 1, tp if out else 1)
@@ -100,7 +100,7 @@ class StageProfiles:
     """Composes the profiles of stages from the model's sections.
 
     Args:
-        plan: of the candidate.
+        plan: the plan of the candidate.
         levels: the model's sections.
         cache: shared by all candidates of a search.
         split_passes: the sections' split backward passes, where the schedule splits them.
@@ -130,7 +130,7 @@ class StageProfiles:
         # Passes are compared by identity, as hashing one reads all its storages. An id stays valid
         # because the evaluator keeps the levels of every candidate.
         passes = [id(section.passes) for section in self.sections(stage)]
-        return (*passes, stage.stop < len(self._all), stage.dealt(self._plan.tp))
+        return (*passes, stage.stop < len(self._all), stage.scatter_ranks(self._plan.tp))
 
     def profile(self, stage: SectionRange) -> Profile:
         """The profile of a stage, or of the whole model."""
@@ -144,7 +144,7 @@ class StageProfiles:
                 after=self._after(stage),
                 recomputed=[section.name for section, choice in pairs if choice != "keep"],
                 released=self._plan.release_gradients,
-                dealt=stage.dealt(self._plan.tp),
+                scatter_ranks=stage.scatter_ranks(self._plan.tp),
             )
         return self._profiles[key]
 
@@ -161,7 +161,9 @@ class StageProfiles:
             self._profiles[key] = with_split_backward(
                 self.profile(stage),
                 [split_passes[section.name] for section in self.sections(stage)],
-                stage_ends(self._all[stage.first], self._after(stage), stage.dealt(self._plan.tp)),
+                stage_ends(
+                    self._all[stage.first], self._after(stage), stage.scatter_ranks(self._plan.tp)
+                ),
             )
         return self._profiles[key]
 

@@ -30,12 +30,12 @@ _ALL = ""
 
 
 class BlockTickRecorder:
-    """Records the clock ticks at which blocks begin and end; it keeps no tensor alive.
+    """Records the clock ticks at which blocks begin and end, without keeping tensors alive.
 
     Args:
         model: gets hooks on its blocks that are never removed, so pass a copy.
-        tracker: has the clock.
-        names: of further modules to follow, besides the blocks that share no parameter.
+        tracker: its clock gives the ticks.
+        names: the names of further modules to follow, besides the blocks that share no parameter.
     """
 
     def __init__(
@@ -87,45 +87,45 @@ class BlockTickRecorder:
         self._notes[name].append((self._tracker.clock, what))
 
     def ticks(self, name: str, start: int, stop: int) -> dict[Moment, list[int]]:
-        """The ticks of a block between two ticks, both included."""
-        found: dict[Moment, list[int]] = {}
-        for tick, what in self._notes[name]:
+        """Return by moment the ticks of a module from `start` to `stop`, both included."""
+        ticks: dict[Moment, list[int]] = {}
+        for tick, moment in self._notes[name]:
             if start <= tick <= stop:
-                found.setdefault(what, []).append(tick)
-        return found
+                ticks.setdefault(moment, []).append(tick)
+        return ticks
 
     def visits(
         self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, BlockTicks]:
-        """The modules that ran in a pass between two ticks, in order.
+        """Return the modules that ran in a pass, in the order of their forward passes.
 
         The backward pass of a block whose inputs need no gradient ends with the pass.
 
         Args:
-            start: of the pass.
-            stop: of the pass.
-            names: of followed modules; left out, the blocks that share no parameter.
+            start: the tick at which the pass starts.
+            stop: the tick at which the pass ends.
+            names: the names of the followed modules; by default the blocks that share no parameter.
         """
         wanted = self.names if names is None else [n for n in names if n in self._modules]
         every = {name: self.ticks(name, start, stop) for name in wanted}
         together = _together(every)
-        found = []
+        blocks = []
         for name, ticks in every.items():
             if "forward begins" not in ticks:
                 continue
             begins = min(ticks.get("backward begins", [stop]))
             ends = max(ticks.get("backward ends", [stop]))
-            if (
-                ends in together
-            ):  # its part of that gradient is complete with that of its last parameter
+            if ends in together:
+                # Its part of the shared gradient is complete with its last parameter's gradient.
                 ends = max(ticks.get("parameter's gradient", [ends]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
-            own = list(self._modules[name].parameters())
-            found.append((name, _block_ticks(own, forward, (begins, max(begins, ends)))))
-        return dict(sorted(found, key=lambda pair: pair[1].forward))
+            parameters = list(self._modules[name].parameters())
+            backward = (begins, max(begins, ends))
+            blocks.append((name, _block_ticks(parameters, forward, backward)))
+        return dict(sorted(blocks, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
-        """The part of the model outside of called blocks, from begin to end of a pass.
+        """Return the ticks of the part of the model outside of called blocks, in one pass.
 
         Its forward pass ends with the model's, before the loss. Its backward pass begins when the
         gradient of the model's output exists, after the backward pass of the loss.
@@ -137,19 +137,24 @@ class BlockTickRecorder:
         return _block_ticks(rest, (start, ends), (begins, stop))
 
     def _only_used(self, start: int, stop: int) -> Iterator[nn.Parameter]:
-        """Parameters of blocks that are used without a call of the block, as by its methods."""
+        """Yield parameters of blocks that are used without a call of the block, as by a method."""
         for name in self.names:
             moments = self.ticks(name, start, stop)
             if "forward begins" not in moments and "parameter's gradient" in moments:
                 yield from self._modules[name].parameters()
 
-    def loss_ticks(self, start: int, turn: int) -> int:
-        """The ticks of a forward pass after the model's, which are those of the loss."""
-        return turn - max(self.ticks(_ALL, start, turn).get("forward ends", [turn]))
+    def loss_ticks(self, start: int, stop: int) -> int:
+        """Return the number of ticks from the end of the model's forward pass to `stop`.
+
+        Args:
+            start: the tick at which the forward pass starts.
+            stop: the tick at which the forward pass of the loss ends.
+        """
+        return stop - max(self.ticks(_ALL, start, stop).get("forward ends", [stop]))
 
 
 def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:
-    """Ticks at which the gradient of an input that several blocks share is complete."""
+    """Return the ticks at which the gradient of an input that several blocks share is complete."""
     last = (max(ticks["backward ends"]) for ticks in every.values() if "backward ends" in ticks)
     return {tick for tick, times in Counter(last).items() if times > 1}
 
@@ -157,7 +162,7 @@ def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:
 def _module(model: nn.Module, name: str) -> nn.Module | None:
     try:
         return model.get_submodule(name)
-    except AttributeError:  # another stage's
+    except AttributeError:  # it belongs to another stage
         return None
 
 
@@ -176,7 +181,7 @@ class SectionHooks:
     """Records every operation, and the inputs of blocks.
 
     Args:
-        names: of the blocks.
+        names: the names of the blocks.
         contiguous_gradients: whether gradients of a block's output have the output's layout.
     """
 
@@ -186,12 +191,12 @@ class SectionHooks:
         """See `RecordedSections.copies_gradient`."""
         self._contiguous_gradients = contiguous_gradients
         self.work: list[tuple[float, ...]] = []
-        """(clock, FLOPs, FLOPs in bf16, bytes, number of calls, m, n, k, batch) of each."""
+        """(clock, FLOPs, FLOPs in bf16, bytes, calls, m, n, k, batch) of each operation."""
         self.incoming: list[tuple[int, str, tuple[int, int, int]]] = []
         """(clock, block, bytes of its inputs, those that get a gradient, those that are sequence
         shards)"""
         self.used: dict[str, set[int]] = {}
-        """When each tensor of the model was used in the very first micro-batch."""
+        """By tensor of the model, the ticks at which operations used it."""
         self._owners: dict[int, str] = {}
         self.clock: Callable[[], int] = lambda: 0
 
@@ -203,9 +208,8 @@ class SectionHooks:
         for name in self.names:
             block = fake.get_submodule(name)
             block.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            is_sent = (
-                self._contiguous_gradients and name != self.names[-1]
-            )  # the output of the last block is not sent
+            # The output of the last block is not sent.
+            is_sent = self._contiguous_gradients and name != self.names[-1]
             block.register_forward_hook(self._after(is_sent=is_sent))
         for tensors in (fake.named_parameters(), fake.named_buffers()):
             for name, tensor in tensors:
@@ -219,8 +223,10 @@ class SectionHooks:
             ]
             sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
             wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
-            stretches = [leaf for leaf in leaves_of((args, kwargs)) if _is_stretch(leaf)]
-            sent = sum(local_of(leaf).nbytes for leaf in stretches)
+            sequence_shards = [
+                leaf for leaf in leaves_of((args, kwargs)) if _is_sequence_shard(leaf)
+            ]
+            sent = sum(local_of(leaf).nbytes for leaf in sequence_shards)
             self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted), sent)))
 
         return hook
@@ -236,7 +242,7 @@ class SectionHooks:
     def _arrived(self, strides: tuple[int, ...], *, is_sent: bool) -> Any:
         def hook(gradient: torch.Tensor) -> torch.Tensor:
             pairs = zip(gradient.shape, gradient.stride(), strides, strict=True)
-            if any(own != sent for size, own, sent in pairs if size > 1):
+            if any(made != sent for size, made, sent in pairs if size > 1):
                 self.copies_gradient = True
                 if is_sent:
                     return gradient.new_empty_strided(gradient.shape, strides)
@@ -246,7 +252,7 @@ class SectionHooks:
 
     def _operation(self, operation: Operation) -> None:
         clock = self.clock()
-        for tensor in operation.given:
+        for tensor in operation.inputs:
             owner = self._owners.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 self.used.setdefault(owner, set()).add(clock)
@@ -254,14 +260,14 @@ class SectionHooks:
             self.work.append((clock, 0.0, 0.0, 0.0, REPEAT_COUNT.get(), 0, 0, 0, 0))
             return
         flops, nbytes = operation.flops, operation.nbytes
-        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
+        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.inputs)
         sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
         product = operation.product if flops else ProductSize()
         self.work.append((clock, *sizes, REPEAT_COUNT.get(), *product))
 
 
-def _is_stretch(leaf: Any) -> bool:
-    """Whether it would go from stage to stage as it lies."""
+def _is_sequence_shard(leaf: Any) -> bool:
+    """Whether a leaf is a sequence shard, which stages send without gathering it."""
     return is_sliced(leaf) and Crossing(leaf.group).sequence_shard(leaf) == (
         leaf.slices,
         leaf.group,

@@ -31,18 +31,18 @@ def compose_profile(
     after: Section | None = None,
     recomputed: Sequence[str] = (),
     released: bool = False,
-    dealt: tuple[int, int] = (1, 1),
+    scatter_ranks: tuple[int, int] = (1, 1),
 ) -> Profile:
-    """The profile of some sections in a row, as `record.make_profile` would make it.
+    """Return the profile of consecutive sections, as `record.make_profile` would make it.
 
     Args:
         base: the run that shows the memory of the optimizer's step.
-        sections: in the order of the forward pass, with different names.
-        after: the section that follows on another rank; None if these end the model.
+        sections: the sections, in the order of the forward pass, with distinct names.
+        after: the section that follows on another rank; None if the model ends with these.
         recomputed: the names of the recomputed blocks.
         released: whether gradients are freed as soon as they are used.
-        dealt: the number of ranks over which the stage's inputs and outputs are scattered; see
-            `slicing.scatter_gather`.
+        scatter_ranks: the number of ranks over which the stage's inputs are scattered, and that for
+            its outputs; see `slicing.scatter_gather`.
     """
     if base.profile is not None:
         return base.profile
@@ -54,8 +54,8 @@ def compose_profile(
         passes = [section.passes[number] for section in sections]
         begins, is_sent = bool(sections[0].name), after is not None
         sides = {"begins": begins, "is_sent": is_sent}
-        parts = stage_ends(sections[0], after, dealt)
-        timeline, section_ticks, stop = concatenate_sections(passes, **sides, dealt=parts)
+        parts = stage_ends(sections[0], after, scatter_ranks)
+        timeline, section_ticks, stop = concatenate_sections(passes, **sides, scatter_ranks=parts)
         timelines.append(timeline)
         visits.append(section_ticks)
         ends.append(stop)
@@ -81,19 +81,19 @@ def compose_profile(
         early_share=base.early_share,
         blocks=tuple(zip(*visits, strict=True)),
         outside_blocks=_rest(sections, tensors, timelines[0], ends[0]),
-        boundary=_wires(sections, after, dealt),
+        boundary=_boundary(sections, after, scatter_ranks),
         windows=windows,
         recomputed=frozenset(recomputed),
         exchanges=(
-            *(e for s in sections for way in s.exchanges for e in way),
-            *_gathers(sections[0], after, dealt),
+            *(e for s in sections for direction in s.exchanges for e in direction),
+            *_gathers(sections[0], after, scatter_ranks),
         ),
         tensors=_named_tensors(sections),
     )
 
 
 def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], ...]:
-    """Name, bytes and dtype of each trained tensor."""
+    """Return the name, bytes and dtype of each trained tensor."""
     return tuple(
         (f"{section.name} {t.name}".strip(), t.nbytes, t.kind)
         for section in sections
@@ -103,59 +103,67 @@ def _named_tensors(sections: Sequence[Section]) -> tuple[tuple[str, int, str], .
 
 
 def with_split_backward(
-    whole: Profile, sections: Sequence[PassPair], dealt: tuple[int, int] = (1, 1)
+    whole: Profile, sections: Sequence[PassPair], scatter_ranks: tuple[int, int] = (1, 1)
 ) -> Profile:
-    """The profile of a stage whose backward pass may be split in two.
+    """Return the profile of a stage, with split backward passes in addition to whole ones.
 
     Args:
-        whole: of the same stage, with whole backward passes.
-        sections: of the stage.
-        dealt: see `stage_ends`.
+        whole: the profile of the same stage with whole backward passes.
+        sections: the passes of the stage's sections, recorded with a split backward pass.
+        scatter_ranks: see `stage_ends`.
     """
     first, later = (
         concatenate_sections(
-            [passes[number] for passes in sections], begins=True, is_sent=True, dealt=dealt
+            [passes[number] for passes in sections],
+            begins=True,
+            is_sent=True,
+            scatter_ranks=scatter_ranks,
         )[0]
         for number in (0, 1)
     )
     return replace(whole, passes={**whole.passes, "first_split": first, "later_split": later})
 
 
-def stage_ends(first: Section, after: Section | None, dealt: tuple[int, int]) -> tuple[int, int]:
-    """The number of ranks that inputs and outputs are scattered over; sequence shards are not.
+def stage_ends(
+    first: Section, after: Section | None, scatter_ranks: tuple[int, int]
+) -> tuple[int, int]:
+    """Return the number of ranks over which a stage's inputs and outputs are really scattered.
+
+    It is 1 for sequence shards: each rank sends its shard as it is.
 
     Args:
-        first: of the stage.
+        first: the first section of the stage.
         after: see `compose_profile`.
-        dealt: see `compose_profile`.
+        scatter_ranks: see `compose_profile`.
     """
-    ends = zip((first, after), dealt, strict=True)
-    into, out = (1 if end is not None and end.stretches else ranks for end, ranks in ends)
+    ends = zip((first, after), scatter_ranks, strict=True)
+    into, out = (1 if end is not None and end.sequence_shards else ranks for end, ranks in ends)
     return into, out
 
 
-def wire_bytes(section: Section, ranks: int) -> tuple[int, int]:
-    """The bytes of a section's inputs, and of their gradients, that one rank receives and sends.
+def boundary_bytes(section: Section, ranks: int) -> tuple[int, int]:
+    """Return the bytes of inputs that one rank receives, and of their gradients that it sends.
 
     Args:
         section: the first block of a stage.
-        ranks: over which tensors that all ranks have are scattered.
+        ranks: the number of ranks over which tensors that all ranks have are scattered.
     """
-    there, back = (scattered_bytes(whole, ranks) for whole in _whole(section))
-    return section.stretches + there, section.stretches + back
+    inputs, gradients = (scattered_bytes(whole, ranks) for whole in _whole(section))
+    return section.sequence_shards + inputs, section.sequence_shards + gradients
 
 
 def _gathered(section: Section | None, ranks: int) -> tuple[int, int]:
-    """The bytes of whole tensors among these that are sent in parts and gathered."""
-    there, back = (n if scattered_bytes(n, ranks) < n else 0 for n in _whole(section))
-    return there, back
+    """Return the bytes of inputs, and of their gradients, that are sent in parts and gathered."""
+    inputs, gradients = (n if scattered_bytes(n, ranks) < n else 0 for n in _whole(section))
+    return inputs, gradients
 
 
 def _whole(section: Section | None) -> tuple[int, int]:
-    """The bytes of a section's inputs, and of their gradients, that all ranks have equal."""
+    """Return the bytes of inputs, and of their gradients, that are equal on all tp ranks."""
     if section is None:
         return 0, 0
-    return section.incoming - section.stretches, section.incoming_gradients - section.stretches
+    shards = section.sequence_shards
+    return section.incoming - shards, section.incoming_gradients - shards
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:
@@ -170,7 +178,7 @@ def section_states(sections: Sequence[Section]) -> Breakdown:
 
 
 def count_parameters(sections: Sequence[Section], *, trained: bool = False) -> int:
-    """The parameters of some sections, or only the trained ones, each once."""
+    """Return the elements of all parameters, or of the trained ones; tied ones count once."""
     return sum(t.numbers for t in _distinct(sections) if t.trained or not (trained or t.is_buffer))
 
 
@@ -186,21 +194,21 @@ def _rest(
     outside = {t.name for s in sections if not s.name for t in s.tensors}
     own_parameters = [t for t in tensors if t.name in outside and not t.is_buffer]
     own_parameters = list({t.name: t for t in own_parameters}.values())
-    turn = first.phases[1][0] - 1
+    backward_start = first.phases[1][0] - 1
     return BlockTicks(
         tuple(t.shape for t in own_parameters),
         tuple(t.trained for t in own_parameters),
-        (0, turn - sections[-1].passes[0].loss_ticks),
+        (0, backward_start - sections[-1].passes[0].loss_ticks),
         (0, stop),
     )
 
 
 def merge_steps(profiles: Sequence[Profile]) -> Profile:
-    """The profile of a rank with several stages, for the one step of their optimizer.
+    """Return the profile of a rank with several stages, for the one step of their optimizer.
 
-    Only the fields that the optimizer's step depends on are of all stages. If it works on all
-    parameters at once, the stages' steps overlap, the shorter ones stretched to the longest; if it
-    works on one parameter at a time, they follow each other.
+    Only the fields that the optimizer's step depends on cover all stages. If the optimizer works on
+    all parameters at once, the stages' steps overlap, and shorter ones are scaled to the longest.
+    If it works on one parameter at a time, they follow each other.
     """
     goes_one_by_one = all(
         _goes_one_by_one(p.step, [size for _, size, _ in p.tensors]) for p in profiles
@@ -236,8 +244,8 @@ def _begin(profile: Profile) -> int:
 def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
     """Whether an optimizer updates its parameters one by one, and not all at once.
 
-    At once, copies of most parameters exist at the peak; one by one, there may be as many storages,
-    but all are of one parameter.
+    If all are updated at once, copies of most parameters exist at the peak. One by one, there may
+    be the same number of storages, but all belong to one parameter.
 
     Args:
         step: the recorded timeline.
@@ -256,9 +264,10 @@ def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
 
 
 def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
-    """The timeline of the optimizer's step on other parameters than those of the recorded run.
+    """Return the timeline of the optimizer's step on other parameters than the recorded run's.
 
-    If it works on all parameters at once, its memory grows with them; one by one, it does not.
+    If the optimizer works on all parameters at once, its memory grows with them; one by one, it
+    does not.
     """
     recorded_tensors = [t for t in _distinct(base.sections) if t.trained]
     if _goes_one_by_one(base.step, [t.nbytes for t in recorded_tensors]):
@@ -267,23 +276,23 @@ def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
     return scale_timeline(base.step, sum(t.numbers for t in trained) / numbers)
 
 
-def _wires(
-    sections: Sequence[Section], after: Section | None, dealt: tuple[int, int]
+def _boundary(
+    sections: Sequence[Section], after: Section | None, scatter_ranks: tuple[int, int]
 ) -> BoundaryBytes:
-    outgoing = (0, 0) if after is None else wire_bytes(after, dealt[1])
-    sizes = *wire_bytes(sections[0], dealt[0]), *outgoing
-    return replace(BoundaryBytes(*sizes), gathered=_gathered(sections[0], dealt[0])[0])
+    outgoing = (0, 0) if after is None else boundary_bytes(after, scatter_ranks[1])
+    sizes = *boundary_bytes(sections[0], scatter_ranks[0]), *outgoing
+    return replace(BoundaryBytes(*sizes), gathered=_gathered(sections[0], scatter_ranks[0])[0])
 
 
 def _gathers(
-    first: Section, after: Section | None, dealt: tuple[int, int]
+    first: Section, after: Section | None, scatter_ranks: tuple[int, int]
 ) -> Iterator[TensorExchange]:
-    """The bytes that are gathered of inputs, and of the gradients of outputs."""
-    for nbytes in (_gathered(first, dealt[0])[0], _gathered(after, dealt[1])[1]):
+    """Yield the all-gathers of the stage's inputs, and of its outputs' gradients."""
+    for nbytes in (_gathered(first, scatter_ranks[0])[0], _gathered(after, scatter_ranks[1])[1]):
         if nbytes:
             yield TensorExchange("all_gather", nbytes)
 
 
 def renamed(section: Section, name: str) -> Section:
-    """The same section for another block."""
+    """Return the section with the name of another block, which is equal."""
     return replace(section, name=name)

@@ -33,7 +33,7 @@ class OneBranch(WholeModel):
     """A whole model that takes the same branch in every micro-batch.
 
     Args:
-        answer: to questions about values and random numbers.
+        answer: the answer to questions about values and random numbers.
         passes: the number of passes before the recorded ones, for the model's own counter.
     """
 
@@ -133,12 +133,13 @@ class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
 
     def __init__(self, answer: Answer, on_question: Any) -> None:
         super().__init__(answer, random.Random(_SEED), on_question)
-        self._dealt: dict[int, int] = {}
+        self._assigned: dict[int, int] = {}
+        """The rows that experts have got so far, by the storage of the choices."""
         self._masks: dict[int, int] = {}
 
     def restart(self) -> None:
         """Begin a pass."""
-        self._dealt.clear()
+        self._assigned.clear()
         self._masks.clear()
 
     def __torch_dispatch__(
@@ -154,9 +155,9 @@ class _Shares(MadeUpAnswers):  # type: ignore[no-untyped-call]
         choices, rows = self._masks.get(_storage(mask)), super()._rows(mask)
         if choices is None or not rows or mask.dim() != 1:
             return rows
-        left = len(mask) - self._dealt.get(choices, 0)
+        left = len(mask) - self._assigned.get(choices, 0)
         share = max(1, -(-left // 2))
-        self._dealt[choices] = min(len(mask), self._dealt.get(choices, 0) + share)
+        self._assigned[choices] = min(len(mask), self._assigned.get(choices, 0) + share)
         return share
 
 

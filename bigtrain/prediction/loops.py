@@ -1,8 +1,7 @@
-"""Loops over fake tensors, besides the plain one: one stage, and a backward pass in two parts.
+"""Loops over fake tensors other than the plain one: of one stage, and with a split backward pass.
 
-In a zero-bubble schedule the backward pass for the inputs leaves the graph of the layers with
-weights, with their saved tensors and the gradient of each, until the backward pass for the weights.
-So both parts are recorded.
+In a zero-bubble schedule the graph of layers with weights, their saved tensors and the gradients of
+their outputs stay alive from the input backward to the weight backward. So both parts are recorded.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
     """Record two micro-batches and two optimizer steps of a stage on fake tensors.
 
     Args:
-        workload: with an example.
-        resolved: with a layout.
+        workload: a workload with an example.
+        resolved: the plan, with a layout.
         index: the number of the stage.
 
     Returns:
@@ -75,7 +74,7 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
 def add_input_weight_passes(
     profile: Profile, workload: Workload, resolved: ResolvedPlan, index: int
 ) -> Profile:
-    """Add the passes of a stage whose backward pass has two parts: for inputs, for weights.
+    """Add the passes of a stage whose backward pass is split into input and weight backward.
 
     Args:
         profile: the result of `profile_stage`.
@@ -89,8 +88,8 @@ def add_input_weight_passes(
     return replace(
         profile,
         passes={**profile.passes, "first_split": first, "later_split": later},
-        # Here autograd decides the strides of the inputs' gradients; in a whole backward pass
-        # they have those of the inputs. So other gradients are copied to be contiguous.
+        # In a split backward pass autograd decides the strides of the inputs' gradients; in a whole
+        # one they have the inputs' strides. So other gradients are copied to be contiguous.
         boundary=_boundary(profile.boundary, recorded.loop),
     )
 
@@ -126,7 +125,7 @@ class _OneStage(WholeModel):
         if plan.precision == "fp64":
             micro_batch = micro_batch.double()
         cut, real = self._cut, replace(micro_batch, count=max(1, micro_batch.count))
-        # The program is traced under its own fake mode, so before the recording's is entered.
+        # Tracing the program enters a fake mode, so it is done before the recording enters one.
         self.program = cut.traced_model.program(real, training=True, places=cut.call_sites)
         return real
 
@@ -165,7 +164,11 @@ class _OneStage(WholeModel):
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
     ) -> list[tuple[int, ...]]:
-        """See `WholeModel.steps`; with another last micro-batch a step of such ones is added."""
+        """See `WholeModel.steps`.
+
+        If the last micro-batch of a step is run without recomputation, one more step is recorded in
+        which every micro-batch is run like the last one.
+        """
         marks = super().steps(runner, batches, step)
         if self.stage.recompute == "except_last":
             self.loop.final = True
@@ -178,11 +181,11 @@ class StageLoop(LoopRunner):
 
     Args:
         assembly: its module is the stage.
-        stage: the same.
-        tracker: of the storages.
+        stage: the stage.
+        tracker: the tracker of the storages.
         splits_backward: whether the backward pass is run in two parts.
-        keeps_outputs: whether outputs stay alive until their gradients have been used, as they do
-            where torch's tables wait for a send after the backward pass of its micro-batch.
+        keeps_outputs: whether outputs stay alive until their gradients have been used, as in
+            torch's schedules that wait for a send only after its micro-batch's backward pass.
     """
 
     def __init__(
@@ -203,16 +206,16 @@ class StageLoop(LoopRunner):
         self.only_sent = 0
         """Bytes of the outputs that are neither saved for the backward pass nor kept."""
         self.input_gradient_bytes = 0
-        """Bytes of the gradients of the inputs, as they are sent: two inputs may share one."""
+        """Bytes of the inputs' gradients that are sent; two inputs may share one storage."""
         self.copied_gradient_bytes = 0
-        """Bytes of these that were copied, to be contiguous."""
+        """Bytes of those gradients that were copied because they were not contiguous."""
         self.weights_begin: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins."""
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
     ) -> Tensor:
-        """See `LoopRunner.run_micro_batch`; the loss that it returns is a zero: none is known."""
+        """See `LoopRunner.run_micro_batch`. It returns zero, as fake tensors have no loss."""
         del check
         self.meter.phase("forward")
         self._worker.begin([micro_batch], scale, final=self.final)
@@ -231,7 +234,7 @@ class StageLoop(LoopRunner):
         if not self._splits_backward:
             passes.backward(0, gradients)
         else:
-            if not self._stage.index:  # it has no inputs: all of the pass is for the weights
+            if not self._stage.index:  # without inputs the whole pass is a weight backward
                 outputs.clear()
             passes.input_backward(0, gradients)
             outputs.clear()
@@ -254,12 +257,12 @@ class _MeasuredPasses(StagePasses):
     sent_bytes = copied_bytes = 0
 
     def contiguous_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        made = super().contiguous_gradients(gradients)
-        as_computed = _storages([gradient for gradient in gradients if gradient is not None])
-        sent = _storages(made)
+        contiguous = super().contiguous_gradients(gradients)
+        computed = _storages([gradient for gradient in gradients if gradient is not None])
+        sent = _storages(contiguous)
         self.sent_bytes = sum(sent.values())
-        self.copied_bytes = sum(size for key, size in sent.items() if key not in as_computed)
-        return made
+        self.copied_bytes = sum(size for key, size in sent.items() if key not in computed)
+        return contiguous
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
@@ -271,7 +274,7 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
 
 
 def _boundary(boundary: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
-    """Replace shapes' bytes by those that a run of the stage has shown."""
+    """Replace the bytes derived from shapes by the bytes that a run of the stage measured."""
     return replace(
         boundary,
         outgoing=loop.only_sent,
@@ -281,12 +284,12 @@ def _boundary(boundary: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
 
 
 def _with_weight_phase(timeline: Timeline, at: int) -> Timeline:
-    """Add a second backward phase, for the weights, from a tick on."""
+    """Add a second backward phase, the weight backward, that begins at a tick."""
     return replace(timeline, phases=(*timeline.phases, (at, "backward")))
 
 
 def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBytes:
-    """Bytes that the rank of a stage exchanges with other pp ranks, tied gradients included."""
+    """Return the bytes that a stage's rank exchanges with other pp ranks, with tied gradients."""
     layout = resolved.layout
     if layout is None or not resolved.plan.pp > 1:
         return CrossingBytes()
@@ -311,23 +314,23 @@ def _crossing(recorded: _OneStage, resolved: ResolvedPlan, index: int) -> Crossi
 
 
 class InputThenWeightBackward(WholeModel):
-    """Records a whole model whose backward pass has two parts: for inputs, then for weights.
+    """Records a whole model with an input backward and then a weight backward.
 
     Args:
-        names: of the blocks.
+        names: the names of the blocks.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self.first_inputs: list[Tensor] = []
-        """The inputs of the first block in this micro-batch, cut off from the graph before it."""
+        """The first block's inputs in this micro-batch, detached from the graph before it."""
         self.starts: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins."""
         self.done: list[tuple[int, str]] = []
-        """(tick, block) at which the weights of a block are done; "" for weights in no block."""
+        """(tick, block): when a block's weight backward ends; block "" for weights in no block."""
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
-        """The plain loop with another backward pass."""
+        """Return the plain loop with a split backward pass."""
         self._tracker = tracker
         return _InputThenWeightLoop(assembly, self)
 
@@ -370,7 +373,7 @@ class InputThenWeightBackward(WholeModel):
         self.starts.append(self._tracker.mark())
         for group in sorted(groups, key=position_of):
             name = position_of(group)[1]
-            # torch makes a view of each parameter it is given, so it is given the group's only.
+            # torch makes a view of each parameter that it gets, so it gets only the group's.
             backward_for_weights((by_node[node] for node in group["params"]), [group])
             self.done.append((self._tracker.mark(), name))
 

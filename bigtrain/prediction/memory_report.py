@@ -27,7 +27,7 @@ class StepForecast:
     """Seconds by part; they sum to `seconds`."""
     basis: StepBasis = "rates"
     source: str = "nothing was forecast"
-    """The source of the forecast, in words; why there is none, if there is none."""
+    """A text on the source of the forecast, or on the reason why there is none."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RankMemory:
     note: str | None = None
     """Why there is no prediction; None if there is one."""
     steps: StepMeasurement | None = None
-    """None if memory was tracked in every step."""
+    """The measured step seconds; None if memory was tracked in every step."""
     predicted_state: StatePeaks = StatePeaks()
     """Predicted peaks of a save and of a resume; the measured ones are in `measured`."""
     volume: StepVolume | None = None
@@ -268,7 +268,7 @@ def _shown(nbytes: Any) -> str:
 
 @dataclass(frozen=True)
 class FullestRank:
-    """The highest predicted peak of all ranks, and the rank that has it."""
+    """The highest predicted peak of all ranks, and its rank."""
 
     peak: Peak
     rank: int

@@ -31,7 +31,7 @@ class Operation(NamedTuple):
     args: Any
     kwargs: Any
     result: Any
-    given: list[Tensor]
+    inputs: list[Tensor]
     is_result: list[Tensor]
 
     @property
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     @property
     def nbytes(self) -> float:
         """Bytes read and written."""
-        return float(bytes_touched(self.given, self.is_result))
+        return float(bytes_touched(self.inputs, self.is_result))
 
 
 class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,21 +95,21 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def behind(self, tracker: StorageTracker) -> Iterator[None]:
         """Report the operations that a tracker sees: a second dispatch mode would be slower."""
-        before, tracker.told = tracker.told, self._seen
+        before, tracker.on_operation = tracker.on_operation, self._seen
         try:
             with kernels_announced(self._kernel):
                 yield
         finally:
-            tracker.told = before
+            tracker.on_operation = before
 
     def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = _tensors_among((result,))
         is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
         if made and not is_buffer:  # without a result it is a query about a tensor
-            given = _tensors_among(args)
+            inputs = _tensors_among(args)
             if kwargs:
-                given += _tensors_among(kwargs.values())
-            self._note(Operation(func, args, kwargs, result, given, made))
+                inputs += _tensors_among(kwargs.values())
+            self._note(Operation(func, args, kwargs, result, inputs, made))
 
 
 def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
@@ -148,10 +148,10 @@ def block_costs(
     (Williams et al. 2009, Roofline).
 
     Args:
-        model: on any device; it is not changed.
-        names: of the modules.
-        micro_batch: of the size of the run's.
-        rates: of the device.
+        model: a model on any device; it is not changed.
+        names: the names of the modules.
+        micro_batch: a micro-batch of the size of the run's.
+        rates: the rates of the device.
         device: the device whose kernels are assumed.
         bf16: whether autocast is on.
         of_cuda: see `stands_for_cuda`.

@@ -52,7 +52,7 @@ def predict(
 
     Args:
         resolved: the plan of the run.
-        workload: with an example.
+        workload: a workload with an example.
         pp_rank: the rank's place on the pp axis.
         dp_rank: its place on the dp axis; None for the replica that needs the most.
         tp_rank: its place on the tp axis.
@@ -231,8 +231,8 @@ def forecast_stages(
     """Forecast each stage of a rank over one micro-batch; the first has the step of all stages.
 
     Args:
-        profiles: of the rank's stages.
-        plan: with the techniques to apply.
+        profiles: the profiles of the rank's stages.
+        plan: the plan with the techniques to apply.
         known: forecasts of single profiles, by the profile's id; new ones are added.
     """
     known = {} if known is None else known
@@ -252,8 +252,8 @@ def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: i
     """Forecast one rank's step in the order of its schedule.
 
     Args:
-        forecasts: of its stages; a model that is not cut is stage 0.
-        plan: of the run.
+        forecasts: the forecasts of its stages; a model that is not cut is stage 0.
+        plan: the plan of the run.
         pp_rank: the rank's place on the pp axis.
     """
     cut_strategy = plan.techniques.get("cut")

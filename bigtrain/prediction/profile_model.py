@@ -24,8 +24,8 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     If passes of the model may take several branches, every micro-batch takes the largest one.
 
     Args:
-        workload: with an example.
-        resolved: with precision, clipping, device and policies.
+        workload: a workload with an example.
+        resolved: the plan with precision, clipping, device and policies.
 
     Returns:
         The profile; if the model cannot run on fake tensors, only its states and the reason.

@@ -129,15 +129,15 @@ def record_steps(
     the blocks are run as written.
 
     Args:
-        workload: with an example.
-        resolved: of the run; its layout is ignored.
+        workload: a workload with an example.
+        resolved: the plan of the run; its layout is ignored.
         device: the device whose kernels are assumed; they decide which tensors are saved.
         unit: the part of the model that is run.
         hooks: further recorders.
         earlier_batch: a micro-batch of another size, for the first step.
 
     Raises:
-        Exception: of any kind that the model's code raises on tensors without values.
+        Exception: any exception that the model's code raises on tensors without values.
     """
     if not resolved.plan.compiles_blocks:
         return _record(workload, resolved, device, unit, hooks, earlier_batch)
@@ -277,7 +277,7 @@ def _with_all_steps(
 
     Args:
         first: the record of the first step.
-        marks: of each step; see `FakeRun.marks`.
+        marks: the ticks of each step; see `FakeRun.marks`.
         births: the gradient ticks of each step.
         sizes: bytes of each micro-batch size.
     """

@@ -1,6 +1,6 @@
 """A model taken apart on fake tensors: one run, from whose parts others are put together.
 
-Blocks that are alike and follow one another are run three times at most: the first, one for all
+Equal blocks that follow one another are run three times at most: the first, one for all
 between, and the last. A model that cannot be shortened so is run whole; one whose blocks do not
 follow one another is a single section.
 """
@@ -57,13 +57,14 @@ class RecordedSections:
     """The first and the last are the parts before and after all blocks."""
     step: Timeline
     step_work: OpLog
-    """Of the optimizer and the clipping."""
+    """The operations of the optimizer's step and of gradient clipping."""
     batch_bytes: int
     rows: int
     state_slots: float
     """See `Profile.state_slots`."""
     profile: Profile | None = None
-    """Of the whole model, where it is one section: its blocks do not follow one another."""
+    """The profile of the whole model if it is a single section, because its blocks do not follow
+    one another."""
     copies_gradient: bool = False
     """Whether the memory layout of a block's output differs from that of its gradient. Between
     ranks a gradient is sent in the layout of the output, and may have to be copied."""
@@ -78,7 +79,7 @@ class UntraceableError(Exception):
 
 
 class _OneStep(WholeModel):
-    """A model that takes one step: nothing is said of its optimizer's state."""
+    """Runs a model for one step only, so the optimizer's state is not recorded."""
 
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
@@ -105,16 +106,16 @@ def record_sections(
 
     Args:
         workload: the model on the meta device; its example is not used.
-        names: of its blocks.
+        names: the names of its blocks.
         micro_batches: one, or two of different sizes, both in one run.
-        plan: of the run.
+        plan: the plan of the run.
         device: the device whose kernels are assumed.
-        slices: of the model, where it is sliced: the first rank's are run.
+        slices: the model's slices over tp, if it is sliced; the first rank's slices are run.
         contiguous_gradients: see `SectionHooks`.
-        unit: how many steps it takes.
+        unit: runs the steps.
 
     Returns:
-        One for each micro-batch.
+        The sections of each micro-batch.
 
     Raises:
         UntraceableError: the model's code raises without values; the cause is its exception.
@@ -161,19 +162,19 @@ def _recorded(
 
 @dataclass(frozen=True)
 class _Moments:
-    """When blocks began and ended in one micro-batch: forward, and backward."""
+    """The ticks (begin, end) of a block in one micro-batch, forward and backward."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
 
 
 class SectionSplitter:
-    """A run and its notes, to be cut into sections."""
+    """Splits a recorded run into sections."""
 
     def __init__(self, run: FakeRun, notes: SectionHooks, plan: Plan) -> None:
         self._run, self._notes, self._plan = run, notes, plan
         self.order = self._in_order()
-        """The blocks in the order of the pass; none where they do not follow one another."""
+        """The blocks in the order of the pass; empty if they do not follow one another."""
 
     def split(self, rows: int) -> RecordedSections:
         """The sections of the run."""
@@ -200,7 +201,7 @@ class SectionSplitter:
                     tensors[place],
                     incoming=incoming,
                     incoming_gradients=incoming_gradients,
-                    stretches=sequence_shards,
+                    sequence_shards=sequence_shards,
                     exchanges=(in_forward, in_backward),
                 )
             )
@@ -227,7 +228,7 @@ class SectionSplitter:
         )
 
     def _in_order(self) -> list[str]:
-        """The blocks in the order of the pass; none where they do not follow one another."""
+        """The blocks in the order of the pass; empty if they do not follow one another."""
         begins: dict[str, int] = {}
         for name in self._notes.names:
             ticks, later = (
@@ -253,31 +254,32 @@ class SectionSplitter:
         begins = min(ticks.get("backward begins", [stop]))
         return _Moments(forward, (begins, max(ticks.get("backward ends", [stop]))))
 
-    def _turn(self, which: int) -> int:
+    def _backward_start(self, which: int) -> int:
         start, stop = self._run.marks[which], self._run.marks[which + 1]
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
     def _returned(self, which: int) -> int:
-        """When the model's own forward pass ends."""
-        turn = self._turn(which)
-        return turn - self._run.ticks.loss_ticks(self._run.marks[which], turn)
+        """Return the tick at which the model's forward pass ends, before the loss."""
+        backward_start = self._backward_start(which)
+        return backward_start - self._run.ticks.loss_ticks(self._run.marks[which], backward_start)
 
     def windows(self, pass_number: int) -> list[Windows]:
-        """Of the part before the blocks, of each block, of the part after them."""
+        """Return the windows of the part before the blocks, of each block, of the part after."""
         start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
-        turn = self._turn(pass_number)
+        backward_start = self._backward_start(pass_number)
         moments = [self._moments(name, pass_number) for name in self.order]
         forward_edges = [start, *(m.forward[0] for m in moments)]
         backward_edges = [stop, *(m.backward[1] for m in moments)]
         if moments:
             forward_edges.append(moments[-1].forward[1])
-            backward_edges.append(min(max(turn, moments[-1].backward[0]), backward_edges[-1]))
+            last_start = max(backward_start, moments[-1].backward[0])
+            backward_edges.append(min(last_start, backward_edges[-1]))
         else:  # one section before the end of the forward pass, none after
-            forward_edges.append(turn)
-            backward_edges.append(turn)
-        forward_edges.append(turn)
-        backward_edges.append(turn)
+            forward_edges.append(backward_start)
+            backward_edges.append(backward_start)
+        forward_edges.append(backward_start)
+        backward_edges.append(backward_start)
         pairs = zip(pairwise(forward_edges), pairwise(backward_edges), strict=True)
         return [
             (SectionWindow(*forward), SectionWindow(*reversed(backward)))
@@ -291,7 +293,10 @@ class SectionSplitter:
         windows: list[Windows],
         tensors: list[tuple[SectionTensor, ...]],
     ) -> SectionPass:
-        (there, back), stop = windows[position], self._run.marks[pass_number + 1]
+        (forward_window, backward_window), stop = (
+            windows[position],
+            self._run.marks[pass_number + 1],
+        )
         returned = self._returned(pass_number) if self.order else None
         spans = self._run.window(pass_number).spans
         section_pass = section_spans(spans, windows, position, stop, returned)
@@ -300,12 +305,12 @@ class SectionSplitter:
             moments = self._moments(self.order[position - 1], pass_number)
             parameters = [t for t in tensors[position] if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
-            offset = there.length - back.begin
+            offset = forward_window.length - backward_window.begin
             visit = BlockTicks(
                 tuple(t.shape for t in parameters),
                 tuple(t.trained for t in parameters),
-                (forward[0] - there.begin, forward[1] - there.begin),
-                (max(backward[0], back.begin) + offset, backward[1] + offset),
+                (forward[0] - forward_window.begin, forward[1] - forward_window.begin),
+                (max(backward[0], backward_window.begin) + offset, backward[1] + offset),
             )
         return replace(section_pass, ticks=visit)
 
@@ -353,8 +358,8 @@ class SectionSplitter:
                 return [place]
         if not self.order:
             return [0]
-        begins, ends, turn = self._first_forward
-        ticks = [tick for tick in self._notes.used.get(name, ()) if tick <= turn]
+        begins, ends, backward_start = self._first_forward
+        ticks = [tick for tick in self._notes.used.get(name, ()) if tick <= backward_start]
         places = {
             0 if tick <= begins else sections - 1 for tick in ticks if not begins < tick < ends
         }
@@ -362,12 +367,12 @@ class SectionSplitter:
 
     @cached_property
     def _first_forward(self) -> tuple[int, int, int]:
-        """Of the very first forward pass: when the blocks begin, when they end, when it ends."""
-        turn = next(t for t, phase in self._run.timeline.phases if phase == "backward")
-        every = [self._run.ticks.ticks(name, 0, turn) for name in self._notes.names]
+        """The ticks of the run's first forward pass: blocks begin, blocks end, the pass ends."""
+        backward_start = next(t for t, phase in self._run.timeline.phases if phase == "backward")
+        every = [self._run.ticks.ticks(name, 0, backward_start) for name in self._notes.names]
         begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))
         ends = max(tick for ticks in every for tick in ticks.get("forward ends", ()))
-        return begins, ends, turn
+        return begins, ends, backward_start
 
 
 def record_split_backward(
@@ -382,31 +387,34 @@ def record_split_backward(
 ) -> tuple[dict[str, PassPair], ...] | None:
     """Run a model with its backward pass in two parts; see `record_sections`.
 
-    It goes back to the first block: a stage that begins before it goes back in one part.
+    The split backward pass ends at the first block. A stage that begins before the first block has
+    one whole backward pass.
 
     Returns:
-        For each micro-batch the blocks by name, and under "" the part after them; None where
-        the model does not run so.
+        For each micro-batch the passes of the blocks by name, and under "" those of the part after
+        them; None if the model cannot run with a split backward pass.
     """
     notes = SectionHooks(names, contiguous_gradients=contiguous_gradients)
     unit = InputThenWeightBackward(notes.names)
     try:
         run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)
-    except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
+    except Exception:  # noqa: BLE001 - user code may raise anything; then the pass is not split
         return None
     runs = [run] if run.first_step is None else [run.first_step, run]
-    passes = [_split_sections(SectionSplitter(one, notes, plan), one, unit) for one in runs]
+    passes = [
+        _split_sections(SectionSplitter(fake_run, notes, plan), fake_run, unit) for fake_run in runs
+    ]
     return tuple(passes) if all(passes) else None
 
 
 def _split_sections(
-    apart: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
+    splitter: SectionSplitter, run: FakeRun, unit: InputThenWeightBackward
 ) -> dict[str, PassPair]:
     """The blocks of a run and the part after them; empty if blocks do not follow one another."""
-    if not apart.order:
+    if not splitter.order:
         return {}
-    names = [*apart.order, ""]
-    first, later = (_split_passes(apart, run, unit, which) for which in (0, 1))
+    names = [*splitter.order, ""]
+    first, later = (_split_passes(splitter, run, unit, which) for which in (0, 1))
     return dict(zip(names, zip(first, later, strict=True), strict=True))
 
 
@@ -418,10 +426,12 @@ def _split_passes(
     ends = {name: tick for tick, name in unit.done if start < tick <= stop}
     windows: list[Windows] = []
     done = begin
-    for name, (there, back) in zip([*splitter.order, ""], splitter.windows(which)[1:], strict=True):
+    for name, (forward_window, backward_window) in zip(
+        [*splitter.order, ""], splitter.windows(which)[1:], strict=True
+    ):
         until = max(done, ends.get(name, done)) if name else stop
-        inputs = SectionWindow(min(back.begin, begin), min(back.end, begin))
-        windows.append((there, inputs, SectionWindow(done, until)))
+        inputs = SectionWindow(min(backward_window.begin, begin), min(backward_window.end, begin))
+        windows.append((forward_window, inputs, SectionWindow(done, until)))
         done = until
     spans = run.window(which).spans
     return [section_spans(spans, windows, place, stop) for place in range(len(windows))]

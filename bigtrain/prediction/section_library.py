@@ -41,23 +41,23 @@ class ModelSections:
 
     @cached_property
     def states(self) -> Breakdown:
-        """Of the whole model, bytes of one process."""
+        """Bytes of the whole model's states in one process."""
         return section_states(self.sections)
 
     @cached_property
     def exchanges(self) -> tuple[tuple[object, int], ...]:
-        """Exchanges of the tp axis, each with the number of consecutive sections that have it."""
+        """The sections' exchanges over tp, each with the number of consecutive equal ones."""
         runs = groupby(section.exchanges for section in self.sections)
         return tuple((exchanges, sum(1 for _ in run)) for exchanges, run in runs)
 
     @cached_property
     def numbers(self) -> int:
-        """That are trained, each once."""
+        """The number of trained elements; tied parameters count once."""
         return count_parameters(self.sections, trained=True)
 
     @cached_property
     def trained(self) -> int:
-        """The same, those that are tied as often as they are used."""
+        """The number of trained elements; a tied parameter counts once for each use."""
         return sum(t.numbers for section in self.sections for t in section.tensors if t.trained)
 
 
@@ -65,13 +65,14 @@ class SectionLibrary:
     """The sections of one model.
 
     Args:
-        model: on the meta device; it is left as it is.
+        model: a model on the meta device; it is not changed.
         example: a micro-batch of any size.
-        loss: the loss of a run; told whether several micro-batches wait at the head, and the rows
-            of each.
-        make_optimizer: as in a run.
-        device: whose kernels are meant.
-        slices: of the model in a plan that slices it; left out, as the plan's technique lays them.
+        loss: returns the loss of a run, from whether several micro-batches wait at the head, and
+            the rows of each.
+        make_optimizer: makes the optimizer as a run does.
+        device: the device whose kernels are assumed.
+        slices: the model's slices in a plan that slices it; by default those of the plan's
+            technique.
 
     Raises:
         ConfigError: the model does not run without its numbers.
@@ -95,15 +96,15 @@ class SectionLibrary:
 
     @property
     def num_blocks(self) -> int:
-        """Of the model."""
+        """The number of the model's blocks."""
         return len(self._named)
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:
-        """Over how many ranks one of these can slice something of the model; 1: over none."""
+        """Return the largest tp size of these techniques; 1 if none can slice the model."""
         return self._runs.most_ranks(techniques)
 
     def first_blocks(self, blocks: int) -> SectionLibrary:
-        """The same model with its first blocks alone; runs are shared."""
+        """Return the library of the same model with only its first blocks; runs are shared."""
         library = copy(self)
         library._named, library._bodies = self._named[:blocks], {}
         return library
@@ -118,21 +119,21 @@ class SectionLibrary:
         cut: bool = False,
         exact: bool = True,
     ) -> ModelSections:
-        """The sections in a run of this plan.
+        """Return the sections in a run of this plan.
 
         Args:
-            plan: for the precision and all that is not the choice.
-            rows: of a micro-batch.
-            choice: of every block.
+            plan: the precision and everything except the policy of blocks come from this plan.
+            rows: the rows of a micro-batch.
+            choice: the policy of every block.
             waiting: whether several micro-batches wait at the head.
             cut: whether the sections are on several ranks, each with untied parameters.
-            exact: whether the memory of what is after the blocks matters, which may take a run of
-                its own where the loss goes in chunks.
+            exact: whether the memory of the part after the blocks has to be exact, which may take
+                one more run if the loss is computed in chunks.
 
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
-        # The parts before and after the blocks are those of the run in which blocks keep all.
+        # The parts before and after the blocks come from the run in which blocks save everything.
         keeps_all = choice == "keep"
         kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
         kind = kind._replace(cut=keeps_all and kind.cut)
@@ -140,9 +141,11 @@ class SectionLibrary:
             self._bodies, self._changes = {}, self._runs.changes
         if (kind, rows, exact) not in self._bodies:
             self._body(plan, kind, rows, exact=exact)
-            if cut and self._runs.relaid and not kind.contiguous_gradients:  # it has shown it
-                given = {"waiting": waiting, "cut": cut, "exact": exact}
-                return self.model_sections(plan, rows, choice, **given)
+            if cut and self._runs.copied_gradient and not kind.contiguous_gradients:
+                # The run has shown that gradients are copied, so run again with such copies.
+                return self.model_sections(
+                    plan, rows, choice, waiting=waiting, cut=cut, exact=exact
+                )
         return self._bodies[kind, rows, exact]
 
     def _kind(
@@ -154,28 +157,34 @@ class SectionLibrary:
             choice,
             waiting and self._runs.waits(rows),
             cut and self._ties,
-            cut and self._runs.relaid,
+            cut and self._runs.copied_gradient,
             slicing_key(plan),
         )
 
     def _body(self, plan: Plan, kind: RunKind, rows: int, *, exact: bool) -> None:
         recorded, is_exact = self._read_off(plan, kind, rows)
-        # The part after blocks under another policy is never asked for.
+        # With another policy only the blocks of a run are used, not the part after them.
         if exact and not is_exact and kind.choice == "keep":
             *sections, end = recorded.sections
-            own_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
-            recorded = replace(recorded, sections=(*sections, own_end))
-        found = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+            exact_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
+            recorded = replace(recorded, sections=(*sections, exact_end))
+        body = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
         for key in {exact, exact or is_exact or kind.choice != "keep"}:
-            self._bodies[kind, rows, key] = found
-        self._bodies.setdefault((kind, rows, False), found)
+            self._bodies[kind, rows, key] = body
+        self._bodies.setdefault((kind, rows, False), body)
 
     def _read_off(self, plan: Plan, kind: RunKind, rows: int) -> tuple[RecordedSections, bool]:
-        """A run, and whether it is exact: of other rows than were run, and of finer slices."""
+        """Return the sections for `rows` rows, and whether their memory is exact.
+
+        They are interpolated between runs of other rows, and of coarser slices.
+        """
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others:
-            (few, few_exact), (many, many_exact) = (self._read_off(*one, rows) for one in others)
-            share = finer_share(plan.tp, *(one.tp for one, _ in others))
+            (few, few_exact), (many, many_exact) = (
+                self._read_off(coarser_plan, coarser_kind, rows)
+                for coarser_plan, coarser_kind in others
+            )
+            share = finer_share(plan.tp, *(coarser_plan.tp for coarser_plan, _ in others))
             finer = interpolate_sections(few, many, share)
             if finer is not None:
                 is_chunked = isinstance(runs.loss(kind, rows), ChunkedCrossEntropy)
@@ -187,51 +196,55 @@ class SectionLibrary:
         if rows in sizes:
             return (small, large)[sizes.index(rows)], True
         share = (rows - small.rows) / (large.rows - small.rows)
-        found = interpolate_sections(small, large, share)
-        if found is None:
+        interpolated = interpolate_sections(small, large, share)
+        if interpolated is None:
             return runs.recorded(plan, kind, (rows,), rows)[0], True
-        return found[0], found[1] and runs.in_one_round(plan, kind, rows)
+        return interpolated[0], interpolated[1] and runs.in_one_round(plan, kind, rows)
 
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
     ) -> dict[str, PassPair] | None:
-        """The blocks by name, and under "" the part after them, with split backward passes.
+        """Return the passes of blocks by name, and under "" of the part after, split backward.
 
         Args:
-            plan: as all others: see `model_sections`.
-            rows: of a micro-batch.
+            plan: see `model_sections`.
+            rows: the rows of a micro-batch.
             waiting: see `model_sections`.
             cut: see `model_sections`.
 
         Returns:
-            None where the model does not run so.
+            None if the model cannot run with a split backward pass.
         """
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
-        found = self._split(plan, kind, rows)
+        passes = self._split(plan, kind, rows)
         _, stands_for = self._runs.shortened(cut=kind.cut)
-        if found is None:
+        if passes is None:
             return None
-        blocks = {name: found[s] for name, s in stands_for.items() if s in found}
-        return {**blocks, "": found[""]}
+        blocks = {name: passes[s] for name, s in stands_for.items() if s in passes}
+        return {**blocks, "": passes[""]}
 
     def _split(self, plan: Plan, kind: RunKind, rows: int) -> dict[str, PassPair] | None:
-        """The same of the model that is run."""
+        """Return `split_passes` of the model that is run, which may be shortened."""
         runs, others = self._runs, self._runs.coarser(plan, kind, rows)
         if others and not isinstance(runs.loss(kind, rows), ChunkedCrossEntropy):
-            share = finer_share(plan.tp, *(one.tp for one, _ in others))
-            found = interpolate_named([self._split(*one, rows) for one in others], share)
-            if found is not None:
-                return found
+            share = finer_share(plan.tp, *(coarser_plan.tp for coarser_plan, _ in others))
+            coarser_passes = [
+                self._split(coarser_plan, coarser_kind, rows)
+                for coarser_plan, coarser_kind in others
+            ]
+            finer = interpolate_named(coarser_passes, share)
+            if finer is not None:
+                return finer
         sizes = runs.sizes(plan, kind, rows)
-        recorded = runs.halves(plan, kind, sizes if rows >= sizes[0] else (rows,), rows)
+        recorded = runs.split_passes(plan, kind, sizes if rows >= sizes[0] else (rows,), rows)
         if recorded is None or rows <= sizes[0] or rows == sizes[1]:
             return None if recorded is None else recorded[rows == sizes[1]]
         share = (rows - sizes[0]) / (sizes[1] - sizes[0])
-        found = interpolate_named(recorded, share)
-        return found or (runs.halves(plan, kind, (rows,), rows) or (None,))[0]
+        interpolated = interpolate_named(recorded, share)
+        return interpolated or (runs.split_passes(plan, kind, (rows,), rows) or (None,))[0]
 
     def _whole(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
-        """Every block of the model, in the order of the pass."""
+        """Return the part before the blocks, every block in order, and the part after them."""
         _, stands_for = self._runs.shortened(cut=cut)
         places = {section.name: place for place, section in enumerate(recorded.sections)}
         ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
@@ -240,6 +253,6 @@ class SectionLibrary:
         return (self._own(recorded.sections[0]), *blocks, self._own(recorded.sections[-1]))
 
     def _own(self, section: Section) -> Section:
-        """The section with the model's names of tied tensors."""
+        """Return the section with the original names of tied tensors that were copied."""
         tensors = (replace(t, name=self._runs.aliases.get(t.name, t.name)) for t in section.tensors)
         return replace(section, tensors=tuple(tensors))

@@ -31,17 +31,17 @@ class Anchor(IntEnum):
     """The origin of the ticks of a birth or a death."""
 
     FORWARD = 0
-    """The begin of the section's forward pass; the next ones likewise:"""
+    """The begin of the section's forward pass."""
     INPUTS = 1
-    """Its backward pass; where that is in two parts the one for the inputs' gradients."""
+    """The begin of its backward pass; if that is split, of its input backward."""
     WEIGHTS = 2
-    """The part for the weights' gradients."""
+    """The begin of its weight backward."""
     TURN = 3
     """The end of all forward passes."""
     END = 4
     """The end of the micro-batch."""
     OPTIMIZER = 5
-    """The same, of what stays until the optimizer has used it."""
+    """The end of the micro-batch too, for storages that stay until the optimizer has used them."""
     FIRST = 6
     """The beginning of the first section's backward pass (a tied parameter's gradient)."""
     LAST = 7
@@ -56,36 +56,37 @@ class Storage(NamedTuple):
     nbytes: int
     kind: MemoryKind
     window: Anchor
-    """In which it is made."""
+    """The window in which it is made."""
     birth: int
-    """Ticks after that window has begun."""
+    """Ticks from the begin of `window`."""
     until: Anchor
+    """The moment that `death` is counted from."""
     death: int
-    """Ticks after that."""
+    """Ticks from `until`."""
 
 
 class SectionWindow(NamedTuple):
-    """Ticks begin < t <= end of one pass through a section."""
+    """The ticks t with begin < t <= end: one pass through a section."""
 
     begin: int
     end: int
 
     @property
     def length(self) -> int:
-        """Ticks."""
+        """The number of ticks."""
         return self.end - self.begin
 
     def is_result(self, span: Span) -> bool:
-        """Whether a storage is made in it."""
+        """Whether a storage is made in this window."""
         return self.begin < span.birth <= self.end
 
     def frees(self, span: Span) -> bool:
-        """Whether a storage is let go of in it."""
+        """Whether a storage is freed in this window."""
         return self.begin + 1 < span.death <= self.end + 1
 
 
 Windows = tuple[SectionWindow, ...]
-"""Of a section: forward and backward; or forward, for the inputs, for the weights."""
+"""A section's windows: forward and backward; or forward, input backward, weight backward."""
 
 
 @dataclass(frozen=True)
@@ -93,88 +94,93 @@ class SectionTensor:
     """A parameter or buffer of a section."""
 
     name: str
-    """Tells tied ones from others."""
+    """The plain name; tied tensors have the same one."""
     shape: tuple[int, ...]
     nbytes: int
     trained: bool = False
     kind: str = ""
-    """Of its numbers."""
+    """The dtype of its elements."""
     is_buffer: bool = False
     state_bytes: int = 0
-    """Of the optimizer, for this one."""
+    """Bytes of the optimizer's state of this tensor."""
     state_scalars: int = 0
-    """Bytes of those that are scalars, such as step counts."""
+    """Bytes of the scalars in that state, such as step counts."""
 
     @property
     def numbers(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class OpLog:
-    """The operations of a pass, one to a row."""
+    """The operations of a pass, one in each row."""
 
     flops: NDArray[np.float64]
-    """In fp32 and fp64."""
+    """FLOPs in fp32 and fp64."""
     low_flops: NDArray[np.float64]
-    """In bf16."""
+    """FLOPs in bf16."""
     nbytes: NDArray[np.float64]
-    """Read and written."""
+    """Bytes read and written."""
     times: NDArray[np.float64]
-    """How often each is done."""
+    """How often each operation runs."""
     products: NDArray[np.float64]
-    """Of those that are matrix products the sizes, see `op_cost.ProductSize`: (operations, 4)."""
+    """The sizes of matrix products, (operations, 4): see `op_cost.ProductSize`."""
 
     def scaled(self, factor: float) -> OpLog:
-        """Operations that are larger or smaller; the sizes of products stay."""
+        """Return a copy with FLOPs and bytes times a factor; the sizes of products stay."""
         flops, low_flops = self.flops * factor, self.low_flops * factor
         return replace(self, flops=flops, low_flops=low_flops, nbytes=self.nbytes * factor)
 
 
 @dataclass(frozen=True)
 class SectionPass:
-    """One micro-batch through a section and back."""
+    """The forward and the backward pass of one micro-batch through a section."""
 
     lengths: tuple[int, ...]
-    """Ticks of its windows: see `Windows`."""
+    """The number of ticks of each of the section's `Windows`."""
     storages: tuple[Storage, ...]
     ticks: BlockTicks | None = None
     """The ticks of the block, counted in the section from 1 to the sum of `lengths`; None outside
     of blocks."""
     gradients: tuple[int, ...] = ()
-    """Which storages are gradients, those that are added to others, too."""
-    wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-    """Which of them the section before hands over, and the gradient that the section after hands
-    back: at the ends of a stage they come from other ranks, and stay until the end."""
+    """The indices of storages that are gradients, including those that are added to others."""
+    boundary: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    """The indices of storages that the section before produces as inputs, and of gradients that the
+    section after produces. At the ends of a stage other ranks send them, and they stay until the
+    end of the micro-batch."""
     loss_ticks: int = 0
-    """Of the last section's forward window those that come after the model's own pass."""
+    """Ticks at the end of the last section's forward window that belong to the loss."""
 
     @cached_property
     def saved(self) -> int:
-        """Bytes that it keeps from its forward to its backward pass."""
-        own = (Anchor.INPUTS, Anchor.WEIGHTS)
-        return sum(s.nbytes for s in self.storages if not s.window and s.until in own)
+        """Bytes that the section saves from its forward to its backward pass."""
+        backward = (Anchor.INPUTS, Anchor.WEIGHTS)
+        return sum(s.nbytes for s in self.storages if not s.window and s.until in backward)
 
     def at_stage_end(self, side: int, ranks: int) -> SectionPass:
-        """The section at a stage's begin (0) or end (1), its boundary tensors scattered."""
-        found = list(self.storages)
-        for place in self.wires[side]:
-            whole, sent = found[place], scattered_bytes(found[place].nbytes, ranks)
-            found += [] if ranks == 1 else [whole]  # gathered tensors are freed as between blocks
-            found[place] = whole._replace(nbytes=sent, until=Anchor.END, death=1)
-        return replace(self, storages=tuple(found))
+        """Return the section at a stage's begin (side 0) or end (1), boundary tensors scattered."""
+        storages = list(self.storages)
+        for index in self.boundary[side]:
+            whole, sent = storages[index], scattered_bytes(storages[index].nbytes, ranks)
+            # The gathered tensor is freed like one between two blocks.
+            storages += [] if ranks == 1 else [whole]
+            storages[index] = whole._replace(nbytes=sent, until=Anchor.END, death=1)
+        return replace(self, storages=tuple(storages))
 
     @cached_property
     def flat(self) -> tuple[Storage, ...]:
-        """Its effect on other sections: storages alive between its windows, or freed in theirs."""
+        """The storages that matter to other sections, merged where they have one lifetime.
+
+        They are alive between this section's windows, or are freed in other sections' windows.
+        """
         sums: dict[tuple[MemoryKind, Anchor, Anchor], int] = {}
-        seen = [self.storages[place] for place in self.gradients]
-        seen += [one for one in self.storages if one.until >= Anchor.FIRST]
-        for one in self.storages:
-            if one.window < one.until <= Anchor.WEIGHTS or one.until == Anchor.END:
-                key = one.kind, one.window, one.until
-                sums[key] = sums.get(key, 0) + one.nbytes
+        seen = [self.storages[index] for index in self.gradients]
+        seen += [storage for storage in self.storages if storage.until >= Anchor.FIRST]
+        for storage in self.storages:
+            if storage.window < storage.until <= Anchor.WEIGHTS or storage.until == Anchor.END:
+                key = storage.kind, storage.window, storage.until
+                sums[key] = sums.get(key, 0) + storage.nbytes
         for (kind, window, until), nbytes in sums.items():
             death = {Anchor.INPUTS: 2, Anchor.END: 1}.get(until) or self.lengths[until]
             seen.append(Storage(nbytes, kind, window, self.lengths[window], until, death))
@@ -198,8 +204,8 @@ class Section:
     incoming: int = 0
     """Bytes of the tensors that a block is called with."""
     incoming_gradients: int = 0
-    """Of those that a gradient goes back to."""
-    stretches: int = 0
+    """Bytes of those incoming tensors that get a gradient."""
+    sequence_shards: int = 0
     """Bytes of `incoming` that arrive as sequence shards: see `slicing.scatter_gather`."""
     slowdown: tuple[float, float] = (1.0, 1.0)
     """Measured seconds divided by the seconds at the device's rates, forward and backward."""
@@ -208,7 +214,11 @@ class Section:
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
-    """The passes of a section with gradients marked; the first pass, which keeps them, tells."""
+    """Return the passes of a section with their gradients marked.
+
+    Only the first pass keeps its gradients; if both passes make storages of the same sizes in the
+    same order, the later pass has its gradients at the same positions.
+    """
     near, others = (
         [(place, s) for place, s in enumerate(section_pass.storages) if s.until < Anchor.FIRST]
         for section_pass in (first, later)
@@ -237,41 +247,42 @@ def section_spans(
     stop: int,
     returned: int | None = None,
 ) -> SectionPass:
-    """The storages of a timeline that belong to a section.
+    """Return the storages of a timeline that belong to a section.
 
-    An output of the section before belongs to it from the begin of its window, if it frees it. Its
-    own output belongs to it until its window ends.
+    An output of the section before belongs to this one from the begin of this one's window, if this
+    one frees it. An output of this section belongs to it until its window ends.
 
     Args:
-        spans: of one micro-batch.
-        windows: of all sections.
-        place: of the section.
-        stop: the last tick of the micro-batch; what lives on stays for the optimizer.
-        returned: the tick at which the model's own forward pass ends; None where nobody asks.
+        spans: the storages of one micro-batch.
+        windows: the windows of all sections.
+        place: the index of the section.
+        stop: the last tick of the micro-batch; gradients that outlive it stay for the optimizer.
+        returned: the tick at which the model's forward pass ends, before the loss; None if it is
+            not needed.
     """
     leaving = None
     if returned is not None:
-        turn = windows[-1][0].end
-        made = min((s.birth for s in spans if s.birth > returned), default=turn)
-        leaving = returned, min(made, turn)
+        backward_start = windows[-1][0].end
+        made = min((s.birth for s in spans if s.birth > returned), default=backward_start)
+        leaving = returned, min(made, backward_start)
     kind = _Owner if len(windows[place]) == len(_WHOLE) else _SplitOwner
     owner = kind(windows, place, stop, leaving)
     storages: list[Storage] = []
-    wires: tuple[list[int], list[int]] = [], []
+    boundary: tuple[list[int], list[int]] = [], []
     for span in spans:
-        own_spans = owner.owned(span)
-        if own_spans is not None:
+        storage = owner.owned(span)
+        if storage is not None:
             side = owner.side(span)
             if side is not None:
-                wires[side].append(len(storages))
-            storages.append(own_spans)
+                boundary[side].append(len(storages))
+            storages.append(storage)
     gradients = (n for n, s in enumerate(storages) if s.until == Anchor.OPTIMIZER)
     lengths = tuple(window.length for window in windows[place])
-    both = tuple(wires[0]), tuple(wires[1])
+    both = tuple(boundary[0]), tuple(boundary[1])
     is_last = place + 1 == len(windows) and returned is not None
     beyond = windows[-1][0].end - returned if is_last and returned is not None else 0
     return SectionPass(
-        lengths, tuple(storages), gradients=tuple(gradients), wires=both, loss_ticks=beyond
+        lengths, tuple(storages), gradients=tuple(gradients), boundary=both, loss_ticks=beyond
     )
 
 
@@ -281,13 +292,13 @@ _WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
 class _Owner:
     """Selects the storages of a section from a timeline; the backward pass is whole.
 
-    A storage that outlives its windows by a few ticks is ended with them. Copies of autocast are
-    freed together after the model's forward pass, in an order without meaning.
+    A storage that outlives its section's windows by a few ticks counts as freed at their end.
+    Autocast frees its copies together after the model's forward pass; their order is ignored.
 
     Args:
         windows: see `section_spans`.
-        place: of the section.
-        stop: see there.
+        place: the index of the section.
+        stop: see `section_spans`.
         leaving: the end of the model's forward pass, and the next tick at which a storage is made;
             None if unknown.
     """
@@ -305,7 +316,7 @@ class _Owner:
         self._after = windows[place + 1] if place + 1 < len(windows) else None
 
     def owned(self, span: Span) -> Storage | None:
-        """The storage in the section's ticks; None if it belongs to another section."""
+        """Return the storage in the section's ticks; None if it belongs to another section."""
         forward, backward = self._own
         born = Anchor(int(backward.is_result(span)))
         if forward.is_result(span) or backward.is_result(span):
@@ -331,7 +342,10 @@ class _Owner:
         return Storage(span.nbytes, span.kind, Anchor(side), 1, window, death)
 
     def side(self, span: Span) -> int | None:
-        """0 for inputs from the section before, 1 for gradients from the section after."""
+        """Return 0 for an input from the section before, 1 for a gradient from the section after.
+
+        None for all other storages.
+        """
         if span.death > self._stop or self._leaves(span):
             return None
         forward, backward = self._own
@@ -342,7 +356,10 @@ class _Owner:
         return 1 if freed and behind < span.birth <= backward.begin else None
 
     def _leaves(self, span: Span) -> bool:
-        """Whether it goes when the model's own forward pass is over, before anything is made."""
+        """Whether a storage is freed right after the model's forward pass.
+
+        That is before the loss makes its first storage.
+        """
         if self._leaving is None:
             return False
         returned, made = self._leaving
@@ -357,7 +374,10 @@ class _Owner:
 
 
 class _SplitOwner(_Owner):
-    """The same where the backward pass is in two parts; what lives on stays until the end."""
+    """Selects the storages of a section whose backward pass is split in two.
+
+    A storage that outlives its section's windows stays until the end of the micro-batch.
+    """
 
     def owned(self, span: Span) -> Storage | None:
         """See `_Owner.owned`."""
@@ -376,7 +396,7 @@ class _SplitOwner(_Owner):
             return self._storage(span, Anchor.WEIGHTS, *until)
         arrived = (span.nbytes, span.kind)
         if span.birth <= forward.begin and (before is None or span.birth > before[0].begin):
-            if span.death <= self._turn + 1:
+            if span.death <= self._backward_start + 1:
                 death = span.death - forward.begin
                 if not forward.frees(span):
                     return None
@@ -389,7 +409,7 @@ class _SplitOwner(_Owner):
         return None
 
     def side(self, span: Span) -> int | None:
-        """See `_Owner.side`; 0 also of the gradient that goes back to the section before."""
+        """See `_Owner.side`; also 0 for the gradient that the section before gets."""
         forward, inputs, _ = self._own
         before, after = self._before, self._after
         if before is not None and (
@@ -401,7 +421,7 @@ class _SplitOwner(_Owner):
         return 1 if after is not None and after[1].is_result(span) else None
 
     @property
-    def _turn(self) -> int:
+    def _backward_start(self) -> int:
         return self._all[-1][0].end
 
     def _made_there(self, span: Span) -> Storage:
@@ -410,8 +430,9 @@ class _SplitOwner(_Owner):
         if span.death <= forward.end + 1:
             until = Anchor.FORWARD, span.death - forward.begin
         elif after is not None and (span.death <= after[0].end + 1 or _goes(span, after)):
-            until = Anchor.FORWARD, forward.length + 1  # it belongs to the section after from there
-        elif span.death <= self._turn + 1:
+            # After this section's window it belongs to the section after.
+            until = Anchor.FORWARD, forward.length + 1
+        elif span.death <= self._backward_start + 1:
             until = Anchor.TURN, 1
         return self._storage(span, Anchor.FORWARD, *until)
 
@@ -434,19 +455,23 @@ def _goes(span: Span, windows: Windows) -> bool:
 
 
 def concatenate_sections(
-    passes: Sequence[SectionPass], *, begins: bool, is_sent: bool, dealt: tuple[int, int] = (1, 1)
+    passes: Sequence[SectionPass],
+    *,
+    begins: bool,
+    is_sent: bool,
+    scatter_ranks: tuple[int, int] = (1, 1),
 ) -> tuple[Timeline, list[BlockTicks], int]:
     """Compose sections one after another, forward and backward.
 
     In a run of equal sections, the live bytes outside of each grow or shrink by a constant from one
-    to the next, so the peak is near the ends of the run. Only those are composed tick by tick,
-    which is much quicker; of the others only the effect on them is.
+    to the next, so the peak is near the ends of the run. Only the sections at its ends are composed
+    tick by tick; the others only contribute `SectionPass.flat`, which is much faster.
 
     Args:
-        passes: in the order of the forward pass.
+        passes: the sections' passes, in the order of the forward pass.
         begins: whether inputs come from another rank.
         is_sent: whether outputs go to another rank.
-        dealt: see `compose_profile`.
+        scatter_ranks: see `compose_profile`.
 
     Returns:
         Storages and phases on one clock that begins with tick 1, the visits of blocks, and the last
@@ -454,22 +479,25 @@ def concatenate_sections(
     """
     passes = list(passes)
     if begins:
-        passes[0] = passes[0].at_stage_end(0, dealt[0])
+        passes[0] = passes[0].at_stage_end(0, scatter_ranks[0])
     if is_sent:
-        passes[-1] = passes[-1].at_stage_end(1, dealt[1])
+        passes[-1] = passes[-1].at_stage_end(1, scatter_ranks[1])
     lengths = zip(*(section_pass.lengths for section_pass in passes), strict=True)
-    turn, *later = map(sum, lengths)
-    forward_offset, backward_offset, stop = 0, turn + later[0], turn + sum(later)
+    backward_start, *later = map(sum, lengths)
+    forward_offset, backward_offset = 0, backward_start + later[0]
+    stop = backward_start + sum(later)
     again = backward_offset
-    # The backward pass ends with a tick in which the rest is done, where a block comes first.
+    # If the stage begins with a block, the backward pass has one more tick, for the layers outside
+    # of blocks.
     stop += 1 if begins and len(later) == 1 else 0
-    far = stop - passes[0].lengths[1], turn if is_sent else turn - passes[-1].lengths[0]
-    returned = turn if is_sent else turn - passes[-1].loss_ticks
+    last_forward = backward_start if is_sent else backward_start - passes[-1].lengths[0]
+    far = stop - passes[0].lengths[1], last_forward
+    returned = backward_start if is_sent else backward_start - passes[-1].loss_ticks
     spans: list[Span] = []
     visits: list[BlockTicks] = []
     for place, section_pass in enumerate(passes):
         backward_offset -= section_pass.lengths[1]
-        bases = (forward_offset, backward_offset, again, turn, stop, stop, *far, returned)
+        bases = (forward_offset, backward_offset, again, backward_start, stop, stop, *far, returned)
         around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
         is_inside = len(around) > 2 * DETAILED_ENDS and all(
             other is section_pass for other in around
@@ -479,20 +507,21 @@ def concatenate_sections(
         ):
             born, died = bases[window] + birth, bases[until] + death
             if until >= Anchor.FIRST:
-                died = min(died, (stop if until == Anchor.FIRST else turn) + 1)
+                died = min(died, (stop if until == Anchor.FIRST else backward_start) + 1)
             if died > born:  # otherwise its window is empty
                 spans.append(Span(nbytes, kind, born, died))
         if section_pass.ticks is not None:
             behind = backward_offset - section_pass.lengths[0]
-            visits.append(_moved(section_pass.ticks, forward_offset, behind, turn))
+            visits.append(_moved(section_pass.ticks, forward_offset, behind, backward_start))
         forward_offset += section_pass.lengths[0]
         again += sum(section_pass.lengths[2:])
-    starts = (turn + 1, turn + later[0] + 1)[: len(later)]
+    starts = (backward_start + 1, backward_start + later[0] + 1)[: len(later)]
     phases: list[tuple[int, Phase]] = [(0, "forward"), *((tick, "backward") for tick in starts)]
     return Timeline(tuple(spans), tuple(phases)), visits, stop
 
 
-def _moved(visit: BlockTicks, ahead: int, behind: int, turn: int) -> BlockTicks:
+def _moved(visit: BlockTicks, ahead: int, behind: int, backward_start: int) -> BlockTicks:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
-    begins = max(visit.backward[0] + behind, turn + 1)  # of the last of a stage: not before that
+    # The last block of a stage does not begin before the backward pass.
+    begins = max(visit.backward[0] + behind, backward_start + 1)
     return replace(visit, forward=forward, backward=(begins, visit.backward[1] + behind))

@@ -15,7 +15,7 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
     """Copy a model with fewer of its equal blocks.
 
     Args:
-        model: on the meta device; it is not changed.
+        model: a model on the meta device; it is not changed.
         most: the most blocks that remain of a run of equal ones.
 
     Returns:
@@ -85,7 +85,7 @@ def untie_parameters(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     """Copy a model with untied parameters, as stages have them.
 
     Args:
-        model: on the meta device.
+        model: a model on the meta device.
 
     Returns:
         The copy, and for each new parameter the name of the parameter to which it was tied.

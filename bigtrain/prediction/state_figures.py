@@ -30,7 +30,7 @@ def optimizer_state_figures(
     Args:
         model: the profiled model.
         optimizer: after a step on it.
-        widths: of `state_bytes_by_slot`; techniques that shard state update bf16 parameters in
+        widths: see `state_bytes_by_slot`; techniques that shard state update bf16 parameters in
             fp32.
 
     Returns:
@@ -65,7 +65,10 @@ def updated_shapes(
 
 
 def storage_bytes(leaves: Iterable[object]) -> int:
-    """Bytes of the distinct storages of some tensors; a meta tensor counts like a real one."""
+    """Return the bytes of the distinct storages of the tensors among `leaves`.
+
+    A meta tensor counts like a real one.
+    """
     storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):

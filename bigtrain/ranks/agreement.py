@@ -30,7 +30,7 @@ class Agreement:
     """Compares the jobs that the ranks of a run were started with.
 
     Args:
-        store: of all ranks; None for a single process, which always agrees.
+        store: a store that all ranks share; None for a single process, which always agrees.
         rank: the rank of this process.
         world_size: the number of ranks of the run.
     """
@@ -122,7 +122,7 @@ def in_words(value: Any) -> str:
 
 
 def flattened(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Return the dotted keys of a job and their values in words.
+    """Return the dotted keys of a job and their values as text.
 
     Args:
         tree: the job, or a section of it.

@@ -190,7 +190,7 @@ def _is_own(name: str, value: str | None) -> bool:
 
 
 def _hidden_by(environ: Mapping[str, str]) -> str:
-    """The variables that may hide other GPUs, in words; empty if none is set."""
+    """Text that names the set variables that may hide other GPUs; empty if none is set."""
     variables = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
     return f" visible with {' '.join(variables)}" if variables else ""
 
@@ -297,9 +297,9 @@ def _why_not_connected(
 
     Args:
         error: the backend's error.
-        placement: of this rank.
+        placement: this rank's placement.
         meeting: its store has each rank's `_tell_device`.
-        device: of this rank.
+        device: this rank's device.
         waited_s: the seconds that the ranks had.
     """
     shared = _sharing_ranks(placement, meeting, device)

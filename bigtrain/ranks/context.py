@@ -159,7 +159,7 @@ class RunContext:
 
         Args:
             spare: the ranks that may be lost; not rank 0, which has the hub, the store and the log.
-            names: of all ranks, for messages.
+            names: the names of all ranks, for messages.
         """
         self.lost_ranks.group = self._new_long_group()
         self.lost_ranks.background_group = self._new_long_group()
@@ -221,7 +221,7 @@ class RunContext:
         """Return the sum over one axis, or over all ranks; the argument does not change.
 
         Args:
-            tensor: on this rank's device, of the same shape on every rank.
+            tensor: a tensor on this rank's device, of the same shape on every rank.
             axis: the mesh axis to sum over; None for all ranks.
         """
         total = tensor.detach().clone()

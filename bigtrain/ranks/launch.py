@@ -292,7 +292,7 @@ class _RestartingRun:
         )
 
     def _origin(self, num_ranks: int) -> str:
-        """The number of ranks and the step from which the run continues, in words."""
+        """Text with the number of ranks and the step from which the run continues."""
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         if self._note is None:
             return f"on {ranks}, from the beginning"

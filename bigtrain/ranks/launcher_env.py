@@ -182,19 +182,19 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _tasks_by_node(text: str) -> list[tuple[int, int]]:
-    """Parse Slurm's "2(x3),1" into tasks and the number of nodes with them; empty if malformed."""
+    """Parse Slurm's "2(x3),1" into pairs (tasks, consecutive nodes); empty if it is malformed."""
     if not re.fullmatch(r"\d{1,9}(\(x\d{1,9}\))?(,\d{1,9}(\(x\d{1,9}\))?)*", text):
         return []
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [(int(count), int(times or 1)) for count, times in groups]
 
 
-def _tasks_of(node: int, nodes: list[tuple[int, int]]) -> int | None:
-    """The tasks of the node with this number; None if there is no such node."""
-    for count, times in nodes:
-        if node < times:
-            return count
-        node -= times
+def _tasks_of(node: int, pairs: list[tuple[int, int]]) -> int | None:
+    """Return the number of tasks on a node, from `_tasks_by_node`; None if it has no such node."""
+    for tasks, num_nodes in pairs:
+        if node < num_nodes:
+            return tasks
+        node -= num_nodes
     return None
 
 

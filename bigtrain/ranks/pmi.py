@@ -29,7 +29,7 @@ def share_value(value: str | None, environ: Mapping[str, str]) -> str:
     """Return rank 0's value on every rank. All ranks call it, once.
 
     Args:
-        value: on rank 0, a word without spaces; None on the others.
+        value: a word on rank 0, without spaces; None on the others.
         environ: the environment of the process.
 
     Raises:

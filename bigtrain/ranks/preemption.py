@@ -51,7 +51,7 @@ class PreemptionNotice:
     """Records SIGTERM, SIGUSR1 and SIGINT inside a `with` block; a later one ends the process.
 
     Args:
-        context: of all ranks.
+        context: the context of all ranks.
         every: ranks exchange their signals in one of this many calls of `agreed`.
 
     Example:

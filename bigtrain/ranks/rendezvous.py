@@ -91,7 +91,8 @@ def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str
                 "SLURM_STEP_NODELIST is not set, so the first host is unknown. "
                 "Run: export MASTER_ADDR=FIRST_HOST"
             )
-        # A port for each step, below the range of the kernel's ephemeral ports.
+        # Each job step gets another port, so that two steps on one host do not collide. It is below
+        # the range of the kernel's ephemeral ports.
         step = int(environ.get("SLURM_STEP_ID", "0"))
         job = int(environ.get("SLURM_JOB_ID", "0"))
         return host or first_host(node_list), int(port or 15000 + (job * 31 + step) % 15000)

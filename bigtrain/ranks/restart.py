@@ -239,7 +239,7 @@ def restart_process(text: str, *, has_hub: bool = False) -> None:
     """Execute this process's program again; does not return.
 
     Args:
-        text: from `Restart.text`.
+        text: a text from `Restart.text`.
         has_hub: whether this process has the hub, which must tell the other ranks first.
     """
     if has_hub:

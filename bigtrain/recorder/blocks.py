@@ -45,7 +45,7 @@ def mark_blocks(blocks: Iterable[tuple[str, nn.Module]], recorder: FlightRecorde
 
     Args:
         blocks: names and modules; these hooks run before existing ones.
-        recorder: of this rank.
+        recorder: this rank's recorder.
     """
     for name, block in blocks:
         mark = BlockMark(recorder, name)

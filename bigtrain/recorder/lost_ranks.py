@@ -20,7 +20,7 @@ class LostRanks:
     """The spare and lost ranks of one run, as far as one rank knows them.
 
     Attributes:
-        names: of all ranks, such as "worker 1"; empty if they have none.
+        names: the names of all ranks, such as "worker 1"; empty if they have none.
         spare: the ranks that may be lost; none until `allow`.
         group: the process group of exchanges that survive their loss (see `RootExchange`).
         background_group: the same for the exchanges of another thread.

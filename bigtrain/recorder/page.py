@@ -54,11 +54,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class FlightPage:
-    """The page in words and as a document."""
+    """The page as lines of text, and as the document of its file."""
 
     headline: str
     lines: tuple[str, ...]
-    """One for each rank."""
+    """One line for each rank."""
     stacks: tuple[str, ...]
     """Python stacks; equal ones once, with the ranks that have them."""
     document: dict[str, Any]
@@ -86,8 +86,8 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     An error prints its own message, so in that case the page prints only where the rank was.
 
     Args:
-        recorder: of this rank.
-        records: of the ranks that have answered.
+        recorder: this rank's recorder.
+        records: the records of the ranks that have answered.
         cause: the reason for the page.
     """
     everyone = {rank: records.get(rank) for rank in range(recorder.world_size)} | dict(records)
@@ -109,7 +109,7 @@ def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Rec
     Each rank writes its record there, and reads those of the others.
 
     Args:
-        recorder: of this rank.
+        recorder: this rank's recorder.
         moment_s: the most seconds to wait for the records of all ranks except rank 0.
 
     Returns:
@@ -138,7 +138,7 @@ def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
     """Make the page: where every rank was, and which one the others wait for.
 
     Args:
-        records: by rank; None for a rank that has not answered.
+        records: by rank, its record; None for a rank that has not answered.
         cause: the reason for the page.
     """
     waits = known_waits(records)

@@ -31,7 +31,7 @@ class FlightRecorder:
     """The last events of one rank, and where it is now.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         world_size: ranks of the run.
     """
 

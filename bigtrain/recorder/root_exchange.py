@@ -28,8 +28,8 @@ class RootExchange:
     """Exchanges between rank 0 and all others.
 
     Args:
-        group: of all ranks, on the CPU.
-        recorder: of this rank; its `lost_ranks` has the lost ones.
+        group: the group of all ranks, on the CPU.
+        recorder: this rank's recorder; its `lost_ranks` has the lost ones.
         world_size: the number of ranks of the run.
         watched: whether a wait that is longer than `mesh.timeout` counts as a hang.
     """

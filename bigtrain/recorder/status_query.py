@@ -85,7 +85,7 @@ class StatusGather:
         """Ask all ranks for a sign of life, at most once in a period.
 
         Args:
-            ranks: by connection.
+            ranks: by connection, its rank.
             period_s: the seconds between two rounds.
 
         Returns:

@@ -33,7 +33,7 @@ _PURPOSES = {
     "save": "a checkpoint",
     "save_or_explain": "a checkpoint",
 }
-"""The values that functions of bigtrain exchange, in words."""
+"""Descriptions of the values that functions of bigtrain exchange."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Wait:
     kind: str
     """'all_reduce' and the like; 'recv' or 'send' for a message."""
     purpose: str
-    """The exchanged values in words; empty if unknown."""
+    """A description of the exchanged values; empty if unknown."""
     block: str
     """The block in whose pass the exchange began; empty outside of passes."""
     size: int
@@ -138,7 +138,7 @@ def _message(record: dict[str, Any]) -> Wait | None:
 
 
 def _purpose(stack: list[str]) -> str:
-    """The exchanged values in words, as far as the stack tells; empty if it does not."""
+    """Describe the exchanged values by the functions on the stack; empty if none is known."""
     calls = [line.replace("\\", "/") for line in reversed(stack)]
     names = {line.rpartition(" ")[2] for line in calls}
     for line in calls:

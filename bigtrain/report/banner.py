@@ -20,9 +20,9 @@ def banner_lines(parts: RunSetup, num_ranks: int, device_type: str) -> Iterator[
     """One line each for model, data, strategy, optimizer with its rates, and batch.
 
     Args:
-        parts: of the run.
-        num_ranks: of the run.
-        device_type: of its ranks.
+        parts: the parts of the run.
+        num_ranks: the number of ranks of the run.
+        device_type: the device type of its ranks.
     """
     yield f"model: {model_words(parts)}, {parts.job.train.precision}"
     if parts.data.description:

@@ -21,7 +21,7 @@ class StepLine:
     """Writes the lines of steps.
 
     Args:
-        total_steps: of the run.
+        total_steps: the number of steps of the run.
         limit_bytes: the memory of a rank; None if it is not known.
     """
 
@@ -35,7 +35,7 @@ class StepLine:
         """Return loss, rate, norm, speed and the highest peak; and the remaining time, or "".
 
         Args:
-            result: of the step; call it once for each.
+            result: the result of the step; call it once for each.
             peak_bytes: the highest so far, of all ranks.
             peak_rank: the rank that has it; None for one rank, or if all have the same.
         """
@@ -80,7 +80,7 @@ class StepBar(Progress):
 
         Args:
             step: done so far.
-            text: of `StepLine`.
+            text: a line from `StepLine`.
             left: remaining time.
         """
         self._text = text

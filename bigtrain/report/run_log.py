@@ -106,10 +106,10 @@ class RunLog:
 
     Args:
         folder: the run's folder.
-        job: of the run.
-        plan: of the run.
-        context: of this rank.
-        console: for the lines.
+        job: the job of the run.
+        plan: the plan of the run.
+        context: this rank's context.
+        console: prints the lines.
         total_steps: steps of the whole run.
         first_step: steps that were done before a resume.
         predicted: the predicted peak, for plan.yaml.
@@ -199,7 +199,7 @@ class RunLog:
         """Log one optimizer step.
 
         Args:
-            result: of it.
+            result: its result.
             figures: further figures of the strategy's runner, by name.
             highest: the highest peak of all ranks in bytes, with its rank; if left out, or lower
                 than this rank's own peak by now, this rank's is used.
@@ -403,7 +403,7 @@ def _contents(file: FileIO) -> bytes:
 
 
 def _fault_of(file: FileIO, path: Path) -> str | None:
-    """Whether an open file was removed, replaced or truncated, in words; None if it was not."""
+    """Say that an open file was removed, replaced or truncated; None if it was not."""
     state = os.fstat(file.fileno())
     try:
         if not os.path.samestat(state, os.stat(path)):

@@ -49,8 +49,8 @@ def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
     next stage; W needs its I. Sending takes no time.
 
     Args:
-        orders: of all ranks.
-        seconds: of each stage.
+        orders: the order of actions of each rank.
+        seconds: the seconds of each stage.
 
     Raises:
         ValueError: the schedule is in a deadlock.
@@ -161,8 +161,8 @@ def bubble_share(
     Args:
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
-        micro_batches: of one step.
-        stages_per_rank: as in `orders.schedule_orders`.
+        micro_batches: the number of micro-batches of one step.
+        stages_per_rank: see `orders.schedule_orders`.
         forward: seconds of one micro-batch on one stage.
         input_backward: seconds of the backward pass for the stage's inputs.
         weight_backward: seconds of the backward pass for the weights.

@@ -53,7 +53,7 @@ def schedule_events(
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         stages_per_rank: see `orders.schedule_orders`.
-        micro_batches: of one step.
+        micro_batches: the number of micro-batches of one step.
 
     Raises:
         ConfigError: see `orders.check_schedule`.
@@ -80,7 +80,7 @@ def one_at_a_time_events(ranks: Sequence[int], micro_batches: int) -> tuple[Even
 
     Args:
         ranks: the rank of each stage.
-        micro_batches: of one step.
+        micro_batches: the number of micro-batches of one step.
     """
     rows: list[list[StepEvent]] = [[] for _ in range(max(ranks) + 1)]
     is_open: dict[int, StepEvent] = {}

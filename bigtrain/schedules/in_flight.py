@@ -21,10 +21,10 @@ backward pass of each at once. Listed, because making an order takes time."""
 
 
 def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
-    """The most micro-batches of which each stage of a rank has saved tensors at one moment.
+    """Return the largest number of micro-batches in flight, by stage.
 
-    They are saved from F to B, or to W: torch's I keeps the graph and its saved tensors
-    (`retain_graph=True` in its backward pass for inputs).
+    A micro-batch is in flight while autograd's saved tensors are in memory: from F to B, or to W,
+    because torch's I keeps the graph (`retain_graph=True` in its backward pass for inputs).
     """
     in_flight = dict.fromkeys((stage for stage, _, _ in actions), 0)
     most = dict(in_flight)

@@ -104,7 +104,7 @@ def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches:
         schedule: one of `SCHEDULES`.
         pp: number of ranks.
         stages_per_rank: 1 for `naive`, `gpipe` and `1f1b`; 2 for V-shaped schedules.
-        micro_batches: of one step.
+        micro_batches: the number of micro-batches of one step.
 
     Raises:
         ConfigError: see `check_schedule`.

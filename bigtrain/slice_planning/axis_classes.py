@@ -20,7 +20,7 @@ class SliceExchange:
 
     kind: CommOp
     nbytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     where: str
     """The module in whose code it happens."""
     backward: bool = False
@@ -37,11 +37,11 @@ class SliceClass:
     exchanged: list[SliceExchange] = field(default_factory=list)
     """The collectives of a micro-batch."""
     flops: int = 0
-    """Of a forward pass, in operations that the ranks share."""
+    """FLOPs of a forward pass in operations that the ranks share."""
     parameter_bytes: int = 0
-    """Of the whole parameters."""
+    """Bytes of the whole parameters."""
     activation_bytes: int = 0
-    """Of whole tensors that are saved for the backward pass."""
+    """Bytes of the whole tensors that are saved for the backward pass."""
     is_table: bool = False
     """Whether it is the rows of an embedding table."""
     in_activations: bool = False
@@ -68,7 +68,7 @@ def sections_of(
     """Return the sections of a dim if these axes are sliced.
 
     Args:
-        dim: of a tensor.
+        dim: a dim of a tensor.
         wanted: ids of the axes that are sliced.
         before: ids of axes one of which precedes each wanted axis; the two are then sliced as one.
 
@@ -111,7 +111,7 @@ class AxisClasses:
     """The classes of a trace.
 
     Args:
-        trace: of a model.
+        trace: the trace of a model.
     """
 
     def __init__(self, trace: AxisTrace) -> None:

@@ -65,8 +65,8 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
     values. The slices then follow one branch of several; the numbers of a real run do not.
 
     Args:
-        model: on any device; not changed.
-        inputs: of one micro-batch; only shapes matter.
+        model: a model on any device; it is not changed.
+        inputs: the inputs of one micro-batch; only shapes matter.
         class_dim: the output's dim of a cross entropy, which may be sliced; None if the output is
             needed whole.
     """
@@ -119,19 +119,19 @@ def _run(
 
 def _made_up(name: str, args: Any, error: Exception) -> Any:
     """Return a possible result of an operation whose result depends on values."""
-    given = args[0]
+    operand = args[0]
     if name in ("_local_scalar_dense", "equal"):
-        if name == "equal" or given.dtype == torch.bool:
+        if name == "equal" or operand.dtype == torch.bool:
             return True
-        return 1.0 if given.is_floating_point() else 1
-    count = max(1, given.numel() // 2)
+        return 1.0 if operand.is_floating_point() else 1
+    count = max(1, operand.numel() // 2)
     if name == "nonzero":
-        return given.new_empty((count, given.dim()), dtype=torch.int64)
+        return operand.new_empty((count, operand.dim()), dtype=torch.int64)
     if name == "masked_select":
-        return given.new_empty(max(1, args[1].numel() // 2))
+        return operand.new_empty(max(1, args[1].numel() // 2))
     if name == "index" and len(args[1]) == 1:
         mask = args[1][0]
-        return given.new_empty((max(1, mask.numel() // 2), *given.shape[mask.dim() :]))
+        return operand.new_empty((max(1, mask.numel() // 2), *operand.shape[mask.dim() :]))
     raise error
 
 
@@ -146,7 +146,8 @@ class _Recorder(ForwardObserver):
         self.tensors: list[HeldTensor] = []
         self.listed: dict[str, str] = {}
         self._twins: dict[int, Tensor] = {}
-        """Parameters and buffers by the tensor that replaces them in a list of all."""
+        """By the id of a parameter or buffer, the tensor that `model.parameters()` or `buffers()`
+        yields for it: so uses of a listed tensor are told apart from uses by a module."""
         self._listed: dict[int, HeldTensor] = {}
         self._held: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
@@ -199,7 +200,7 @@ class _Recorder(ForwardObserver):
             self.saved[storage._cdata] = (held, storage.nbytes())
 
     def in_list(self, tensor: Any) -> Any:
-        """Return the tensor that replaces a parameter or buffer in a list of all."""
+        """Return the tensor that `model.parameters()` or `buffers()` yields for this one."""
         return self._twins.get(id(tensor), tensor)
 
     def _list(self, tensor: Tensor, held: HeldTensor) -> None:
@@ -374,7 +375,7 @@ class _Table(dict[str, Any]):
         self._recorder = recorder
 
     def __reduce__(self) -> Any:
-        """Let a copy of the module make its own table."""
+        """Pickle and copy as a plain dict, so that a copy of the module has no recorder."""
         return dict, (dict(super().items()),)
 
     def items(self) -> Any:

@@ -40,7 +40,7 @@ class Prices:
     exchange: Callable[[CommOp, float], float]
     """Returns the seconds of a collective over the tp axis, from its kind and its bytes."""
     seconds_per_flop: float = 0.0
-    """Of one rank, forward and backward."""
+    """The seconds of a FLOP on one rank, forward and backward together."""
     state_bytes: float = 4.0
     """Bytes held per byte of a parameter: itself, its gradient, the optimizer state."""
 
@@ -78,7 +78,7 @@ def plan_slices(
 
     Args:
         workload: the model, its loss and a micro-batch.
-        ranks: of the tp axis.
+        ranks: the number of ranks of the tp axis.
         prices: seconds of exchanges and arithmetic.
         limit: bytes per rank for parameters, gradients, optimizer state and saved activations.
         keep: modules or parameters that stay whole, by patterns of names.
@@ -368,7 +368,7 @@ class _Choice:
         return sum(self._nbytes.get(name, 0) for name in candidate.slices)
 
     def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleLayer | None:
-        """Return the way to slice a weight that sends least, of those that divide it evenly."""
+        """Return the even slices of a weight that send the fewest bytes."""
         used = set(taken)
         free = [f for f in self._single_layers.get(name, ()) if used.isdisjoint(f.slices)]
         if not free:

@@ -32,9 +32,9 @@ class DimAxis:
         self.same: DimAxis | None = None
         """The axis that it was unified with: the parent in the union-find."""
         self.factors: list[DimAxis] = []
-        """Its factors if it is a product, the outermost first; otherwise empty."""
+        """The dim's factors if it is a product, the outermost first; otherwise empty."""
         self.parts: list[Dim] = []
-        """Its parts, at least two, if it is a sum; otherwise empty."""
+        """The dim's parts, at least two, if it is a sum; otherwise empty."""
 
     def __repr__(self) -> str:
         inner = "x".join(map(repr, self.factors)) or "+".join(map(repr, self.parts))
@@ -94,7 +94,7 @@ def factorize(axis: DimAxis, outer: int) -> tuple[Dim, Dim] | None:
     """Make an axis the product of an outer factor of this length and an inner one.
 
     Args:
-        axis: from `expanded`.
+        axis: an axis from `expanded`.
         outer: a divisor of its length.
 
     Returns:

@@ -35,7 +35,7 @@ class HeldTensor:
 
     @property
     def root(self) -> HeldTensor:
-        """The first tensor in its chain of views with as many bytes."""
+        """The first tensor in its chain of views that has the same number of bytes."""
         tensor = self
         while tensor.view_of is not None and tensor.view_of.nbytes == self.nbytes:
             tensor = tensor.view_of
@@ -70,8 +70,8 @@ class WeightUse(NamedTuple):
     """A weight in a product."""
 
     weight: HeldTensor
-    given: HeldTensor | None
-    """The other factor, if it depends on parameters."""
+    other: HeldTensor | None
+    """The other factor of the product; None if it depends on no parameters."""
     out: Dim
     """The weight's dim of output features."""
     summed: Dim | None
@@ -83,7 +83,7 @@ class OpCall:
 
     Args:
         func: an operation of aten, or of another library.
-        given: its arguments, by position and by name.
+        arguments: its arguments, by position and by name.
         result: its result.
         lookup: returns the `HeldTensor` of a tensor, or None.
         where: the module in whose code it runs.
@@ -92,12 +92,12 @@ class OpCall:
     def __init__(
         self,
         func: Any,
-        given: tuple[Sequence[Any], dict[str, Any]],
+        arguments: tuple[Sequence[Any], dict[str, Any]],
         result: Any,
         lookup: Lookup,
         where: str,
     ) -> None:
-        args, kwargs = given
+        args, kwargs = arguments
         self.func = func
         self.name: str = func._overloadpacket.__name__
         self.lookup, self.where = lookup, where
@@ -148,9 +148,9 @@ class OpCall:
 
     def use_weight(self, factors: tuple[Tensor, Tensor], out: Dim, summed: Dim | None) -> None:
         """Record the weight of a product, with its dims, if the second factor is one."""
-        given, weight = map(self.lookup, factors)
+        other, weight = map(self.lookup, factors)
         if weight is not None:
-            self.weight = WeightUse(weight, given, out, summed)
+            self.weight = WeightUse(weight, other, out, summed)
 
     def of_weights(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on no parameters, or on parameters and constants alone."""

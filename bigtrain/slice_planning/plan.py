@@ -19,7 +19,7 @@ class SlicingPlan:
 
     ranks: int
     slices: Mapping[str, Slices]
-    """By plain names, of tied tensors under each of them."""
+    """The slices by plain name; a tied tensor is listed under each of its names."""
     gathered: frozenset[str] = frozenset()
     """Sliced weights whose product is gathered immediately, so that it is whole afterwards."""
     whole_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -29,11 +29,11 @@ class SlicingPlan:
     single_layers: tuple[SingleLayer, ...] = ()
     """Weights that are sliced alone."""
     flops: int = 0
-    """Of a forward pass of the whole model, including operations that nothing here divides."""
+    """FLOPs of the whole model's forward pass, including operations that no slice divides."""
     failed: str = ""
     """Why the traced forward pass ended early; '' if it did not."""
     guessed: str = ""
-    """Where the values of tensors decide what the model does: one branch of several was traced."""
+    """Where the values of tensors decide which operations run; only one branch was traced."""
 
     def exchanges(self) -> list[SliceExchange]:
         """Return the exchanges of a micro-batch, except the loss's.

@@ -50,10 +50,10 @@ def convolved(op: OpCall) -> list[Dims]:
     """A convolution: channels of a group are summed over; pixels depend on one another."""
     tensor, weight, result = op.tensor("input"), op.tensor("weight"), op.results[0]
     groups, transposed = op.arg("groups", 1), bool(op.arg("transposed"))
-    given, kernel = op.dims_or_new(tensor), op.dims_or_new(weight)
+    dims, kernel = op.dims_or_new(tensor), op.dims_or_new(weight)
     lead = tensor.dim() - weight.dim() + 1  # samples in front, if there are any
     outer, inner = kernel[0], kernel[1]
-    grouped = split_outer(given[lead], groups)
+    grouped = split_outer(dims[lead], groups)
     outs = split_outer(outer, groups)
     if grouped is None or outs is None:
         return opaque(op)
@@ -72,10 +72,10 @@ def convolved(op: OpCall) -> list[Dims]:
     if known is not None:
         unify(channels, known[0])
     why = "a convolution goes along it"
-    for dim in (*given[lead + 1 :], *kernel[2:]):
+    for dim in (*dims[lead + 1 :], *kernel[2:]):
         op.block(dim, why)
     pixels = [op.blocked_dim(length, why) for length in result.shape[lead + 1 :]]
-    return [(*given[:lead], channels, *pixels)]
+    return [(*dims[:lead], channels, *pixels)]
 
 
 @axis_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -172,7 +172,7 @@ def batch_normed(op: OpCall) -> list[Dims]:
 
 @axis_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_matmul(op: OpCall) -> list[Dims]:
-    """Rows (rows, width) in groups, each group times its own matrix: a mixture of experts."""
+    """Rows (rows, width) in groups; each group is multiplied by another matrix, as experts are."""
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
     if left.dim() != 2 or right.dim() != 3:
         return opaque(op)

@@ -23,7 +23,7 @@ rest, or nothing of its component is: sets of its rivals are no longer tried."""
 
 @dataclass(frozen=True)
 class Option:
-    """Something that may be chosen."""
+    """A choice that can be taken together with others if their claims do not overlap."""
 
     key: Any
     claims: frozenset[str]

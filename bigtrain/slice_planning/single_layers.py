@@ -76,7 +76,7 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
         use = record.weight
         if use is None:
             return None
-        weight, given = use.weight.base, use.given
+        weight, other = use.weight.base, use.other
         n = _place(weight, use.out if gathered else use.summed)
         if n is None:
             return None
@@ -88,11 +88,11 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleLayer | None:
             size += bias.nbytes
         kind: CommOp = "all_gather" if gathered else "all_reduce"
         sent = [SliceExchange(kind, record.outputs[0].nbytes, record.where)]
-        if given is not None and given.trained:
+        if other is not None and other.trained:
             # Input features that belong to groups are sliced with the groups' output features.
             parts = not gathered or use.summed is None
-            back = SliceExchange("all_gather", given.nbytes, record.where, backward=True)
-            sent.append(back if parts else entry(given, record))
+            back = SliceExchange("all_gather", other.nbytes, record.where, backward=True)
+            sent.append(back if parts else entry(other, record))
         if whole is None:
             whole = SingleLayer(slices, gathered, size, sent, record.flops)
         elif whole.slices != slices:

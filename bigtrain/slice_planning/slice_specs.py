@@ -97,8 +97,8 @@ def read_lines(
 
     Args:
         lines: specifications by pattern.
-        model: on any device.
-        ranks: of the tp axis.
+        model: a model on any device.
+        ranks: the number of ranks of the tp axis.
 
     Returns:
         Slices by name, and the weights whose product is gathered immediately.
@@ -145,7 +145,7 @@ def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
 
     Args:
         keep: patterns of names of modules or tensors.
-        model: on any device.
+        model: a model on any device.
 
     Returns:
         All names of each tensor, tied ones included.
@@ -175,7 +175,7 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
 
     Args:
         spec: the text.
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         where: the tensor's name, for messages.
 
     Returns:

@@ -121,7 +121,7 @@ class _Input:
     local: weakref.ref[Tensor] | None = None
     """This rank's part of the input, before any cast."""
     state: tuple[Any, ...] = ()
-    """Everything else that must be equal for another layer to share this."""
+    """The remaining settings that must be equal for another layer to share this input."""
 
 
 def _whole_input(x: Tensor, dtype: torch.dtype | None, group: SliceGroup) -> _Input:

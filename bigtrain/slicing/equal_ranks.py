@@ -29,7 +29,7 @@ def check_equal_ranks(state: Mapping[str, StateTensor], context: RunContext, ste
 
     Args:
         state: this rank's state; sliced tensors are skipped.
-        context: of all ranks.
+        context: the context of all ranks.
         step: optimizer steps done.
 
     Raises:

@@ -70,7 +70,7 @@ class Draws:
 
     whole: bool = False
     """Whether every rank draws the numbers of the whole tensor, as one process does: for `verify`.
-    Otherwise each rank draws for its part from a stream of its own."""
+    Otherwise each rank draws for its part from a separate stream."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SliceGroup:
     """This rank's place on the tp axis."""
     size: int
     group: dist.ProcessGroup | None = None
-    """None on fake tensors: nothing is sent, and only shapes and memory matter."""
+    """The process group; None on fake tensors, where nothing is sent."""
     exchanges: list[TensorExchange] | None = field(default=None, compare=False, repr=False)
     """The log of exchanges, in order; None where nobody reads it."""
     gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -89,7 +89,7 @@ class SliceGroup:
     sequence_dim: int | None = None
     """The dim of activations that is sharded between linear layers (sequence parallelism)."""
     gloo: bool = False
-    """Whether fake tensors stand for a run over gloo, which copies what it reduce-scatters."""
+    """Whether fake tensors simulate a run over gloo, which copies the input of a reduce-scatter."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The gathered input of the latest linear layers: at most one."""
 
@@ -109,7 +109,7 @@ class SliceGroup:
         """Log an exchange; `tensor` is the whole one."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
-            # On fake tensors one iteration of a loop may stand for many.
+            # On fake tensors one iteration of a loop may represent many.
             self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
@@ -138,7 +138,7 @@ def copied_to_ranks(whole: Tensor, group: SliceGroup) -> Tensor:
 
 
 def copied_with_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, UseCount]:
-    """As `copied_to_ranks`, with the number of uses of the tensor, this one included."""
+    """Return `copied_to_ranks(whole, group)`, and the number of uses of `whole` including this."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole, UseCount(group)
     # A parameter gets a copy per use: in a pipeline a later micro-batch would share the node of an
@@ -210,7 +210,7 @@ def summed_and_scattered(partial: Tensor, slices: Slices, group: SliceGroup) -> 
 
 
 def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce a tensor over the ranks, without autograd; in its own memory if it is contiguous."""
+    """Reduce a tensor over the ranks, without autograd; in place if it is contiguous."""
     return start_all_reduce(tensor, group, op).wait()
 
 
@@ -228,13 +228,13 @@ class PendingExchange:
     """A collective that has been started.
 
     Args:
-        kind: for the log of exchanges.
+        kind: the kind of exchange, for the log.
         group: the ranks. Without a process group nothing is sent.
         sent: kept until `wait`, as a real collective keeps it, so that fake tensors show the same
             memory.
         received: where the collective writes its result.
         launch: starts the collective and returns torch's handle.
-        finish: turns what was received into the result.
+        finish: makes the result from the received tensor.
     """
 
     def __init__(
@@ -258,10 +258,10 @@ class PendingExchange:
                 self._work = launch()
                 self._watch = watch.pop_all()
         self.copies_sent = False
-        """Fake tensors stand for a backend that copies what it sends at the end, as gloo does."""
+        """Whether fake tensors simulate a backend that copies its input at the end, like gloo."""
 
     def wait(self) -> Tensor:
-        """Wait for the result and drop all references to it; may be called once."""
+        """Wait for the result, return it and drop all references to it. Call it only once."""
         with self._watch:
             if self._work is not None:
                 self._work.wait()
@@ -275,7 +275,7 @@ class PendingExchange:
 def start_all_reduce(
     tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM
 ) -> PendingExchange:
-    """Start to reduce a tensor over the ranks; in its own memory if it is contiguous."""
+    """Start to reduce a tensor over the ranks; in place if it is contiguous."""
     tensor = tensor.contiguous()
 
     def launch() -> Any:
@@ -336,7 +336,7 @@ def _is_rank_major(slices: Slices, shape: Sequence[int], group: SliceGroup) -> b
 
 
 def _joined(received: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
-    """Join what the ranks sent, (ranks, ...) with padding, to one tensor."""
+    """Join the ranks' parts, (ranks, ...) with padding, to one tensor."""
     shape = list(received.shape[1:])
     if _is_rank_major(slices, shape, group):
         shape[slices.dim] = slices.total

@@ -61,7 +61,7 @@ class _Table(dict[str, Any]):
         return sliced
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `__getitem__`."""
+        """Return `self[name]`, or the default if there is no such name."""
         return self[name] if name in self else default  # noqa: SIM401 - `get` would call itself
 
 
@@ -139,10 +139,11 @@ def slice_modules(
 
     Args:
         model: a model with plain parameter names, or a stage of one.
-        slices: by plain name, of parameters and buffers; names that the model lacks are skipped.
-            For a tied tensor one of its names is enough.
+        slices: by plain name, the slices of parameters and buffers; names that the model lacks are
+            skipped. For a tied tensor one of its names is enough.
         group: the ranks.
-        gathered: weights whose product is gathered immediately, so that it is whole afterwards.
+        gathered: names of weights whose product is gathered immediately, so that the following
+            operations see a whole tensor.
 
     Raises:
         ConfigError: a tensor has fewer parts than there are ranks, or two of its names have

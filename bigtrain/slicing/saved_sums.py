@@ -20,7 +20,7 @@ class SavedSums:
     def __init__(self, is_saved: Callable[[int], bool], save: Callable[[int], None]) -> None:
         self._is_saved, self._save = is_saved, save
         self._sums: dict[int, Tensor] = {}
-        """By the storage of the partial product, which has been emptied."""
+        """The sums, by the storage of the partial product, which has been emptied."""
 
     @contextmanager
     def known(self) -> Iterator[None]:

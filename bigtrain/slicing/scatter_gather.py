@@ -46,7 +46,7 @@ class Crossing:
         mask or of a table of positions, and would gather it.
 
         Args:
-            whole: on the meta device, with the shape that both stages know.
+            whole: a meta tensor with the shape that both stages know.
         """
         if self.group is None or not (whole.requires_grad and whole.is_floating_point()):
             return None
@@ -69,7 +69,7 @@ def sent_meta(whole: Tensor, group: SliceGroup | None) -> Tensor:
 
 
 def scatter_boundary(whole: Tensor, group: SliceGroup | None) -> Tensor:
-    """Return this rank's part of a contiguous tensor that all ranks have, in memory of its own."""
+    """Return a copy of this rank's part of a contiguous tensor that all ranks have."""
     if group is None or not _is_scattered(whole):
         return whole
     part: Tensor = _ScatterBoundary.apply(whole, group)
@@ -80,7 +80,7 @@ def gather_boundary(part: Tensor, whole: Tensor, group: SliceGroup | None) -> Te
     """Gather the tensor of which each rank has received its part.
 
     Args:
-        part: of the shape of `sent_meta`.
+        part: a tensor of the shape of `sent_meta`.
         whole: shape and dtype of the whole tensor, on the meta device.
         group: the ranks.
     """

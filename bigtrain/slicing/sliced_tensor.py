@@ -48,7 +48,7 @@ def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
 
 
 def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
-    """As `rule`; the rule's first argument is the function that was called."""
+    """Register a rule like `rule`, but with the called function as its first argument."""
 
     def register(how: TensorRule) -> TensorRule:
         for function in functions:
@@ -81,9 +81,9 @@ class SlicedTensor(torch.Tensor):
     slices: Slices
     group: SliceGroup
     gathers: bool = False
-    """Of a weight: whether its product is gathered immediately."""
+    """Whether this is a weight whose product is gathered immediately."""
     rows: tuple[int, ...] = ()
-    """Of a matrix that is a view of more dims: the dims that its first dim was flattened from."""
+    """If this is a matrix that views more dims, those from which its first dim was flattened."""
     whole_copies: list[_WholeCopy]
     """Gathered copies of which functions without a rule returned views. Tensors that share memory
     share this list."""
@@ -96,10 +96,11 @@ class SlicedTensor(torch.Tensor):
 
         Args:
             cls: this class.
-            local: of the shape `slices.local_shape(shape, group.rank, group.size)`.
+            local: this rank's slice, of the shape `slices.local_shape(shape, group.rank,
+                group.size)`.
             slices: how the whole is divided.
             group: the ranks.
-            shape: of the whole.
+            shape: the shape of the whole tensor.
         """
         self: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
@@ -138,8 +139,8 @@ class SlicedTensor(torch.Tensor):
 
         Args:
             local: this rank's slices of the result.
-            slices: of the result.
-            shape: of the whole result; None to compute it.
+            slices: the slices of the result.
+            shape: the shape of the whole result; None to compute it.
         """
         if shape is None:
             result = SlicedTensor.of(local, slices, self.group)
@@ -191,7 +192,7 @@ class SlicedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse an operation that bypassed the rules: the tensor has no values of its own.
+        """Refuse an operation that bypassed the rules: the wrapper itself has no values.
 
         Raises:
             ConfigError: with the operation.
@@ -217,7 +218,7 @@ def local_of(sliced: SlicedTensor) -> Tensor:
     """Return this rank's slices of a sliced tensor.
 
     Raises:
-        ConfigError: it is an output of the model's own autograd function: gradients would be lost.
+        ConfigError: a custom autograd function of the model returned it: gradients would be lost.
     """
     with _raw():
         node = _grad_fn(sliced)
@@ -263,7 +264,10 @@ def _version(tensor: Tensor) -> int:
 
 
 class _WholeCopy:
-    """A gathered copy of a sliced tensor that has views: a change of one must change the other."""
+    """A gathered copy of a sliced tensor, kept because views of it exist.
+
+    After an in-place change of the copy or of this rank's slices, the other must be updated.
+    """
 
     def __init__(self, sliced: SlicedTensor) -> None:
         self.local, self.slices, self.group = local_of(sliced), sliced.slices, sliced.group
@@ -274,17 +278,17 @@ class _WholeCopy:
         self.note()
 
     def note(self) -> None:
-        """Remember the versions of both, which are equal now."""
+        """Record the version counters of the copy and of the slices, whose values now agree."""
         self._version, self._local_version = self.whole._version, _version(self.local)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the copy was changed in place."""
+        """Whether the copy was changed in place since `note`."""
         return self.whole._version != self._version
 
     @property
     def is_older(self) -> bool:
-        """Whether this rank's slices were changed in place."""
+        """Whether this rank's slices were changed in place since `note`."""
         return _version(self.local) != self._local_version
 
     def fits(self, sliced: SlicedTensor) -> bool:
@@ -381,7 +385,7 @@ def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
 
     Args:
         value: a tensor, whole or sliced in any way.
-        slices: of the result; None for the whole tensor, whose gradient is then partial.
+        slices: the slices of the result; None for the whole tensor, whose gradient is then partial.
         group: the ranks.
     """
     if not is_sliced(value):
@@ -399,7 +403,7 @@ def matching_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> An
 
     Args:
         value: the operand; anything but a tensor is returned as it is.
-        slices: of the other operand.
+        slices: the slices of the other operand.
         dim: the sliced dim, counted from the last one (-1). An operand that is broadcast along it
             is returned whole.
         group: the ranks.

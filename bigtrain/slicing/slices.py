@@ -96,7 +96,7 @@ class Slices:
             return torch.cat(list(parts), self.dim)
         lengths = [[n for _, n in self.parts(rank, size)] for rank in range(size)]
         by_rank = [
-            torch.split(tensor, own, self.dim) for tensor, own in zip(parts, lengths, strict=True)
+            torch.split(part, sizes, self.dim) for part, sizes in zip(parts, lengths, strict=True)
         ]
         return torch.cat(
             [part for section in zip(*by_rank, strict=True) for part in section], self.dim
@@ -145,8 +145,8 @@ def reshaped(
     """Return the slices of a tensor after a reshape.
 
     Args:
-        slices: of the tensor.
-        shape: of the whole tensor.
+        slices: the slices of the tensor.
+        shape: the shape of the whole tensor.
         target: the new shape of the whole tensor, without -1.
         size: the number of ranks.
 

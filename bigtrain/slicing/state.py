@@ -76,10 +76,10 @@ class SlicedState:
         return self.model.by_name
 
     def whole(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-        """Return a state of this rank's tensors as parts of the whole tensors.
+        """Describe this rank's tensors by their extents in the whole tensors.
 
         Args:
-            state: by `model.NAME` and `optimizer.NAME.KEY`.
+            state: the tensors, by key: `model.NAME` or `optimizer.NAME.KEY`.
         """
         shapes = {name: tensor.shape for name, tensor in state.items()}
         whole_state = dict(state)
@@ -95,7 +95,8 @@ class SlicedState:
 
         Args:
             name: `model.NAME` or `optimizer.NAME.KEY`.
-            shapes: of all tensors of the state, either all of this rank's parts or all as saved.
+            shapes: the shapes of all tensors of the state, either all of this rank's parts or all
+                as saved.
         """
         part, _, parameter_name = name.partition(".")
         if part == "optimizer":
@@ -114,8 +115,8 @@ class SlicedState:
         """Translate elements of this rank's part to elements of the whole tensor.
 
         Args:
-            slices: of the whole tensor.
-            shape: of the part.
+            slices: the slices of the whole tensor.
+            shape: the shape of the part.
             extents: elements of the part.
 
         Returns:

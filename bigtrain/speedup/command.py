@@ -77,7 +77,7 @@ class Trial:
     """All strategies on all numbers of ranks.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         cluster: its figures predict; None for those of this machine.
 
     Raises:

@@ -31,7 +31,8 @@ class StepForecaster:
     """Predicts steps of one strategy; the samples of a worker do not depend on their number.
 
     Args:
-        job: of the strategy, with a micro-batch size and accumulation, and no global batch size.
+        job: a job with the strategy, with a micro-batch size and accumulation, and no global batch
+            size.
         cluster: the figures; None for this machine's, which are measured if none are cached.
         most: the largest number of ranks that runs on this machine.
 

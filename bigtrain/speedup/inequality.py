@@ -59,7 +59,7 @@ class SyncStep:
     """T_sync: the rest of the step. It includes waiting for slower ranks, but no exchange that
     overlaps with the backward pass. It is negative if sharing the update saves more time."""
     whole: float | None = None
-    """The same messages one after the other without computation; None if unknown."""
+    """The step's messages one after the other without computation; None if unknown."""
     latency: float = 0.0
     """The part of `whole` that messages without content would take."""
 
@@ -98,7 +98,7 @@ class Threshold:
     """The value of a quantity from which on more ranks pay."""
 
     value: float | None
-    """None if they never pay."""
+    """The threshold; None if more ranks never pay."""
     reason: str
     """Why they never pay, or a remark on the value; may be empty."""
 
@@ -138,7 +138,7 @@ def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
     does not change.
 
     Args:
-        step: with `whole`.
+        step: a step that has `whole`.
         bandwidth: the present bandwidth.
     """
     if step.workers == 1 or step.break_even <= 0:

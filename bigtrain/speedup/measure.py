@@ -70,14 +70,14 @@ class StepTiming:
     """The plain loop of one process with a worker's samples, while all workers do the same: the
     mean of all steps and workers, before and after the strategy's steps."""
     other_compute: float | None
-    """The same with `other_rows`."""
+    """The plain loop with `TimingRequest.other_rows`; None if there is no second size."""
     step: float
     """The strategy's step: the mean of all steps, of the slowest rank. It is no median, as some
     techniques exchange in some steps only."""
     whole: float | None
-    """All messages without computation; None without any."""
+    """All messages without computation; None if there are no messages."""
     latency: float | None
-    """As many messages of one number for each rank; None without any."""
+    """The same number of messages, each of one number for each rank; None without messages."""
     threads: int
     """CPU threads of each rank."""
     others_cores: float | None

@@ -79,6 +79,8 @@ def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
     """Call attention without dropout: flash attention saves no mask, it draws it again."""
     del dropout_p
     # query, key, value, mask, dropout_p, is_causal
-    given = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-    result: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(*given, **kwargs)
+    arguments = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    result: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(
+        *arguments, **kwargs
+    )
     return result

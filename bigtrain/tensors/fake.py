@@ -48,8 +48,8 @@ def fake_model(
     parameters stay tied.
 
     Args:
-        model: on any device; it is not changed.
-        device: of the fake tensors.
+        model: a model on any device; it is not changed.
+        device: the device of the fake tensors.
         double: whether floating-point tensors become fp64.
         constants: tensors in plain attributes that become fakes as well, each on its device, or on
             `device` if that is meta.

@@ -21,7 +21,7 @@ _LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer_backward.default
 _ALIGNED_BYTES = 16
 """CUDA's grouped products align their rows to this."""
 
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 """A function's arguments by their names; those with a default may be missing."""
 
 
@@ -32,8 +32,8 @@ def kernel_result(func: Any, args: Any, kwargs: Any, *, of_cuda: bool) -> Any:
 
     Args:
         func: the operation.
-        args: of it; the first is a fake tensor.
-        kwargs: of it.
+        args: the function's arguments; the first is a fake tensor.
+        kwargs: the function's keyword arguments.
         of_cuda: whether the kernels are CUDA's, on whatever device the fakes are.
     """
     rule = _RULES.get(func)
@@ -63,16 +63,16 @@ HAS_CORRECTION = {_LSTM, _LSTM_BACKWARD}
 """The operations that `corrected_result` changes."""
 
 
-def _grouped_mm(given: Given, of_cuda: bool) -> Tensor | None:
+def _grouped_mm(arguments: Arguments, of_cuda: bool) -> Tensor | None:
     """Return the result of a grouped product: each group of rows, or columns, has a matrix."""
-    rows, columns = given["self"], given["mat2"]
-    dtype = given.get("out_dtype") or rows.dtype
+    rows, columns = arguments["self"], arguments["mat2"]
+    dtype = arguments.get("out_dtype") or rows.dtype
     on_cpu = rows.device.type == "cpu" and not of_cuda
     if not on_cpu and rows.dtype == torch.bfloat16:
         return None
     groups: tuple[int, ...] = ()
     if rows.dim() == columns.dim() == 2:  # the dim that is summed over is in groups
-        groups = (given["offs"].shape[0],)
+        groups = (arguments["offs"].shape[0],)
     elif rows.dim() == columns.dim() == 3:
         groups = (rows.shape[0],)
     shape = (*groups, rows.shape[-2], columns.shape[-1])
@@ -82,7 +82,7 @@ def _grouped_mm(given: Given, of_cuda: bool) -> Tensor | None:
     return torch.empty_strided(shape, stride, dtype=dtype, device=rows.device)
 
 
-def _ctc(given: Given, of_cuda: bool) -> tuple[Tensor, Tensor]:
+def _ctc(arguments: Arguments, of_cuda: bool) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, and the probabilities of all alignments.
 
     These are as many as for the longest target. A padded matrix of targets bounds its length; of
@@ -90,9 +90,9 @@ def _ctc(given: Given, of_cuda: bool) -> tuple[Tensor, Tensor]:
     """
     del of_cuda
     log_probs, targets, lengths = (
-        given["log_probs"],
-        given["targets"],
-        given["target_lengths"],
+        arguments["log_probs"],
+        arguments["targets"],
+        arguments["target_lengths"],
     )
     steps, rows = log_probs.shape[:2]
     if not isinstance(lengths, Tensor):
@@ -104,17 +104,17 @@ def _ctc(given: Given, of_cuda: bool) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
 
 
-def _masked_select(given: Given, of_cuda: bool) -> Tensor | None:
+def _masked_select(arguments: Arguments, of_cuda: bool) -> Tensor | None:
     """Return all integers that a mask may select, as of padded targets; None for real numbers."""
     del of_cuda
-    values, mask = given["self"], given["mask"]
+    values, mask = arguments["self"], arguments["mask"]
     if values.is_floating_point() or values.is_complex():
         return None
     pairs: Any = torch.broadcast_tensors(values, mask)  # type: ignore[no-untyped-call]
     return torch.empty(pairs[0].numel(), dtype=values.dtype, device=values.device)
 
 
-_RULES: dict[Any, Callable[[Given, bool], Any]] = {
+_RULES: dict[Any, Callable[[Arguments, bool], Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN._ctc_loss.default: _ctc,
     _ATEN._ctc_loss.Tensor: _ctc,
@@ -137,9 +137,9 @@ def lstm_workspace_bytes(shape: tuple[int, ...], hidden: int, dtype: torch.dtype
     page. Observed with oneDNN 3.12, equal on AVX2 and AVX-512.
 
     Args:
-        shape: of the input: (steps, rows, width).
+        shape: the shape of the input: (steps, rows, width).
         hidden: width of the state.
-        dtype: of the input; 0 is returned for anything but fp32 and bf16.
+        dtype: the dtype of the input; 0 is returned for anything but fp32 and bf16.
     """
     if len(shape) != 3 or dtype not in (torch.float32, torch.bfloat16):
         return 0

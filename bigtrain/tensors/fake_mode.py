@@ -65,8 +65,8 @@ class _Outcome(NamedTuple):
     """The cached outcome of a call."""
 
     kind: str
-    """`fresh`: new tensors; `view`: views of the first argument; `given`: the argument at `number`
-    itself; `unknown`: call torch each time."""
+    """`fresh`: new tensors; `view`: views of the first argument; `argument`: the argument at
+    `number` itself; `unknown`: call torch each time."""
     fresh: tuple[_Fresh | None, ...] = ()
     number: int = 0
     container: Callable[[Iterable[Any]], Any] | None = None
@@ -78,10 +78,10 @@ _seen: dict[tuple[Any, ...], _Outcome] = {}
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """See the module. The statistics of norms have the dtype that kernels give them.
+    """`FakeTensorMode` with a cheaper cache, and with the dtypes of norms' statistics corrected.
 
-    For a half-precision input torch's fakes have half-precision statistics; kernels save them in
-    float32, the CPU's kernels only if another argument is float32.
+    For a half-precision input torch's fake statistics are in half precision. CUDA's kernels save
+    them in float32, and so do the CPU's kernels if another argument is float32.
 
     Args:
         of_cuda: whether the kernels are CUDA's.
@@ -91,7 +91,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self._of_cuda = of_cuda
         self._is_inside = False
-        self.told: Callable[[Any, Any, Any, Any], None] | None = None
+        self.on_operation: Callable[[Any, Any, Any, Any], None] | None = None
         """Called after each operation with function, args, kwargs and result; not for operations
         that torch calls inside another."""
         self._attributes: dict[torch.device, dict[str, Any]] = {}
@@ -107,26 +107,26 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call by far
             return args[0].fake_device
         kwargs = kwargs or {}
-        if self.told is None or self._is_inside:
-            return self._given(func, types, args, kwargs)
+        if self.on_operation is None or self._is_inside:
+            return self._result_of(func, types, args, kwargs)
         self._is_inside = True
         try:
-            result = self._given(func, types, args, kwargs)
+            result = self._result_of(func, types, args, kwargs)
         finally:
             self._is_inside = False
-        self.told(func, args, kwargs, result)
+        self.on_operation(func, args, kwargs, result)
         return result
 
-    def _given(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
-        if func in VIEWS and self._is_own(args[0]):
+    def _result_of(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
+        if func in VIEWS and self._is_plain_fake(args[0]):
             return self._viewed(func, args, kwargs)
-        parts = self._described(func, args, kwargs)
+        parts = self._call_key(func, args, kwargs)
         if parts is None:
-            return self._asked(func, types, args, kwargs)
+            return self._call_torch(func, types, args, kwargs)
         outcome = _seen.get(key := tuple(parts))
         if outcome is None:
-            result = self._asked_anew(func, types, args, kwargs)
-            is_same = self._described(func, args, kwargs) == parts
+            result = self._call_torch_uncached(func, types, args, kwargs)
+            is_same = self._call_key(func, args, kwargs) == parts
             if len(_seen) >= _MOST_KEYS:
                 _seen.clear()
             _seen[key] = _outcome(func, args, kwargs, result) if is_same else _UNKNOWN
@@ -135,23 +135,25 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if kind == "view":
             return self._viewed(func, args, kwargs)
         if kind == "fresh":
-            results = [None if one is None else self._made(*one) for one in outcome.fresh]
+            results = [None if spec is None else self._new_tensor(*spec) for spec in outcome.fresh]
             return results[0] if outcome.container is None else outcome.container(results)
-        if kind == "given":
+        if kind == "argument":
             return args[outcome.number]
-        return self._asked_anew(func, types, args, kwargs)
+        return self._call_torch_uncached(func, types, args, kwargs)
 
-    def _asked_anew(
+    def _call_torch_uncached(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any
     ) -> Any:
-        """Call torch without its cache, which would not keep the sharing of storages."""
+        """Call torch without its cache, whose results would not share storages as real ones do."""
         self.cache_enabled = False
         try:
-            return self._asked(func, types, args, kwargs)
+            return self._call_torch(func, types, args, kwargs)
         finally:
             self.cache_enabled = True
 
-    def _asked(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
+    def _call_torch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any
+    ) -> Any:
         """Call torch, or a kernel's rule; correct the dtype of norms' statistics."""
         if func in HAS_KERNEL_RULE:
             with self:
@@ -172,7 +174,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         with self:
             return (result[0], *(statistic.float() for statistic in result[1:]))
 
-    def _is_own(self, value: Any) -> bool:
+    def _is_plain_fake(self, value: Any) -> bool:
         return (
             type(value) is FakeTensor
             and value.fake_mode is self
@@ -187,9 +189,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         device = args[0].fake_device
         if isinstance(result, Tensor):
             return self._wrapped(result, device)
-        return type(result)(self._wrapped(one, device) for one in result)
+        return type(result)(self._wrapped(view, device) for view in result)
 
-    def _made(
+    def _new_tensor(
         self,
         shape: tuple[int, ...],
         stride: tuple[int, ...],
@@ -216,25 +218,25 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         vars(fake).update(attributes)
         return fake
 
-    def _described(self, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
+    def _call_key(self, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """Return the cache key of a call; None if arguments do not determine the outcome."""
         modes = (self._of_cuda, torch.is_inference_mode_enabled(), torch.get_default_dtype())
         parts: list[Any] = [func, *modes]
         numbers: set[torch.dtype] = set()
         others: set[torch.dtype] = set()
         try:
-            is_said = self._describe(args, parts, numbers, others)
-            if kwargs and is_said:
+            is_complete = self._append_to_key(args, parts, numbers, others)
+            if kwargs and is_complete:
                 parts += kwargs
-                is_said = self._describe(kwargs.values(), parts, numbers, others)
+                is_complete = self._append_to_key(kwargs.values(), parts, numbers, others)
         except (RuntimeError, NotImplementedError):  # a sparse tensor has no strides
             return None
         # 0-dim tensors take part in type promotion like Python numbers: if their dtype differs
         # from the others', torch decides.
         is_one_type = numbers <= others if others else len(numbers) <= 1
-        return parts if is_said and (is_one_type or _is_in_place(func)) else None
+        return parts if is_complete and (is_one_type or _is_in_place(func)) else None
 
-    def _describe(
+    def _append_to_key(
         self,
         values: Iterable[Any],
         parts: list[Any],
@@ -262,7 +264,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 parts += (kind, value)
             elif kind is list or kind is tuple:
                 parts += (kind, len(value))
-                if not self._describe(value, parts, numbers, others):
+                if not self._append_to_key(value, parts, numbers, others):
                     return False
             else:
                 return False
@@ -278,7 +280,7 @@ def _outcome(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> _Outco
         return _UNKNOWN  # it depends on the default device
     for number, tensor in enumerate(args):
         if result is tensor and isinstance(tensor, FakeTensor):
-            return _Outcome("given", number=number)
+            return _Outcome("argument", number=number)
     several = isinstance(result, tuple | list)
     results = list(result) if several else [result]
     container = (tuple if isinstance(result, tuple) else list) if several else None

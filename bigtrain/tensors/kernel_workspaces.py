@@ -36,8 +36,8 @@ def workspace_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
 
     Args:
         func: the operation.
-        args: of it, real or fake, on any device.
-        result: of it.
+        args: the operation's arguments, real or fake, on any device.
+        result: its result.
     """
     rule = _RULES.get(func)
     return 0 if rule is None else rule(args, result)
@@ -60,7 +60,7 @@ def column_sum_bytes(rows: int, columns: int, size: int, multiprocessors: int) -
         rows: number of rows.
         columns: numbers in a row, and in the result.
         size: bytes of an accumulator.
-        multiprocessors: of the GPU.
+        multiprocessors: the number of multiprocessors of the GPU.
     """
     vector = next(n for n in (4, 2, 1) if columns % n == 0)
     threads = _BLOCK_THREADS // vector

@@ -71,7 +71,7 @@ def local_norm(tensors: Sequence[Tensor], device_type: str = "cpu") -> Tensor:
     """Return the norm of plain tensors, of this rank alone.
 
     Args:
-        tensors: on any device.
+        tensors: tensors on any device.
         device_type: whose kernels fake tensors stand for.
 
     Returns:

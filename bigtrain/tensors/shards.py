@@ -30,7 +30,7 @@ class Extent:
 
     start: int
     length: int
-    """Of each run."""
+    """The length of each run."""
     count: int = 1
     """Number of runs."""
     pitch: int = 0
@@ -86,7 +86,7 @@ class StateTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     extents: tuple[Extent, ...]
     """This rank's elements, in the order of `values`; empty if it holds none."""
     values: Callable[[], Tensor]
@@ -181,7 +181,7 @@ def box_extents(
     """Return the elements of a box of a tensor, in the row-major order of the box.
 
     Args:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         offset: where the box begins, per dim.
         local: the size of the box, per dim.
     """
@@ -263,7 +263,7 @@ def read_like(saved: SavedTensor, like: Tensor) -> Tensor:
     """Read this rank's part of a saved tensor, in the layout of another tensor.
 
     Args:
-        saved: of the same shape as `like`.
+        saved: a tensor of the same shape as `like`.
         like: a DTensor or a plain tensor.
 
     Returns:

@@ -261,8 +261,8 @@ class BouncedFile:
         """Write a contiguous uint8 tensor; it is in the file when the call returns.
 
         Args:
-            tensor: on the device.
-            offset: in bytes.
+            tensor: a tensor on the device.
+            offset: the offset in bytes.
             after: the mark that the copies follow; None for everything computed so far.
 
         Raises:

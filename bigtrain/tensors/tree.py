@@ -95,7 +95,10 @@ def nested_tensors(value: Any) -> list[Tensor]:
 
 
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a copy of a mapping with other values, set one by one as its class may require."""
+    """Return a copy of a mapping with new values.
+
+    A subclass may override `__setitem__`, so values are set one by one.
+    """
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     copied: Any = copy.copy(mapping)

@@ -93,7 +93,7 @@ class Slowdowns:
     by_block: Mapping[str, Sequence[tuple[float, float]]]
     """By block, for each size: forward and backward. BEFORE and AFTER are the rest of the model."""
     update: float
-    """Of the optimizer's step."""
+    """The seconds of the optimizer's step."""
     shares: Sequence[Mapping[BlockVariant, tuple[float, float]]]
     """For each size: see `BlockSeconds.shares`."""
 
@@ -141,7 +141,7 @@ class Slowdowns:
             model: sections whose blocks have one policy.
             kept: the same sections where blocks save everything.
             choice: the policy of `model`.
-            rows: of the micro-batch.
+            rows: the rows of the micro-batch.
             timer: rates of the cluster.
         """
         factors = self.at(rows)
@@ -179,10 +179,10 @@ class BlockTimer:
     """Times the blocks of a job's model on this machine, or reads cached times.
 
     Args:
-        job: that is planned or run.
+        job: the job that is planned or run.
         model: its model, on the meta device.
         example: one micro-batch.
-        ranks: that will share the machine.
+        ranks: the number of ranks that will share the machine.
         rows: micro-batch sizes that may be needed.
         script: `engine/time_blocks.py`, which times; None to use cached times only.
     """
@@ -299,7 +299,7 @@ def slowdowns(
     """Divide timed seconds by those that rates predict.
 
     Args:
-        timed: by size.
+        timed: the timed sections, by size.
         oversubscription: see `BlockTimer.oversubscription`.
         model: the whole model that was timed.
         sections_at: gives its sections for a size, as they were timed: saving everything.

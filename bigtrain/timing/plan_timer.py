@@ -30,7 +30,7 @@ class PlanTimer:
         self._slowed: dict[ModelSections, ModelSections] = {}
 
     def first_blocks(self, count: int) -> PlanTimer:
-        """The same for the model's first blocks alone; its slowdowns are those of the model."""
+        """Return a timer for only the model's first blocks; its slowdowns are the model's."""
         shorter = PlanTimer(self.section_library.first_blocks(count), self.timer, self.blocks)
         shorter._slowdowns = self._slowdowns
         return shorter

@@ -47,7 +47,7 @@ class StepWatch:
     """Records the seconds of steps whose memory is not tracked, and the bytes all steps exchange.
 
     Args:
-        context: of the rank whose exchanges are counted.
+        context: the context of the rank whose exchanges are counted.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -73,7 +73,7 @@ class StepWatch:
         """End a step.
 
         Args:
-            seconds: of the step.
+            seconds: the seconds of the step.
 
         Returns:
             The bytes that this rank has exchanged, where they are counted.
@@ -105,10 +105,10 @@ def forecast_step_seconds(
     """Predict the seconds of a run's step, without talking to other ranks or timing anything.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         resolved: the plan of the run.
-        workload: with an example micro-batch; its model is not changed.
-        context: of the calling rank.
+        workload: a workload with an example micro-batch; its model is not changed.
+        context: the context of the calling rank.
 
     Returns:
         The seconds; where none can be predicted, the reason.
@@ -147,11 +147,11 @@ class RunClock:
     """Predicts one run's steps as the planner predicts those of a candidate.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         resolved: the plan of the run.
-        workload: with an example micro-batch; its model is not changed.
+        workload: a workload with an example micro-batch; its model is not changed.
         timer: rates of the cluster.
-        at_once: ranks that share this machine; left out, all ranks of the plan. 0: the rates are
+        at_once: ranks that share this machine; by default all ranks of the plan. 0: the rates are
             another machine's, where no block was timed.
         script: `engine/time_blocks.py`, which times blocks that were not timed before; left out,
             only cached times are used.
@@ -245,7 +245,7 @@ class RunClock:
                 after=kept.sections[stop] if stop < len(chosen) else None,
                 recomputed=[section.name for section in sections if section.name in names],
                 released=plan.release_gradients,
-                dealt=(tp if into else 1, tp if out else 1),
+                scatter_ranks=(tp if into else 1, tp if out else 1),
             )
 
         return PlanStages(

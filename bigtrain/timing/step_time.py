@@ -117,13 +117,13 @@ class PlanStages:
     """The stages of a plan, as far as a step's seconds depend on them; one if it is not cut."""
 
     seconds: Sequence[MicroBatchSeconds]
-    """By stage."""
+    """The seconds of a micro-batch, by stage."""
     profile_of: Callable[[int], Profile]
     """The memory profile of a stage, by its number."""
     base: RecordedSections
     """The run on fake tensors whose optimizer step is scaled to each rank's share."""
     timed: TimedParts
-    """Of this model on this device."""
+    """The measured seconds of this model on this device."""
 
 
 class StepTimer:
@@ -177,7 +177,7 @@ class StepTimer:
         """The seconds of one micro-batch through some sections, forward and backward.
 
         Args:
-            sections: of one tp rank.
+            sections: the sections of one tp rank.
             tp: the number of ranks that slice them.
         """
         return MicroBatchSeconds(
@@ -202,18 +202,18 @@ class StepTimer:
         )
 
     def _exchanges(self, section: Section, tp: int, *, backward: bool) -> float:
-        """The seconds of a section's exchanges over tp: each waits between two operations."""
+        """Return the seconds of a section's exchanges over tp, which do not overlap operations."""
         exchanges = section.exchanges[backward]
         if tp == 1 or not exchanges:
             return 0.0
         key = (exchanges, tp)
         if key not in self._exchange_seconds:
             seconds = 0.0
-            for one in exchanges:
-                alone = collective_seconds(
-                    one.kind, one.nbytes, tp, 1, self.cluster, after_work=True
+            for exchange in exchanges:
+                in_transit = collective_seconds(
+                    exchange.kind, exchange.nbytes, tp, 1, self.cluster, after_work=True
                 )
-                seconds += max(self._issue, alone + self._measured_issue(one.kind))
+                seconds += max(self._issue, in_transit + self._measured_issue(exchange.kind))
             self._exchange_seconds[key] = seconds
         return self._exchange_seconds[key]
 
@@ -228,7 +228,8 @@ class StepTimer:
 
         Args:
             plan: mesh, schedule, batch, techniques.
-            stages: of the plan, or of one that differs in the number of replicas alone.
+            stages: the stages of the plan, or of a plan that differs in the number of replicas
+                alone.
         """
         count = len(stages.seconds)
         ranks: tuple[int, ...] = (0,)
@@ -275,8 +276,8 @@ class StepTimer:
 
         Args:
             plan: mesh, schedule, batch, techniques.
-            stage_seconds: by stage; of the whole model if it is not cut.
-            rank_profiles: by rank the profiles of its stages, for all ranks or those that may send
+            stage_seconds: the seconds of each stage, or of the whole model if it is not cut.
+            rank_profiles: by rank, the profiles of its stages, for all ranks or those that may send
                 the most.
             update: seconds of the optimizer's step of a rank that is alone on its cores.
             split: see `TimedParts`.
@@ -306,7 +307,7 @@ class StepTimer:
 
         Args:
             plan: not cut into stages.
-            profile: of the whole model.
+            profile: the profile of the whole model.
             empty: count the messages without their bytes: their latency.
         """
         return sum(
@@ -383,7 +384,7 @@ class StepTimer:
 
         Args:
             tp: ranks that gather.
-            stage_seconds: by stage.
+            stage_seconds: the seconds of each stage.
             ranks: the pp rank of each stage.
             nbytes: gathered at each boundary between ranks.
         """
@@ -477,8 +478,8 @@ def closed_form_bubble(
     Args:
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
-        micro_batches: of one step.
-        stages_per_rank: as in `orders.schedule_orders`.
+        micro_batches: the number of micro-batches of one step.
+        stages_per_rank: see `orders.schedule_orders`.
         splits: whether backward passes are split in two, see `Plan.splits_backward`.
     """
     shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)

@@ -33,7 +33,7 @@ class MadeUpAnswers(TorchDispatchMode):
 
     Args:
         answer: the kind of result.
-        draw: for results at random.
+        draw: the generator for random results.
         on_question: called with the name of the operation.
     """
 

@@ -169,7 +169,7 @@ def traced_attributes(
 
     Args:
         model: the model with the modules.
-        attributes: of modules.
+        attributes: attributes of modules.
         objects: their fields are recorded instead of the attributes that refer to them. If the
             class of an object cannot be derived from, the attributes are recorded after all.
         touched: called with the attribute, or the name of a field after that of its attribute, and

@@ -43,7 +43,7 @@ class ParameterUses:
     sparse: tuple[str, ...] = ()
     """Parameters whose gradient is sparse in at least one of their uses."""
     sparse_and_dense: tuple[str, ...] = ()
-    """Those of them with other uses as well: the sum of the gradients is dense."""
+    """Parameters in `sparse` that also have uses with a dense gradient: the sum is dense."""
     called: frozenset[str] = frozenset()
     """Modules whose forward pass ran."""
     used: frozenset[str] = frozenset()
@@ -75,9 +75,9 @@ def parameter_uses(
     """Run a forward pass and return how it uses the model's parameters.
 
     Args:
-        model: on any device; a copy without values runs.
+        model: a model on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-        loss: of the model's output; None to leave it out.
+        loss: the loss of the model's output; None to run the model alone.
 
     Returns:
         None if the model does not run without values.

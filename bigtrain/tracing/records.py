@@ -69,7 +69,7 @@ class UncuttableRange:
 
     first: int
     last: int
-    """Ticks: a cut c with first <= c < last is not legal."""
+    """Ticks; a cut c is not legal if first <= c < last."""
     why: str
 
 
@@ -90,19 +90,19 @@ class ForwardTrace:
     calls: list[ModuleCall]
     values: list[TracedValue]
     events: list[tuple[int, int, tuple[int, ...]]]
-    """In order: (frame, call, ()) at the begin of a call, (frame, -1, values) where a function of
-    torch has returned tensors to the code of a frame."""
+    """The events in order: (frame, call, ()) at the begin of a call, (frame, -1, values) when a
+    function of torch has returned tensors to the code of a frame."""
     costs: list[OpCost]
     saved: dict[int, tuple[int, list[int]]]
-    """By storage: its bytes, and the ticks at which autograd saved it for the backward pass."""
+    """By storage, its bytes and the ticks at which autograd saved it for the backward pass."""
     output: Any
     writes: dict[int, list[InPlaceWrite]] = field(default_factory=dict)
-    """By storage."""
+    """By storage, its in-place writes."""
     whole: list[UncuttableRange] = field(default_factory=list)
     sealed: dict[int, str] = field(default_factory=dict)
     """The calls that no cut may go through, and the reasons."""
     enclosed: dict[int, str] = field(default_factory=dict)
-    """The calls before which, too, no cut may be, and the reasons."""
+    """The calls that no cut may go through and that no cut may precede, and the reasons."""
     random: set[int] = field(default_factory=set)
     """The frames in which random numbers are drawn."""
     backward: list[tuple[int, int]] = field(default_factory=list)

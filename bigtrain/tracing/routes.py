@@ -97,7 +97,7 @@ def find_routes(model: nn.Module, example: MicroBatch) -> Routes:
     """Run a copy of the model in training, with several made-up answers where it needs values.
 
     Args:
-        model: on any device; a copy without values runs.
+        model: a model on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
     """
     try:

@@ -53,7 +53,7 @@ def trace_forward(
     """Trace one forward pass of a model of fake tensors.
 
     Args:
-        model: of fake tensors of `mode`; it is left as it is.
+        model: a model whose tensors are fake tensors of `mode`; it is not changed.
         run: calls the model with `inputs`.
         mode: the fake mode.
         inputs: fake tensors in any structure.

@@ -35,9 +35,9 @@ def freeze_unreached(
     evaluation. If the model does not run without values, nothing is frozen.
 
     Args:
-        model: on any device; a copy without values runs.
+        model: a model on any device; a copy without values runs.
         example: one micro-batch; only shapes matter.
-        loss: of the model's output.
+        loss: the loss, of the model's output.
         reached: parameters that one pass in training is known to reach (`ParameterUses.reached`);
             if they are all trained parameters, the model is not run.
 
@@ -105,7 +105,7 @@ def _unreached(
             pairs = {n: pair for n, pair in pairs.items() if pair[1].grad is None}
         if not pairs:
             break
-    # If no parameter is reached, the loss is wrong; its backward pass in the run will say so.
+    # If no parameter is reached, the loss is wrong; its backward pass in the run will raise.
     return [*pairs] if len(pairs) < trained else [], frozenset(log.calls)
 
 

@@ -76,7 +76,7 @@ def watch_forward(
     """Let an observer see the forward pass of a model inside of a `with` block.
 
     Args:
-        model: of fake tensors of `mode`.
+        model: a model whose tensors are fake tensors of `mode`.
         observer: its methods are called.
         mode: the fake mode.
         around: entered around the forward pass, as autocast is.
@@ -109,8 +109,8 @@ def fake_twin(
     """A copy of a model with fake tensors, constants among its attributes included; and its mode.
 
     Args:
-        model: on any device; it is left as it is.
-        device: of the copy.
+        model: a model on any device; it is not changed.
+        device: the device of the copy.
         double: whether floating-point tensors of the copy are fp64.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -62,9 +62,9 @@ class Bench:
     each size of micro-batch and other settings.
 
     Args:
-        options: of the command line.
+        options: the options of the command line.
         words: further words of every run.
-        folder: for the runs' files.
+        folder: the folder for the runs' files.
         localises: whether the first operation that differs is searched for.
     """
 
@@ -139,7 +139,7 @@ class Bench:
         return replace(row, verdict="differs")
 
     def _moved(self, plan: Plan, reference: Path) -> Differences | None:
-        """The differences of one process from itself with perturbed weights.
+        """Return the differences between one process and the same one with perturbed weights.
 
         The result is None in bf16, where a unit in the last place of a weight is no small change.
         """
@@ -236,7 +236,7 @@ def _forget(folder: Path) -> None:
 
 
 def _differs_from_plain_loop(folder: Path) -> str | None:
-    """How a run differs from a plain torch loop, in words; None if it does not."""
+    """Describe how a run differs from a plain torch loop; None if it does not."""
     recording = read_json_object(folder / "record.json")
     difference: str | None = recording["differs_from_plain_loop"]
     return difference

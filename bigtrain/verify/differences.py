@@ -74,7 +74,7 @@ class Differences:
     loss: float
     norm: float
     gradient: float | None
-    """None if the run has no gradients to compare."""
+    """The largest difference of a gradient; None if the run has no gradients to compare."""
     update: float
     """The difference of the change that all steps made to the weights. The weights themselves
     change too little to compare."""

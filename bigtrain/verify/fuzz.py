@@ -224,10 +224,10 @@ def fuzz(
     """Draw plans and verify them, one after the other; each failure is reduced.
 
     Args:
-        options: of the command line; they have the number of plans (`fuzz`), the `seed`, and the
-            largest number of ranks.
+        options: the options of the command line; they have the number of plans (`fuzz`), the
+            `seed`, and the largest number of ranks.
         job_words: KEY=VALUE words of every run.
-        folder: for the runs' files.
+        folder: the folder for the runs' files.
 
     Raises:
         ConfigError: the job cannot run in one process, or no drawn plan can run.

@@ -57,23 +57,26 @@ def first_difference(
     tolerance: Tolerance,
     moved: Differences | None = None,
 ) -> str:
-    """Return in words the first value, gradient, norm or update that differs from one process.
+    """Describe the first value, gradient, norm or update in which a run differs from one process.
 
     Args:
         reference: the folder of one process, which had the same micro-batches one by one.
         other: the folder of the run.
-        differences: of the two recordings.
+        differences: the differences of the two recordings.
         tolerance: the differences that rounding explains.
-        moved: the differences of one process from itself; see `differences.tolerances`.
+        moved: the differences between one process and the same process with perturbed weights;
+            see `differences.tolerances`.
     """
-    (one,), ranks = read_traces(reference), read_traces(other)
+    (reference_trace,), ranks = read_traces(reference), read_traces(other)
     records = [read_json_object(f / "record.json") for f in (reference, other)]
     gradients = gradient_differences(reference, other)
     steps = len(records[0]["losses"])
     for index, limit in enumerate(tolerances(tolerance, moved, steps)):
         step = index + 1
         for is_gradient in (False, True):
-            entry = _first_entry(one, ranks, step, limit.tensors, is_gradient=is_gradient)
+            entry = _first_entry(
+                reference_trace, ranks, step, limit.tensors, is_gradient=is_gradient
+            )
             if entry is not None:
                 return f"step {step}, {entry}"
             losses = relative_difference(*(record["losses"][index] for record in records))
@@ -84,7 +87,7 @@ def first_difference(
                 )
         wrong = {n: d for n, d in gradients.get(step, {}).items() if d > limit.tensors}
         if wrong:
-            return f"step {step}, {_first_parameter(one, wrong)}"
+            return f"step {step}, {_first_parameter(reference_trace, wrong)}"
         norms = relative_difference(*(record["norms"][index] for record in records))
         if norms > limit.norm:
             return (

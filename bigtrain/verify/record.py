@@ -82,8 +82,8 @@ def record_run(
     Args:
         job: the job.
         parts: its model and data.
-        context: of all ranks.
-        folder: for the recording.
+        context: the context of all ranks.
+        folder: the folder for the recording.
         steps: the number of steps.
         traced: whether each rank writes a trace.
     """
@@ -139,9 +139,9 @@ def record_gradients(engine: Engine, recording: dict[str, Any], folder: Path) ->
     """Let the engine write its gradients before each update.
 
     Args:
-        engine: of the run.
+        engine: the engine of the run.
         recording: its `no_gradients` becomes the reason if an engine frees gradients early.
-        folder: for the files.
+        folder: the folder for the files.
     """
     update = engine.runner.update
 

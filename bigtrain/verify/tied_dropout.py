@@ -58,8 +58,8 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws the masks of a model inside its `with` block.
 
     Args:
-        model: with plain names; calls of its modules are counted until `close`, including those
-            that a stage of a pipeline skips.
+        model: a model with plain names; calls of its modules are counted until `close`, including
+            those that a stage of a pipeline skips.
         seed: the seed of the job.
         spine: names of the modules whose forward code every stage of a pipeline runs; empty
             without stages.
@@ -93,7 +93,7 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             step: its number.
-            samples: from `sample_places`.
+            samples: the result of `sample_places`.
         """
         self._first_seed += len(self._positions) + 1  # makes the seeds of earlier steps invalid
         self._positions.clear()

@@ -105,8 +105,8 @@ def backward_for_inputs(
     Args:
         roots: the stage's outputs, which are detached, or their gradient edges.
         gradients: one per root; None if the root is a loss.
-        inputs: of the stage; their gradients are written to `grad`.
-        parameters: of the stage.
+        inputs: the inputs of the stage; their gradients are written to `grad`.
+        parameters: the parameters of the stage.
 
     Returns:
         The gradients of the inputs, and the groups that `backward_for_weights` continues from.

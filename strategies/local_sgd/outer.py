@@ -28,7 +28,7 @@ class OuterSettings:
 
     every: int
     learning_rate: float | None
-    """None if replicas take the average."""
+    """The outer learning rate; None if replicas take the average."""
     momentum: float
     fragments: int
     delay: int
@@ -60,7 +60,7 @@ class Outer:
     Args:
         parameters: the trained ones by their plain names.
         context: the replicas are the ranks of its dp axis.
-        settings: of the technique.
+        settings: the settings of the technique.
     """
 
     def __init__(

@@ -134,9 +134,9 @@ class AsyncPulledUpdate(PulledUpdate):
         """This worker's summed loss of the step, and the number of targets."""
         self.own_norm = 0.0
         self.mean_loss = 0.0
-        """Of the last pushes, as many as there are workers."""
+        """The mean loss over the last pushes, as many pushes as there are workers."""
         self.staleness = 0.0
-        """Of this worker's last push, the highest of all servers."""
+        """The staleness of this worker's last push, the highest of all servers."""
 
     def step(self) -> None:
         """See `Update.step`.
@@ -211,7 +211,7 @@ class AsyncServer(Server):
     Args:
         assembly: see `Server`.
         update: see `Server`.
-        settings: of the technique.
+        settings: the settings of the technique.
     """
 
     def __init__(self, assembly: Assembly, update: ServerUpdate, settings: AsyncSettings) -> None:
@@ -225,7 +225,7 @@ class AsyncServer(Server):
         self._waiting: list[int] = []
         self._version = 0
         self._heads: list[tuple[float, ...]] = []
-        """Of each of the last pushes: summed loss, targets, norm, staleness."""
+        """(summed loss, targets, norm, staleness) of each of the last pushes."""
         self._staleness = [0] * workers
         recorded: Iterator[Push] = iter(())
         if settings.replay is not None:

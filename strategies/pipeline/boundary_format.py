@@ -15,7 +15,7 @@ from torch import Tensor
 
 FLOATS = {8: torch.float64, 4: torch.float32, 2: torch.float16}
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""By size of an element."""
+"""The integer dtype of each element size in bytes."""
 
 
 class BoundaryFormat:

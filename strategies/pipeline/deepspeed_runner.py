@@ -319,7 +319,7 @@ def _make_engine(
 
     Args:
         part: the layer of this rank; DeepSpeed is told of one layer for each stage.
-        optimizer: over its trained parameters.
+        optimizer: the optimizer over its trained parameters.
         config: DeepSpeed's configuration.
         context: the mesh.
         closing: takes the callbacks that undo this at the end.

@@ -91,7 +91,7 @@ class PipedStages(StageChain):
     """All stages of a model: one micro-batch after the other, or a whole step through Pipe.
 
     Args:
-        stages: of the whole model; their parameters are moved to their devices.
+        stages: the stages of the whole model; their parameters are moved to their devices.
         devices: one for each stage.
         model: the whole model with these tensors.
         chunks: the most micro-batches of a step.

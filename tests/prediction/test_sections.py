@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bigtrain.memory.timeline import Timeline
-from bigtrain.prediction.compose import stage_ends, wire_bytes
+from bigtrain.prediction.compose import boundary_bytes, stage_ends
 from bigtrain.prediction.sections import (
     Anchor,
     OpLog,
@@ -118,7 +118,7 @@ def test_what_other_sections_let_go_of():
 def test_what_crosses_an_end_stays_until_the_end():
     wire = Storage(5, "activations", Anchor.FORWARD, 1, Anchor.INPUTS, 2)
     back = Storage(7, "temporary", Anchor.INPUTS, 1, Anchor.INPUTS, 2)
-    row = [SectionPass((3, 3), (wire, back), wires=((0,), (1,)))]
+    row = [SectionPass((3, 3), (wire, back), boundary=((0,), (1,)))]
     alone, _, _ = concatenate_sections(row, begins=False, is_sent=False)
     assert sorted(alone.spans) == [(5, "activations", 1, 5), (7, "temporary", 4, 5)]
     inside, _, stop = concatenate_sections(row, begins=True, is_sent=True)
@@ -126,13 +126,13 @@ def test_what_crosses_an_end_stays_until_the_end():
     assert sorted(inside.spans) == [(5, "activations", 1, 8), (7, "temporary", 4, 8)]
 
 
-def test_stretches_are_sent_as_they_lie_and_the_rest_is_dealt() -> None:
+def test_sequence_shards_are_sent_unchanged_and_the_rest_is_scattered() -> None:
     log = OpLog(*[np.zeros(0)] * 5)
     empty = SectionPass((1, 1), ())
     whole = Section("one", (empty, empty), log, log, (), incoming=8192, incoming_gradients=4096)
-    lies = replace(whole, stretches=4096)
-    assert wire_bytes(whole, 4) == (2048, 1024)
-    assert wire_bytes(lies, 4) == (4096 + 1024, 4096)
-    assert wire_bytes(lies, 1) == (8192, 4096)
-    assert stage_ends(whole, lies, (4, 4)) == (4, 1)
-    assert stage_ends(lies, None, (4, 4)) == (1, 4)
+    sharded = replace(whole, sequence_shards=4096)
+    assert boundary_bytes(whole, 4) == (2048, 1024)
+    assert boundary_bytes(sharded, 4) == (4096 + 1024, 4096)
+    assert boundary_bytes(sharded, 1) == (8192, 4096)
+    assert stage_ends(whole, sharded, (4, 4)) == (4, 1)
+    assert stage_ends(sharded, None, (4, 4)) == (1, 4)

@@ -91,19 +91,19 @@ class TwoBlocks(nn.Module):
 
 
 @pytest.mark.parametrize("crosswise", [False, True])
-def test_the_seconds_of_a_micro_batch_are_all_dealt_out(crosswise):
+def test_the_sections_of_a_micro_batch_add_up_to_its_seconds(crosswise):
     model = TwoBlocks(crosswise=crosswise)
     stopwatch = BlockStopwatch(model, ["blocks.0", "blocks.1"], torch.device("cpu"))
     stopwatch.start()
     loss = model(torch.ones(2, 4, requires_grad=True)).sum()
-    stopwatch.note("turn")
+    stopwatch.note("backward_start")
     loss.backward()
-    stopwatch.note("back")
+    stopwatch.note("backward_end")
     stopwatch.note("updated")
     sections, update = stopwatch.sections()
     moments = dict(reversed(stopwatch._moments))
-    assert update == moments["updated"] - moments["back"]
-    assert sum(map(sum, sections)) == pytest.approx(moments["back"] - moments["start"])
+    assert update == moments["updated"] - moments["backward_end"]
+    assert sum(map(sum, sections)) == pytest.approx(moments["backward_end"] - moments["start"])
     # Before the blocks, the blocks, after the blocks; or the whole model as one.
     assert len(sections) == (1 if crosswise else 4)
 

@@ -91,7 +91,7 @@ def with_prefix_stripped(source: ForeignState, prefix: str) -> ForeignState:
     """Keep the tensors whose names begin with a prefix, and remove the prefix.
 
     Args:
-        source: as it was opened.
+        source: the opened source.
         prefix: such as `model.`; the prefixes of DDP and torch.compile are already removed.
 
     Raises:
@@ -139,7 +139,7 @@ def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
     """Add further names for tensors, as files of the Hub leave out tied tensors.
 
     Args:
-        source: as it was opened.
+        source: the opened source.
         ties: `NAME=OTHER` gives the tensor NAME the values of OTHER.
 
     Raises:

@@ -45,7 +45,7 @@ def untried(library: str, version: object, tried: str) -> tuple[str, ...]:
 
     Args:
         library: name of the library that wrote the checkpoint.
-        version: as the files record it; None if they do not.
+        version: the version that the files record; None if they record none.
         tried: the version whose files the tests read.
     """
     if version == tried:
@@ -83,7 +83,7 @@ def joined_tensor(
     """Return a tensor whose row-major elements are concatenated slices of flat tensors.
 
     Args:
-        shape: of the whole.
+        shape: the shape of the whole tensor.
         parts: (flat tensor, start, stop) of each slice, all of one type.
 
     Raises:

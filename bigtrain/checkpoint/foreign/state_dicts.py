@@ -59,7 +59,7 @@ def open_state_dict(
     """Describe the weights in a file, or in a folder of files with an index.
 
     Args:
-        path: of the file or folder.
+        path: the path of the file or folder.
         key: the model's key in a trainer's file with several models.
         strip: a prefix that the caller will remove; None to detect Lightning's.
 
@@ -129,7 +129,7 @@ def saved_state(tensor: FileTensor, dtype: torch.dtype | None = None) -> StateTe
     """Return a tensor of a safetensors file in the form that a save takes.
 
     Args:
-        tensor: in the file.
+        tensor: the name of a tensor in the file.
         dtype: type to save floating-point numbers in; None keeps the tensor's type.
     """
     kept = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype

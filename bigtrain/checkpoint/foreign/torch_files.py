@@ -105,7 +105,7 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
     """Return the object that `torch.save` wrote, with a `TorchTensor` for each tensor.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         begin: offset of the first byte, if the file holds several saved objects.
         length: number of bytes; None for the rest of the file.
 

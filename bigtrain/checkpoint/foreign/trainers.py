@@ -45,7 +45,7 @@ def read_trainer(saved: Any, path: Path, key: str | None, strip: str | None) -> 
 
     Args:
         saved: the object that `read_torch_file` returned.
-        path: for messages.
+        path: the path in messages.
         key: the model's key if there are several models; dots separate the keys of nested dicts.
         strip: a prefix that the caller will remove; None to detect Lightning's.
 
@@ -243,9 +243,9 @@ def _names_of_slots(
     """Return the plain name of each parameter that has state, or the reason why it is unknown."""
     if all(isinstance(number, str) for number in slots):  # FSDP's, and get_optimizer_state_dict's
         plain = unwrapped_names(slots)
-        given = {number: names.get(number, plain[number]) for number in slots}
-        strange = next((name for name in given.values() if name not in state.model), None)
-        return f"it has {strange!r}, and the model has not" if strange else given
+        by_number = {number: names.get(number, plain[number]) for number in slots}
+        strange = next((name for name in by_number.values() if name not in state.model), None)
+        return f"it has {strange!r}, and the model has not" if strange else by_number
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
     named = [name for group in groups for name in group.get("param_names") or ()]

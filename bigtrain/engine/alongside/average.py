@@ -46,8 +46,8 @@ def refuse_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Refuse a deep copy of a model of which this rank has a part, as AveragedModel makes one.
 
     Args:
-        model: of an engine, after the strategy was applied.
-        plan: of the engine.
+        model: an engine's model, after the strategy was applied.
+        plan: the plan of the engine.
     """
     if holds_whole_model(plan) or "__deepcopy__" in vars(model):  # an engine refuses it by itself
         yield

@@ -33,7 +33,7 @@ def ema(engine: Engine, decay: float | Callable[[int], float]) -> Ema:
     the average in their checkpoints. Collective.
 
     Args:
-        engine: of `bigtrain.prepare`, before or after a checkpoint is loaded.
+        engine: an engine from `bigtrain.prepare`, before or after a checkpoint is loaded.
         decay: in [0, 1); or a function from the step, counted from 1, to the decay.
 
     Raises:
@@ -166,7 +166,7 @@ class Ema:
         """Read this rank's part of saved averages; a missing one starts at the weight.
 
         Args:
-            saved: of a checkpoint whose weights the model has read already.
+            saved: the average from a checkpoint whose weights the model has read already.
         """
         for name, tensor in self._tensors().items():
             key, values = f"optimizer.{name}.{SLOT}", tensor.values()
@@ -201,7 +201,7 @@ class _Held:
         return self.tensor.shape
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
-        """These elements of the tensor, as a flat copy.
+        """Return these elements of the tensor as a flat copy.
 
         Raises:
             BigtrainError: some of them are on other ranks.

@@ -19,7 +19,7 @@ def frozen(engine: Engine) -> Callable[..., Any]:
     have the values of the time of the call, and get no gradient.
 
     Args:
-        engine: under a strategy that leaves a rank the whole model.
+        engine: an engine whose strategy leaves a rank the whole model.
 
     Raises:
         ConfigError: a rank has a part of the model.

@@ -67,14 +67,14 @@ def choose_loss(
     Without `model.chunked_loss` only bigtrain's own language models have a chunked loss.
 
     Args:
-        spec: of the model; its `config.loss` is None.
-        task: of the data.
-        model: on any device, the meta device too; it is not changed.
+        spec: the specification of the model; its `config.loss` is None.
+        task: the task of the data.
+        model: a model on any device, the meta device too; it is not changed.
         example: one micro-batch, for a run on fake tensors that finds the head.
         several_waiting: whether several micro-batches wait at the head for their backward passes
             (GPipe). Each then holds a gradient of the head's weight, or without chunks its logits.
         copies_modules: see `Traits.copies_modules`: the head of a copy has no targets.
-        device_type: of the run; it decides the size of a chunk.
+        device_type: the device type of the run; it decides the size of a chunk.
 
     Raises:
         ConfigError: a chunked loss is asked for, and this task, model or strategy has none.
@@ -115,14 +115,14 @@ def choose_loss(
 
 
 def find_head(model: nn.Module, example: MicroBatch) -> str:
-    """The name of the linear layer whose output the model returns as its logits, as it is.
+    """Return the name of the linear layer whose output is, unchanged, the model's logits.
 
     Args:
-        model: on any device, the meta device too; a copy is run once on fake tensors.
+        model: a model on any device, the meta device too; a copy is run once on fake tensors.
         example: one micro-batch; only its shapes matter.
 
     Raises:
-        ConfigError: there is none, or the model cannot run so.
+        ConfigError: there is no such layer, or the model does not run on fake tensors.
     """
     outputs_of: list[tuple[str, Tensor]] = []
     cpu = torch.device("cpu")

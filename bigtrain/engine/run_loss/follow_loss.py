@@ -42,7 +42,7 @@ def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -
 
     Args:
         loss: any; only a `MeanLoss` without declared counts changes.
-        model: on any device; it is not run itself.
+        model: a model on any device; it is not run itself.
         example: a micro-batch with its targets.
         parts: micro-batches of a global batch, over all ranks; with 1 nothing changes.
 
@@ -67,7 +67,7 @@ def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -
 def agree_on_loss(
     loss: Loss, model: nn.Module, example: MicroBatch | None, parts: int, context: RunContext
 ) -> Loss:
-    """As `follow_loss`, with the same result on all ranks. Collective.
+    """Call `follow_loss`, with the same result on all ranks. Collective.
 
     Returns:
         The loss; unchanged without an example.
@@ -158,7 +158,7 @@ class _Finder:
                 raise NoFormulaError(f"it cannot be followed ({reason})") from None
 
     def _outputs(self, batches: tuple[MicroBatch, MicroBatch]) -> tuple[Any, Any] | None:
-        """The model's outputs without values; None if it does not run so."""
+        """Return the model's outputs as fake tensors; None if it does not run on them."""
 
         def run(device: torch.device) -> tuple[Any, Any]:
             model = fake_model(self._model, device, double=False)
@@ -206,8 +206,8 @@ class _Finder:
 
     def _loss_of(self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True) -> Trace:
         def run(recorder: CallRecorder) -> Any:
-            given = recorder.give(map_tensors(own, at_least_float32), known=False)
-            return self._loss.fn(given, recorder.give(batch.targets, known=True))
+            outputs = recorder.give(map_tensors(own, at_least_float32), known=False)
+            return self._loss.fn(outputs, recorder.give(batch.targets, known=True))
 
         if not fakes:
             own = output

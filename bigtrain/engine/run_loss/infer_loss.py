@@ -24,7 +24,7 @@ def infer_loss(name: str, model: nn.Module, example: MicroBatch) -> tuple[Loss, 
 
     Args:
         name: `data.name`, for the messages.
-        model: on any device, the meta device too; a copy is run once without numbers.
+        model: a model on any device, the meta device too; a copy is run once without numbers.
         example: one micro-batch; only its shapes matter.
 
     Raises:

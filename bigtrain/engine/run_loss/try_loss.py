@@ -48,8 +48,8 @@ def try_formula(
         loss: the user's; a module is copied, so that it keeps its state.
         find: gives the formula for a micro-batch and its outputs, which have numbers; the second of
             each has each row of the first twice.
-        batches: on the CPU; the second has each row of the first twice.
-        outputs: of both, without numbers.
+        batches: two batches on the CPU; the second has each row of the first twice.
+        outputs: the outputs of both, without numbers.
 
     Raises:
         NoFormulaError: they differ.
@@ -88,7 +88,7 @@ def _value(fn: Callable[[Any, Any], Tensor], output: Any, batch: MicroBatch, see
 def _added_up(
     loss: MeanLoss, find: _FormulaOf, batch: MicroBatch, output: Any, dims: list[int | None]
 ) -> float:
-    """The sum of the losses of two halves of the rows, by the formula."""
+    """Return the sum of the formula's losses of the first and the second half of the rows."""
     half = _ROWS // 2
     parts = [batch.part(start, start + half) for start in (0, half)]
     outputs = [_along_rows(output, dims, partial(_narrowed, start, half)) for start in (0, half)]
@@ -193,9 +193,9 @@ class _KeepsItsTensors(TorchDispatchMode):
                     raise RuntimeError("it changes a tensor that it keeps")
         result = func(*args, **kwargs)
         if not writes:
-            given = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}
+            inputs = {t.untyped_storage()._cdata for t in tree_tensors((args, kwargs))}
             for tensor in tree_tensors(result):
-                if tensor.untyped_storage()._cdata not in given:
+                if tensor.untyped_storage()._cdata not in inputs:
                     self._made.add(tensor.untyped_storage()._cdata)
                     self._alive.append(tensor)
         return result

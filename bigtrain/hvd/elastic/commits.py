@@ -69,8 +69,8 @@ class CommitFile:
         """Replace the last commit; warns if it cannot be written.
 
         Args:
-            number: of the commit, from 1.
-            states: of models, optimizers and samplers.
+            number: the number of the commit, counted from 1.
+            states: the states of models, optimizers and samplers.
             objects: plain values, such as numbers and texts.
 
         Raises:

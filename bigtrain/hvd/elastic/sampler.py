@@ -18,9 +18,9 @@ class ElasticSampler(Sampler[int]):
     an epoch. If the remaining samples do not divide by the ranks, the first of them are repeated.
 
     Args:
-        dataset: of constant length.
+        dataset: a dataset of constant length.
         shuffle: whether to draw a new order for each epoch.
-        seed: of the order; the same on every rank.
+        seed: the seed of the order; the same on every rank.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

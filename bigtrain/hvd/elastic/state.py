@@ -119,8 +119,8 @@ class ObjectState(State):
         if own:
             # The script's function is called in the way that Horovod calls it.
             is_ours = self._bcast_object is broadcast_object
-            given = self._bcast_object(own, root_rank) if is_ours else self._bcast_object(own)
-            self._take({}, given)
+            received = self._bcast_object(own, root_rank) if is_ours else self._bcast_object(own)
+            self._take({}, received)
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
     def _save_parts(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class TorchState(ObjectState):
 
     Args:
         model: a module.
-        optimizer: of its parameters.
+        optimizer: the optimizer of the model's parameters.
         kwargs: further objects. Those with `state_dict` and `load_state_dict`, such as schedulers
             and `ElasticSampler`, are saved and restored by these.
     """

@@ -61,7 +61,7 @@ def interpolate_sections(
 
 
 def _section(small: Section, large: Section, passes: PassPair, share: float) -> Section:
-    there, back = (
+    forward, backward = (
         _exchanges(a, b, share) for a, b in zip(small.exchanges, large.exchanges, strict=True)
     )
     tensors = small.tensors
@@ -76,8 +76,8 @@ def _section(small: Section, large: Section, passes: PassPair, share: float) -> 
         tensors=tensors,
         incoming=_line(small.incoming, large.incoming, share),
         incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, share),
-        stretches=_line(small.stretches, large.stretches, share),
-        exchanges=(there, back),
+        sequence_shards=_line(small.sequence_shards, large.sequence_shards, share),
+        exchanges=(forward, backward),
     )
 
 

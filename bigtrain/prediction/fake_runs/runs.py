@@ -1,7 +1,7 @@
-"""Runs on fake tensors of a model shortened to at most three of each kind of equal blocks.
+"""Runs on fake tensors of a model that is shortened to at most three blocks of each kind.
 
-Runs are made on demand and cached. If only the loss differs, a run takes its blocks from another
-run.
+Runs are made on demand and cached. If two runs differ only in the loss, the second one uses the
+blocks of the first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from bigtrain.tensors.tree import tree_tensors
 RECORDED_ROWS = (1, 2)
 """Rows of the two runs between which others are interpolated."""
 SEVERAL_ROWS = (2, 4)
-"""The rows if one row is special: layers with statistics over a batch refuse to train on it."""
+"""The rows if one row is special: layers with batch statistics refuse to train on a single row."""
 
 
 class RunKind(NamedTuple):
@@ -88,10 +88,11 @@ class FakeRuns:
     ) -> None:
         self._model, self._example, self._loss = model, example, loss
         self._make_optimizer, self._device = make_optimizer, device
-        self._given_slices = slices
-        self._laid: dict[str, ModelSlices | None] = {}
+        self._fixed_slices = slices
+        self._slices_of: dict[str, ModelSlices | None] = {}
+        """The slices of the model that is run, by `slicing_key`."""
         self._runs: dict[object, tuple[RecordedSections, ...]] = {}
-        self._halved: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
+        self._split_runs: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
         self._ends: dict[object, Section] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         self._still_shorter: dict[object, tuple[nn.Module | None, tuple[int, ...]]] = {}
@@ -100,11 +101,11 @@ class FakeRuns:
         self.named = [name for name, _ in independent_blocks(model)]
         """The blocks of the model."""
         self.aliases: dict[str, str] = {}
-        """For each parameter that was copied to untie another: the name of that other one."""
-        self.relaid = False
+        """For each parameter that was copied to untie it, the name of the original."""
+        self.copied_gradient = False
         """Whether a run has copied a gradient; see `RecordedSections.copies_gradient`."""
         self.changes = 0
-        """How often cached runs were discarded because another model is run since."""
+        """How often the cached runs were discarded because the model to run has changed."""
 
     def loss(self, kind: RunKind, rows: int) -> Loss:
         """The loss of a run."""
@@ -116,15 +117,20 @@ class FakeRuns:
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:
         """See `SectionLibrary.most_ranks`."""
-        given = self._workload(self._loss(False, self._example.rows), self.shortened(cut=False)[0])
-        slicing = (one for one in techniques if isinstance(one, SliceStrategy))
-        return max((technique.most_ranks(given) for technique in slicing), default=1)
+        loss, model = self._loss(False, self._example.rows), self.shortened(cut=False)[0]
+        workload = self._workload(loss, model)
+        slicing = (technique for technique in techniques if isinstance(technique, SliceStrategy))
+        return max((technique.most_ranks(workload) for technique in slicing), default=1)
 
     def sizes(self, plan: Plan, kind: RunKind, rows: int) -> tuple[int, int]:
-        """Return the rows to run. Shards of one sequence have another layout than of several."""
+        """Return the rows to run.
+
+        They are `SEVERAL_ROWS` with sequence shards: the layout of shards of one row differs from
+        that of several rows.
+        """
         slices = self._slices(plan, self.loss(kind, rows), cut=kind.cut)
-        in_stretches = slices is not None and slices.sequence_dim is not None
-        return SEVERAL_ROWS if in_stretches else self._sizes
+        in_shards = slices is not None and slices.sequence_dim is not None
+        return SEVERAL_ROWS if in_shards else self._sizes
 
     def recorded(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
@@ -138,27 +144,31 @@ class FakeRuns:
             self._runs[kind, sizes] = self._run(plan, sizes, kind, self.loss(kind, rows))
         return self._runs[kind, sizes]
 
-    def halves(
+    def split_passes(
         self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
     ) -> tuple[dict[str, PassPair], ...] | None:
-        """Return the runs with split backward passes; None if the model does not run so."""
-        if (kind, sizes) not in self._halved:
+        """Return runs with split backward passes; None if the backward pass cannot be split."""
+        if (kind, sizes) not in self._split_runs:
             loss = self.loss(kind, rows)
             batches = [resize_micro_batch(self._example, size) for size in sizes]
             slices = self._slices(plan, loss, cut=kind.cut)
             model, names = self._model_run(cut=kind.cut)
-            given = (self._workload(loss, model), names, batches, _with_policy(plan, "keep"))
-            found = record_split_backward(
-                *given, self._device, slices, contiguous_gradients=kind.contiguous_gradients
+            self._split_runs[kind, sizes] = record_split_backward(
+                self._workload(loss, model),
+                names,
+                batches,
+                _with_policy(plan, "keep"),
+                self._device,
+                slices,
+                contiguous_gradients=kind.contiguous_gradients,
             )
-            self._halved[kind, sizes] = found
-        return self._halved[kind, sizes]
+        return self._split_runs[kind, sizes]
 
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
         """Return the section after the blocks for `rows` rows; its states are not recorded."""
         if (kind, rows) not in self._ends:
-            found = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
-            (run,) = found or self.recorded(plan, kind, (rows,), rows)
+            recorded = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
+            (run,) = recorded or self.recorded(plan, kind, (rows,), rows)
             self._ends[kind, rows] = run.sections[-1]
         return self._ends[kind, rows]
 
@@ -170,44 +180,48 @@ class FakeRuns:
         targets = sum(tensor.numel() for tensor in tree_tensors(self._example.targets))
         classes = len(self._model.get_submodule(loss.head).get_parameter("weight"))
         slices = self._slices(plan, loss, cut=False)
-        own = None if slices is None else slices.by_name.get(f"{loss.head}.weight")
-        if own is not None and own.dim == 0:
-            classes = own.length(0, plan.tp)
+        head_slices = None if slices is None else slices.by_name.get(f"{loss.head}.weight")
+        if head_slices is not None and head_slices.dim == 0:
+            classes = head_slices.length(0, plan.tp)
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         return loss.rounds(targets * rows // max(1, self._example.rows), classes, dtype) == 1
 
     def coarser(self, plan: Plan, kind: RunKind, rows: int) -> list[tuple[Plan, RunKind]]:
         """Return the plans from which finer slices are interpolated; empty if that is not exact."""
         others, loss = coarser(plan), self.loss(kind, rows)
-        if not kind.sliced or others is None or self._given_slices is not None:
+        if not kind.sliced or others is None or self._fixed_slices is not None:
             return []
-        laid = [self._slices(one, loss, cut=kind.cut) for one in (*others, plan)]
-        if not are_even(laid, self._example):
+        by_plan = [self._slices(other, loss, cut=kind.cut) for other in (*others, plan)]
+        if not are_even(by_plan, self._example):
             return []
-        return [(one, kind._replace(sliced=slicing_key(one))) for one in others]
+        return [(other, kind._replace(sliced=slicing_key(other))) for other in others]
 
     def _run(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
-        found = self._with_other_ends(plan, sizes, kind, loss) if kind.waiting else ()
-        if found:
-            return found
+        composed = self._with_other_ends(plan, sizes, kind, loss) if kind.waiting else ()
+        if composed:
+            return composed
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
         slices = self._slices(plan, loss, cut=kind.cut)
         model, names = self._model_run(cut=kind.cut)
         is_whole = len(names) == len(self.named)
-        workload = self._workload(loss, model)
-        given = (workload, names, batches, _with_policy(plan, kind.choice), self._device)
         try:
             recorded = record_sections(
-                *given, slices, contiguous_gradients=kind.contiguous_gradients
+                self._workload(loss, model),
+                names,
+                batches,
+                _with_policy(plan, kind.choice),
+                self._device,
+                slices,
+                contiguous_gradients=kind.contiguous_gradients,
             )
         except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
         else:
             if is_whole or any(section.name for section in recorded[0].sections):
-                self.relaid = self.relaid or recorded[-1].copies_gradient
+                self.copied_gradient = self.copied_gradient or recorded[-1].copies_gradient
                 return recorded
         # The shortened model does not run, or its blocks are not in sequence: run the whole model
         # instead, now and later.
@@ -219,7 +233,8 @@ class FakeRuns:
         except ConfigError:
             self._short[kind.cut] = shortened_before
             raise
-        self._runs, self._halved, self._ends, self._laid = {}, {}, {}, {}  # of the shortened model
+        # The cached runs are of the shortened model.
+        self._runs, self._split_runs, self._ends, self._slices_of = {}, {}, {}, {}
         self.changes += 1
         return recorded
 
@@ -228,7 +243,7 @@ class FakeRuns:
     ) -> tuple[RecordedSections, ...]:
         """Compose a run with another loss from the blocks of the run with the usual loss.
 
-        Empty if blocks keep storages until a later section, as autocast's copies of weights.
+        Empty if blocks keep storages until a later section, such as autocast's copies of weights.
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
@@ -253,16 +268,20 @@ class FakeRuns:
         if short is None or set(order) != {0}:
             return ()
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
-        plain = _with_policy(plan, "keep")
-        given = (self._workload(loss, short), names[:1], batches, plain, self._device)
-        within = None if slices is None else slices_within(slices, short)
         try:
-            found = record_sections(
-                *given, within, contiguous_gradients=kind.contiguous_gradients, unit=unit
+            recorded = record_sections(
+                self._workload(loss, short),
+                names[:1],
+                batches,
+                _with_policy(plan, "keep"),
+                self._device,
+                None if slices is None else slices_within(slices, short),
+                contiguous_gradients=kind.contiguous_gradients,
+                unit=unit,
             )
         except UntraceableError:
             return ()
-        return found if all(run.profile is None for run in found) else ()
+        return recorded if all(run.profile is None for run in recorded) else ()
 
     def _shorter(self, model: nn.Module, most: int) -> tuple[nn.Module | None, tuple[int, ...]]:
         """Shorten a model with `shorten_model`; None if no block can be left out."""
@@ -280,7 +299,7 @@ class FakeRuns:
         return model, [name for name, _ in independent_blocks(model) if name in run]
 
     def _slices(self, plan: Plan, loss: Loss, *, cut: bool) -> ModelSlices | None:
-        """Return the slices of the model that is run: those of the whole model.
+        """Return the slices of the model that is run, which are chosen for the whole model.
 
         Raises:
             ConfigError: the technique can slice nothing.
@@ -289,19 +308,19 @@ class FakeRuns:
         if not isinstance(technique, SliceStrategy) or plan.tp == 1:
             return None
         key = slicing_key(plan)
-        if key not in self._laid:
+        if key not in self._slices_of:
             model, stands_for = self.shortened(cut=False)
-            if self._given_slices is None:
+            if self._fixed_slices is None:
                 work = replace(self._workload(loss, model), repeats=Counter(stands_for.values()))
-                self._laid[key] = technique.lay_slices(work, plan)
+                self._slices_of[key] = technique.lay_slices(work, plan)
             else:
-                self._laid[key] = of_shortened(self._given_slices, stands_for)
-        laid = self._laid[key]
-        if laid is None:  # equal blocks are sliced differently, so run the whole model
+                self._slices_of[key] = of_shortened(self._fixed_slices, stands_for)
+        slices = self._slices_of[key]
+        if slices is None:  # equal blocks are sliced differently, so run the whole model
             whole = self._untied(cut=cut)
             self._short[cut] = whole, {name: name for name in self.named}
-            laid = self._given_slices
-        return laid
+            slices = self._fixed_slices
+        return slices
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:

@@ -25,15 +25,15 @@ def coarser(plan: Plan) -> tuple[Plan, Plan] | None:
     return replace(plan, tp=few), replace(plan, tp=many)
 
 
-def are_even(laid: Sequence[ModelSlices | None], example: MicroBatch) -> bool:
+def are_even(by_plan: Sequence[ModelSlices | None], example: MicroBatch) -> bool:
     """Whether all of these slice the same tensors, and evenly.
 
     Args:
-        laid: slices of plans that differ only in the number of ranks, the largest last.
+        by_plan: slices of plans that differ only in the number of ranks, the largest last.
         example: a micro-batch whose sequence can be sliced, too.
     """
-    last = laid[-1]
-    if last is None or any(one is None or one.by_name != last.by_name for one in laid):
+    last = by_plan[-1]
+    if last is None or any(one is None or one.by_name != last.by_name for one in by_plan):
         return False
     sections = [one for slices in last.by_name.values() for one in slices.sections]
     if any(section.length // section.unit % last.size for section in sections):
@@ -77,7 +77,7 @@ def of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlic
 
     Args:
         whole: the slices of the whole model.
-        stands_for: for each block of the whole model the block that is run in its place.
+        stands_for: for each block of the whole model, the block that runs for it.
 
     Returns:
         None if blocks with the same representative are sliced differently.

@@ -93,15 +93,15 @@ def _by_classes(
 
 @dataclass(frozen=True)
 class _Targets:
-    """Everything but logits and targets."""
+    """The arguments of a cross entropy except logits and targets."""
 
     slices: Slices
-    """Of the classes."""
+    """How the classes are sliced."""
     group: SliceGroup
     ignore_index: int
     smoothing: float
     weight: Tensor | None
-    """Of all classes."""
+    """The weights of all classes, not only of this rank's."""
 
     @property
     def begin(self) -> int:
@@ -124,7 +124,7 @@ class _Losses(torch.autograd.Function):
     """From logits (targets, local classes) to the loss of each target, equal on all ranks.
 
     With classes' weights w, of C classes, target t, smoothing e and logits z it is
-    (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as torch has it.
+    (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as in torch.
     """
 
     @staticmethod

@@ -123,7 +123,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule_with_function(_T.to, _T.type_as)
 def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of another tensor only the dtype and the device are used."""
+    """Cast or move slices; of the other tensor of `type_as` or `to` only dtype and device count."""
     arguments = [local_of(a) if is_sliced(a) else a for a in (tensor, *args)]
     named = {name: local_of(a) if is_sliced(a) else a for name, a in kwargs.items()}
     local = func(*arguments, **named)

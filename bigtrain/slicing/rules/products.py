@@ -44,9 +44,9 @@ def product(
     """Compute a product, described by its letters, on slices.
 
     Args:
-        letters: for each operand one letter per dim.
+        letters: for each operand, one letter per dim.
         result: letters of the result; all others are summed over.
-        operands: of the product.
+        operands: the operands of the product.
         compute: the product of plain tensors.
         main: the operand whose slices the others follow; None for the first sliced one.
         add_up: sums partial results over the ranks.
@@ -70,7 +70,7 @@ def product(
     ]
     local = compute(*local_operands)
     if letter not in result:
-        # The sum is done in place, and in inference mode a view cannot be told by `_is_view`.
+        # The sum is done in place, and in inference mode `_is_view` does not recognize a view.
         is_own = not any(shares_memory(local, operand) for operand in local_operands)
         return add_up(local if is_own else local.clone(), group)
     return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
@@ -86,7 +86,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _gathered_once(result: Any, weight: Any) -> Any:
-    """Gather the result of a product if its weight says so."""
+    """Gather the result of a product if its weight is marked `gathers`."""
     wanted = is_sliced(weight) and weight.gathers and is_sliced(result)
     return result.whole() if wanted else result
 
@@ -98,7 +98,7 @@ def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> A
         x: (..., width).
         weight: (columns, width).
         bias: (columns,), or None.
-        sequence_dim: of `x`; None for the group's.
+        sequence_dim: the sequence dim of `x`; None for that of the group.
     """
     if is_sliced(weight) and weight.slices.dim == 0:
         fused = _is_like(bias, weight)
@@ -124,7 +124,7 @@ def _adds_up(x: Any, sequence_dim: int | None = None) -> Callable[[Tensor, Slice
 
 
 def _is_like(bias: Any, weight: SlicedTensor) -> bool:
-    """Whether a bias is sliced as the weight's columns are, or there is none."""
+    """Whether a bias has the slices of the weight; also true without a bias."""
     if not is_sliced(bias):
         return bias is None
     return bool(bias.slices.same(weight.slices, weight.group.size))
@@ -250,7 +250,7 @@ def _einsum(equation: Any, *operands: Any) -> Any:
 
 
 def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with letters in place of dots."""
+    """Return the letters of each operand and of the result, with dots replaced by letters."""
     inputs, arrow, result = equation.partition("->")
     letters = inputs.split(",")
     if not arrow:
@@ -312,7 +312,7 @@ def _convolution(
         x: (batch, channels, ...), or without the batch.
         weight: (out channels, in channels of a group, ...); transposed (in, out of a group, ...).
         bias: (out channels,), or None.
-        groups: of channels.
+        groups: the number of groups of channels.
         is_transposed: whether it is a transposed convolution.
     """
     if x.dim() < weight.dim():

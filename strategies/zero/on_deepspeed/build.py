@@ -64,8 +64,8 @@ def check_file(path: str, config: dict[str, Any]) -> None:
     """Let DeepSpeed parse its configuration, before the ranks connect.
 
     Args:
-        path: of the user's file.
-        config: with its "auto" values filled in.
+        path: the path of the user's file.
+        config: the config with its "auto" values filled in.
 
     Raises:
         ConfigError: DeepSpeed refuses it.
@@ -83,8 +83,8 @@ class BuiltEngine:
 
     engine: Any
     fp32_values: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """By the id of a parameter: (offset in it, fp32 values from there on), of at least the elements
-    that this rank updates."""
+    """By the id of a parameter, (offset in it, the fp32 values that begin there); they include the
+    elements that this rank updates."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Undoes the changes that DeepSpeed makes outside of its engine."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -104,9 +104,9 @@ def build_engine(
 
     Args:
         assembly: the model has no values yet.
-        config: of DeepSpeed.
-        stage: of ZeRO.
-        path: of the user's file, if the config is from one.
+        config: the config that DeepSpeed gets.
+        stage: the stage of ZeRO, 1 to 3.
+        path: the path of the user's file, if the config is from one.
     """
     context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)

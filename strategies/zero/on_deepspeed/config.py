@@ -49,7 +49,8 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
     Args:
         options: the options of the technique; a file that they name is used unchanged.
         plan: batch, precision, clipping, offload.
-        elements: of the trained parameters, from which the sizes of buffers are derived.
+        elements: the number of elements of the trained parameters, from which the sizes of buffers
+            are derived.
 
     Raises:
         ConfigError: the file contradicts the job.

@@ -28,7 +28,7 @@ class BufferSizes:
     persistent_parameter: int
     """Stage 3 keeps a parameter of at most this size whole on every rank."""
     persistent_model: int
-    """It stops doing so when such parameters together would exceed this size."""
+    """The largest size of all parameters together that stage 3 keeps whole."""
     sub_group: int
     """Stage 3 updates its shards in pieces; a piece ends with the parameter that fills it."""
 
@@ -87,18 +87,18 @@ def rank_share(size: int, rank: int) -> range:
     """Return the positions of one rank's share in a flat buffer.
 
     Args:
-        size: of one share.
-        rank: in the dp axis.
+        size: the size of one share.
+        rank: the rank in the dp axis.
     """
     return range(rank * size, (rank + 1) * size)
 
 
 def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list[tuple[int, int]]:
-    """Return (elements, parameter group) of what a rank updates under stages 1 and 2.
+    """Return (elements, parameter group) of each flat share that a rank updates in stages 1 and 2.
 
     Args:
         updated: shape and parameter group of each parameter, as `Profile.updated`.
-        ranks: in the dp axis.
+        ranks: the number of ranks in the dp axis.
     """
     totals: dict[int, int] = {}
     for shape, group in updated:
@@ -109,11 +109,11 @@ def flat_group_shares(updated: Iterable[tuple[_Shape, int]], ranks: int) -> list
 def sub_group_shares(
     updated: Iterable[tuple[_Shape, int]], ranks: int, sub_group: int
 ) -> list[tuple[int, int]]:
-    """Return (elements, parameter group) of what a rank updates at once under stage 3.
+    """Return (elements, parameter group) of each sub-group that a rank updates in stage 3.
 
     Args:
         updated: shape and parameter group of each parameter, as `Profile.updated`.
-        ranks: in the dp axis.
+        ranks: the number of ranks in the dp axis.
         sub_group: see `BufferSizes.sub_group`.
     """
     filled: dict[int, int] = {}
@@ -129,9 +129,10 @@ def gradient_offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[in
     """Return where each gradient begins in the flat buffer, by its birth.
 
     Args:
-        sizes: of the gradients, in elements or bytes, by birth: the tick at which one is made.
-        births: in the order of the parameters. If they are not those of `sizes`, gradients are
-            assumed to be made in the reverse order of the parameters.
+        sizes: the sizes of the gradients, in elements or bytes, by birth: the tick at which one is
+            made.
+        births: the births in the order of the parameters. If they are not those of `sizes`,
+            gradients are assumed to be made in the reverse order of the parameters.
     """
     is_known = sorted(births) == sorted(sizes)
     offsets, filled = {}, 0
@@ -162,7 +163,7 @@ def pad_in_place(
 
     Args:
         tensors: one or more.
-        unit: in elements.
+        unit: the unit in elements.
         default: DeepSpeed's function, which allocates the padding; called in all other cases.
     """
     view = adjacent_view(tensors)

@@ -37,9 +37,9 @@ def forecast_deepspeed(
     """Return the forecast of a rank under DeepSpeed.
 
     Args:
-        config: of DeepSpeed; its buffer sizes are in elements, not in bytes.
-        forecast: with the techniques that are applied before.
-        profile: of one process.
+        config: the config that DeepSpeed gets; its buffer sizes are in elements, not in bytes.
+        forecast: the forecast with the techniques that are applied before.
+        profile: the profile of one process.
         plan: ranks, precision, accumulation, offload.
     """
     zero = config["zero_optimization"]
@@ -149,10 +149,10 @@ def _flat_building(profile: Profile, plan: Plan, share: int) -> Breakdown:
 
 
 def _offloaded(zero: dict[str, Any], sharded: Forecast, profile: Profile, plan: Plan) -> Forecast:
-    """With the optimizer's state on the host.
+    """Return the forecast with the optimizer's state on the host.
 
-    A GPU is freed of it. If the device is a CPU, nothing is freed, and the copies that DeepSpeed
-    makes for the transfers are added.
+    A GPU then has no optimizer state. If the device is a CPU, nothing is freed, and the copies that
+    DeepSpeed makes for the transfers are added.
     """
     if is_accelerator(plan.device_type):
         return replace(sharded, states=replace(sharded.states, optimizer=0))
@@ -179,7 +179,7 @@ class _Backward:
 
     timeline: Timeline
     gradients: tuple[Span, ...]
-    """By birth; each lives until it is added to those of earlier micro-batches."""
+    """The gradients by birth; each lives until it is added to those of earlier micro-batches."""
     offsets: tuple[int, ...]
     """The offset of each in the flat buffer of all gradients, in bytes."""
     viewed: Mapping[int, int] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class _Backward:
         bf16 gradients are converted to fp32 one at a time, to be added to the shard.
 
         Args:
-            nbytes: of the shard.
+            nbytes: the bytes of the shard.
             bucket: bytes of gradients that are reduced together.
             plan: has the rank and the precision.
             waits: whether whole gradients are added up until the last micro-batch.
@@ -462,9 +462,9 @@ def _flat_step(profile: Profile, plan: Plan, pieces: Sequence[tuple[int, int]]) 
     """Return the optimizer's temporaries on flat fp32 pieces, updated one after the other.
 
     Args:
-        profile: of one process.
+        profile: the profile of one process.
         plan: ranks and precision.
-        pieces: of each its elements, and the number of its parameter group.
+        pieces: the elements of each piece, and the number of its parameter group.
     """
     timeline = profile.step_memory.highest(pieces) if profile.step_memory is not None else None
     if timeline is None:  # only the temporaries with whole parameters are known

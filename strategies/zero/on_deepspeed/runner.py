@@ -30,7 +30,7 @@ class DeepSpeedRunner(LoopRunner):
     """See `bigtrain.core.strategy.Runner`.
 
     Args:
-        assembly: with `update`.
+        assembly: an assembly that has `update`.
         update: DeepSpeed's engine.
     """
 

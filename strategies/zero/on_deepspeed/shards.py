@@ -62,9 +62,9 @@ class OptimizerShards:
     def __init__(self, zero: Any, built: BuiltEngine) -> None:
         self.zero = zero
         self.slices: dict[int, ShardSlice] = {}
-        """By the id of a parameter, for those of which this rank has elements."""
+        """This rank's slice of each parameter that it has elements of, by the parameter's id."""
         self.piece_of: dict[int, int] = {}
-        """By the id of a parameter: the number of its piece, on every rank."""
+        """The number of each parameter's piece, by the parameter's id; equal on all ranks."""
         self._built = built
 
     @property

@@ -40,8 +40,8 @@ def deepspeed_traffic(config: dict[str, Any], profile: Profile, plan: Plan) -> t
     """Return the messages and transfers of a rank.
 
     Args:
-        config: of DeepSpeed.
-        profile: of one process.
+        config: the config that DeepSpeed gets.
+        profile: the profile of one process.
         plan: ranks, precision, accumulation, offload.
     """
     zero = config["zero_optimization"]
@@ -62,7 +62,7 @@ def shared_traffic(bucket: int, profile: Profile, plan: Plan) -> tuple[Traffic, 
 
     Args:
         bucket: elements that are reduced in one message.
-        profile: of one stage.
+        profile: the profile of one stage.
         plan: the mesh.
     """
     if plan.dp == 1:

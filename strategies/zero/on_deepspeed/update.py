@@ -33,7 +33,7 @@ class DeepSpeedUpdate:
     Args:
         built: the engine.
         context: the ranks that share the parameters.
-        model: with plain names.
+        model: a model with plain names.
         stage: 1, 2 or 3.
     """
 

@@ -22,7 +22,7 @@ def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traf
 
     Args:
         options: the stage and the size of a bucket.
-        profile: of one process.
+        profile: the profile of one process.
         plan: ranks.
     """
     if plan.dp == 1:

@@ -170,9 +170,9 @@ class _UnitTraffic:
     of blocks are gathered once, in stage 3 too. Recomputation of a block gathers nothing more.
 
     Args:
-        units: with their parameters.
+        units: the units with their parameters.
         plan: mesh, precision, offload.
-        ranks: that share one copy of the states.
+        ranks: the number of ranks that share one copy of the states.
     """
 
     def __init__(self, units: Sequence[BlockTicks], plan: Plan, ranks: int) -> None:

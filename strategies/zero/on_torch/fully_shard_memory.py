@@ -33,11 +33,11 @@ def forecast_fully_shard(
     """Return the forecast of a rank under fully_shard.
 
     Args:
-        forecast: with the techniques that are applied before.
-        profile: of one process.
+        forecast: the forecast with the techniques that are applied before.
+        profile: the profile of one process.
         plan: precision, accumulation, offload.
         stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
-        ranks: that share one copy of the states.
+        ranks: the number of ranks that share one copy of the states.
     """
     if profile.outside_blocks is None:
         return forecast
@@ -295,11 +295,13 @@ class _Pass:
         ]
 
     def _in_backward(self, back: int) -> list[Span]:
-        """Return the units that are gathered for their backward pass, while another computes.
+        """Return the spans of units that are gathered for their backward pass.
+
+        Each unit is gathered while the unit before it in the backward pass computes.
 
         Args:
-            back: the tick at which the gradient of the model's output is made: the first unit is
-                gathered then.
+            back: the tick at which the gradient of the model's output is made. The first unit is
+                gathered at this tick.
         """
         spans, alone = self._unused_prefetches(back)
         ahead = (back, _AFTER_LAST)
@@ -359,7 +361,7 @@ def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks
     blocks.
 
     Args:
-        units: in the order of the forward pass.
+        units: the units in the order of the forward pass.
         end: the tick at which one process has freed everything.
     """
     ticks = count(end)
