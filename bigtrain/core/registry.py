@@ -126,7 +126,7 @@ def techniques_of(role: Role) -> list[Strategy]:
     return [technique_class(role, name)() for name in TECHNIQUES[role]]
 
 
-_MADE: dict[tuple[Role, str, str], Strategy] = {}
+_made_once: dict[tuple[Role, str, str], Strategy] = {}
 """Techniques of the table by their options. They have no state, and a search asks for the same ones
 thousands of times."""
 
@@ -140,9 +140,9 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
     if ":" in config.name:
         return _made(role, config)
     key = role, config.name, repr(config.options)
-    if key not in _MADE:
-        _MADE[key] = _made(role, config)
-    return _MADE[key]
+    if key not in _made_once:
+        _made_once[key] = _made(role, config)
+    return _made_once[key]
 
 
 def _made(role: Role, config: RoleConfig) -> Strategy:

@@ -112,19 +112,21 @@ class SlicedModule(nn.Module):
         )
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_sliced_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _sliced_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    if module_class not in _CLASSES:
+    if module_class not in _sliced_classes:
         names: dict[str, Any] = {
             "__module__": module_class.__module__,
             "__qualname__": module_class.__qualname__,
         }
         if issubclass(module_class, nn.RNNBase):  # cuDNN's flat weights cannot be views of slices
             names["flatten_parameters"] = lambda _: None
-        _CLASSES[module_class] = type(module_class.__name__, (SlicedModule, module_class), names)
-    return _CLASSES[module_class]
+        _sliced_classes[module_class] = type(
+            module_class.__name__, (SlicedModule, module_class), names
+        )
+    return _sliced_classes[module_class]
 
 
 def slice_modules(

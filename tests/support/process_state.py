@@ -67,7 +67,7 @@ def state() -> State:
         found[name] = dict(vars(sys.modules[name]))
         for value in list(found[name].values()):
             if isinstance(value, type) and value.__module__ == name:
-                found[f"{name}.{value.__qualname__}"] = dict(vars(value))
+                found[f"{name}.{value.__qualname__}"] = _attributes(value)
         # Caches of bigtrain grow in use; its tables, in capitals, do not.
         found[f"lengths in {name}"] = {
             key: len(value)
@@ -79,8 +79,19 @@ def state() -> State:
     for name in _PATCHED:
         found[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
     for path in _CLASSES:
-        found[path] = dict(vars(_at(path)))
+        found[path] = _attributes(_at(path))
     return found | {"": _switches()}
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    """Return a class's attributes; of an optimizer, `step` as it is before torch wraps it.
+
+    torch wraps the method at the first optimizer of a class, once for the whole process.
+    """
+    attributes = dict(vars(cls))
+    if getattr(attributes.get("step"), "hooked", False):
+        attributes["step"] = attributes["step"].__wrapped__
+    return attributes
 
 
 def changes(before: State, after: State) -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.nets import TinyLM, tokens
+from support.parity import train
 from support.ranks import RankFailure, run_ranks
 
 SEEN: list[int] = []
@@ -77,6 +79,28 @@ def test_a_process_in_which_something_is_changed_answers_no_other_call(what):
     first = run_ranks(process, 1)
     assert run_ranks(process, 1, what) == first
     assert run_ranks(process, 1) != first
+
+
+def train_and_name_process(context, strategy):
+    train(context, TinyLM, tokens(22), strategy, {}, 2)
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("ddp", {}),
+        ("zero1_torch", {}),
+        ("fsdp+full", {}),
+        ("tensor", {"tp": 2}),
+        ("1f1b", {"pp": 2}),
+        ("local_sgd", {}),
+    ],
+)
+def test_a_training_changes_nothing_for_the_next_call(strategy, mesh):
+    """Otherwise every test of ranks would start new processes, which doubles its time."""
+    first = run_ranks(train_and_name_process, 2, strategy, **mesh)
+    assert run_ranks(train_and_name_process, 2, strategy, **mesh) == first
 
 
 def test_a_call_that_fails_ends_its_ranks():
