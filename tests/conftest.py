@@ -42,6 +42,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionfinish() -> None:
+    """Close the pipes to ranks before the interpreter warns about each of them."""
+    if "support.ranks" in sys.modules:
+        sys.modules["support.ranks"].end_waiting_ranks()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_is_no_garbage() -> None:
     """Take what is there when a module's tests begin out of the garbage collector's sight.

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ _CLASSES = (
     "torch.autograd.Function",
     "torch.nn.parallel.DistributedDataParallel",
 )
+_CONTAINERS = (list, dict, set)
 _PLAIN = (bool, int, float, str, list, bytes)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
@@ -64,18 +66,16 @@ def state() -> State:
     """
     found: State = {}
     for name in watched():
-        found[name] = dict(vars(sys.modules[name]))
-        for value in list(found[name].values()):
-            if isinstance(value, type) and value.__module__ == name:
-                found[f"{name}.{value.__qualname__}"] = _attributes(value)
+        found[name] = attributes = dict(vars(sys.modules[name]))
         # Caches of bigtrain grow in use; its tables, in capitals, do not.
-        found[f"lengths in {name}"] = {
-            key: len(value)
-            for key, value in found[name].items()
-            if type(value) in (list, dict, set)
-            and not key.startswith("__")
-            and (key.isupper() or not name.startswith("bigtrain"))
-        }
+        is_cached = name.startswith("bigtrain")
+        lengths = found[f"lengths in {name}"] = {}
+        for key, value in attributes.items():
+            if type(value) in _CONTAINERS:
+                if not key.startswith("__") and (key.isupper() or not is_cached):
+                    lengths[key] = len(value)
+            elif isinstance(value, type) and value.__module__ == name:
+                found[f"{name}.{value.__qualname__}"] = _attributes(value)
     for name in _PATCHED:
         found[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
     for path in _CLASSES:
@@ -96,12 +96,17 @@ def _attributes(cls: type) -> dict[str, Any]:
 
 def changes(before: State, after: State) -> list[str]:
     """Names whose values differ, and modules that were imported from outside this checkout."""
-    named = [
-        f"{owner} {name}".strip()
-        for owner, values in before.items()
-        for name, value in values.items()
-        if not _is_same(value, after.get(owner, values).get(name))
-    ]
+    named = []
+    for owner, values in before.items():
+        others = after.get(owner, values)
+        # Thirty thousand values are compared after each call, and nearly all are the same objects.
+        if len(values) == len(others) and all(map(is_, values.values(), others.values())):
+            continue
+        named += [
+            f"{owner} {name}".strip()
+            for name, value in values.items()
+            if not _is_same(value, others.get(name))
+        ]
     return sorted(named) + [f"module {name}" for name in sorted(_foreign_modules())]
 
 

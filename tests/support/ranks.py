@@ -172,6 +172,14 @@ def _take(flavour: Flavour, environ: dict[str, str], *, fresh: bool) -> _Rank:
     return _Rank(flavour, environ)
 
 
+def end_waiting_ranks() -> None:
+    """End the processes that wait for another call."""
+    for ranks in _waiting.values():
+        for rank in ranks:
+            rank.end()
+    _waiting.clear()
+
+
 def _flavour_for(arguments: Iterable[Any]) -> Flavour:
     for found in arguments:
         if isinstance(found, list | tuple) and _flavour_for(found) == "deepspeed":
