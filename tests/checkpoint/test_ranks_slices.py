@@ -105,12 +105,12 @@ CHANNELS = {f"layers.*.1.{name}": "0" for name in ("weight", "bias", "running_me
 SLICED_NORMS = {"layers.*.0.weight": "0", **CHANNELS, "layers.*.4.weight": "1"}
 Case = tuple[str, Mesh]
 CASES: dict[str, Case] = {
-    "tensor": ("tensor", {"tp": 2}),
     "tensor on 3": ("tensor_sequence", {"tp": 3}),
     "fsdp+tensor": ("fsdp+tensor", {"tp": 2, "dp": 2}),
     "1f1b+tensor": ("1f1b+tensor", {"tp": 2, "pp": 2}),
 }
 MORE: dict[str, Case] = {
+    "tensor": ("tensor", {"tp": 2}),
     "tensor on 4": ("tensor", {"tp": 4}),
     "ddp+tensor": ("ddp+tensor", {"tp": 2, "dp": 2}),
     "zero1_torch+tensor": ("zero1_torch+tensor", {"tp": 2, "dp": 2}),

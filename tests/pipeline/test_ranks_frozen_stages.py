@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.frozen_stages import FROZEN, chain_losses, chain_plain, chain_resumed
+from support.full import fewer
 from support.ranks import run_ranks
 from support.value_losses import CASES, plain_losses, strategy_losses
 
@@ -30,7 +31,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "pp", "strategy", "names"), MESHES)
+@pytest.mark.parametrize(("ranks", "pp", "strategy", "names"), fewer(MESHES, 4))
 def test_stages_without_trained_parameters(
     ranks: int, pp: int, strategy: str, names: list[str]
 ) -> None:
@@ -54,7 +55,7 @@ def resumed(context: RunContext, folder: str) -> Any:
     return {frozen: chain_resumed(context, frozen, Path(folder)) for frozen in ("first", "last")}
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_their_checkpoints_go_on_under_other_strategies(tmp_path: Path, pp: int) -> None:
     """Saved by a pipeline of two; read by one, and by replicas."""
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in ("first", "last")}
@@ -72,7 +73,10 @@ def by_values(context: RunContext, strategies: list[str]) -> Any:
     }
 
 
-@pytest.mark.parametrize("strategies", [["1f1b", "gpipe"], ["zero_bubble", "layer_split"]])
+@pytest.mark.parametrize(
+    "strategies",
+    [["1f1b", "zero_bubble"], pytest.param(["gpipe", "layer_split"], marks=pytest.mark.full)],
+)
 def test_losses_that_ask_for_values_and_outputs_that_change(strategies: list[str]) -> None:
     for found in run_ranks(by_values, 2, strategies, pp=2):
         for (strategy, case), (losses, error) in found.items():

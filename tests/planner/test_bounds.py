@@ -12,7 +12,7 @@ from support.plan_candidates import GPT, candidate_of, every_plan
 from bigtrain.job.load import load_job
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.memory.cap import Limit
-from bigtrain.planner.ask import PlannedAnswer, Question, ask
+from bigtrain.planner.ask import Question, ask, open_evaluator
 from bigtrain.planner.bounds import PlanBounds, are_no_larger
 from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.planner.search import DOMINANCE_SLACK
@@ -21,11 +21,11 @@ from bigtrain.planner.space import Candidate
 A100 = load_cluster("a100-node")
 
 
-def asked(precision: str) -> PlannedAnswer:
-    """The plans of a model so large that exchanges take longer than their launches."""
+def bf16_question() -> Question:
+    """Plans of a model so large that exchanges take longer than their launches."""
     words = ["model.args={num_layers: 8, width: 1024, num_heads: 16, sequence_length: 512}"]
-    job = load_job(None, "single", [*GPT, *words, f"train.precision={precision}"])
-    return ask(Question(job, A100, 4, Limit(2**40, 0), 16, margins={"torch": 0.0}))
+    job = load_job(None, "single", [*GPT, *words, "train.precision=bf16"])
+    return Question(job, A100, 4, Limit(2**40, 0), 16, margins={"torch": 0.0})
 
 
 def on_torch(candidate: Candidate) -> Candidate:
@@ -36,24 +36,20 @@ def on_torch(candidate: Candidate) -> Candidate:
     )
 
 
-@pytest.fixture(scope="module")
-def planned() -> PlannedAnswer:
-    return asked("bf16")
-
-
-def test_the_search_finds_the_fastest_plan(planned: PlannedAnswer) -> None:
+@pytest.mark.full
+def test_the_search_finds_the_fastest_plan() -> None:
     """Evaluate every candidate: the search misses the fastest by the slack at most."""
+    planned = ask(bf16_question())
     every = every_plan(planned.search, planned.question.limit)
     seconds = [one.seconds.total for one in every]
     best = planned.result.best[0].seconds.total
     assert (1 - DOMINANCE_SLACK) * best <= min(seconds) <= best
 
 
-def test_stage_2_of_shards_has_its_parameters_whole_after_a_forward_pass(
-    planned: PlannedAnswer,
-) -> None:
+def test_stage_2_of_shards_has_its_parameters_whole_after_a_forward_pass() -> None:
     """Stage 2 holds two bytes for each number in addition to the shards of stage 3."""
-    bounds, judge = PlanBounds(planned.search.evaluator), planned.search.evaluator
+    _, _, judge = open_evaluator(bf16_question())
+    bounds = PlanBounds(judge)
     numbers = judge.whole_model(2).numbers
     least = {}
     for preset in ("fsdp_zero2", "fsdp"):

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield variables
 
 
-def with_each_launcher(others: list[str]) -> list[Any]:
-    """Every launcher with one of what the other ranks do in turn; the rest of the product full."""
+def with_each_launcher(others: list[str], daily: Sequence[str] = LAUNCHERS) -> list[Any]:
+    """Every launcher with one of what the other ranks do in turn; the rest of the product full.
+
+    Args:
+        others: what the other ranks do.
+        daily: the launchers that are run every time.
+    """
     return [
-        pytest.param(launcher, other, marks=[] if (n - m) % len(others) == 0 else pytest.mark.full)
+        pytest.param(
+            launcher,
+            other,
+            marks=[] if launcher in daily and (n - m) % len(others) == 0 else pytest.mark.full,
+        )
         for n, launcher in enumerate(LAUNCHERS)
         for m, other in enumerate(others)
     ]
@@ -80,10 +89,7 @@ def torchrun(*options: str, real: bool) -> list[str]:
 # Those that train (test_ranks_train_launchers.py) find each other, too.
 @pytest.mark.parametrize(
     "launcher",
-    [
-        n if n in ("start_ranks", "openmpi") else pytest.param(n, marks=pytest.mark.full)
-        for n in LAUNCHERS
-    ],
+    [n if n == "openmpi" else pytest.param(n, marks=pytest.mark.full) for n in LAUNCHERS],
 )
 def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, real=True)
@@ -115,7 +121,10 @@ def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, oth
     assert "lost rank" not in finished.output
 
 
-@pytest.mark.parametrize(("launcher", "others"), with_each_launcher(["sleep", "collective"]))
+@pytest.mark.parametrize(
+    ("launcher", "others"),
+    with_each_launcher(["sleep", "collective"], ["start_ranks", "torchrun", "srun"]),
+)
 def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
     finished = launch(request, launcher, "--fail", "kill", "--others", others)
     finished.assert_all_gone()
@@ -129,7 +138,13 @@ def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, o
         assert re.search(LOST, finished.output), finished.output
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        n if n in ("start_ranks", "deepspeed", "mpich") else pytest.param(n, marks=pytest.mark.full)
+        for n in LAUNCHERS
+    ],
+)
 def test_the_users_fault_is_said_once(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, "--early")
     assert finished.output.count("bigtrain: train.steps=0 is too few. Use train.steps=1") == 1
