@@ -102,6 +102,7 @@ setup(
     extras_require={
         "digits": ["scikit-learn"],
         "tensorboard": ["tensorboard"],
+        "wandb": ["wandb"],
         "lowbit": ["torchao"],
         "dev": [
             "build",
@@ -117,6 +118,7 @@ setup(
             "tensorboard",
             "torchao",
             "types-PyYAML",
+            "wandb",
         ],
     },
     entry_points={"console_scripts": ["bigtrain = bigtrain.cli:main"]},

@@ -38,6 +38,7 @@ from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
 from bigtrain.report.dry_run import show_dry_run
 from bigtrain.report.lines import closing_lines, make_console, opening_lines
+from bigtrain.report.metric_writers import check_writers
 from bigtrain.report.run_log import RunLog, run_folder
 
 
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
         job = override_job(job, restart.words)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     model = check_job(job)
+    check_writers(job.log)
     if not options.dry_run:  # each rank selects its GPU before a forecast touches one
         grow_segments(os.environ)
         set_current(pick_device(job.device, placement, os.environ))

@@ -44,7 +44,7 @@ NOT_USED = {
     "tensorboard": "log.tensorboard=true",
     "use_data_before_expert_parallelism": "",
     "vocabulary_size": "",
-    "wandb": "metrics.jsonl",
+    "wandb": "log.wandb=PROJECT",
     "zero_allow_untested_optimizer": "any optimizer is allowed",
     "zero_force_ds_cpu_optimizer": "torch's kernels are used",
 }

@@ -570,6 +570,9 @@ class LogConfig(ConfigSection):
     """Steps between log lines where the output is not a terminal."""
     tensorboard: bool = False
     """Write TensorBoard files into the run's folder; needs the package tensorboard."""
+    wandb: str | None = None
+    """The project at Weights & Biases that gets the figures of each step and validation; needs the
+    package wandb. Its variables, such as WANDB_MODE=offline, have their usual meaning."""
     accuracy: bool = False
     """Write `top1` of each training step to metrics.jsonl: the share of the global batch that was
     classified correctly, from the outputs of the step. For data with one class a sample."""
@@ -579,6 +582,17 @@ class LogConfig(ConfigSection):
     def _is_path(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None:
             check_name(value, f"log.{info.field_name}")
+        return value
+
+    @field_validator("wandb")
+    @classmethod
+    def _is_project(cls, value: str | None) -> str | None:
+        # wandb's own rule, which it would say only after ranks have connected.
+        if value is not None and (not value or len(value) > 128 or set(value) & set("/\\#?%:")):
+            raise ValueError(
+                f"{value!r} is not a project's name: 1 to 128 characters, none of / \\ # ? % :. "
+                "Use log.wandb=first-runs"
+            )
         return value
 
     @field_validator("name")

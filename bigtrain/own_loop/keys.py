@@ -79,7 +79,7 @@ INSTEAD = {
         "the loop calls engine.save(folder, best=figures) where engine.evaluate was better"
     ),
     "checkpoint.resume": "the loop calls engine.load(engine.newest(folder))",
-    **dict.fromkeys(("log.dir", "log.name", "log.every", "log.tensorboard"), _LOG),
+    **dict.fromkeys(("log.dir", "log.name", "log.every", "log.tensorboard", "log.wandb"), _LOG),
     "log.accuracy": "it is a metric: engine.evaluate(batches, metrics={...})",
 }
 """The code that replaces a key, by its dotted name."""

@@ -41,6 +41,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.preemption import Highest
 from bigtrain.report.banner import MemoryLimit
 from bigtrain.report.folders import folder_numbers, next_folder
+from bigtrain.report.metric_writers import MetricWriter, figures_of, open_writers
 from bigtrain.report.progress import StepBar, StepLine
 from bigtrain.report.tables import NO_SECONDS, memory_notes, memory_table
 from bigtrain.units import format_seconds
@@ -144,7 +145,7 @@ class RunLog:
         self._waiting: dict[str, bytes] = {}
         self._warned = False
         self._bar: StepBar | None = None
-        self._board: Any = None
+        self._writers: list[MetricWriter] = []
         self._stepped = False
         self._predicted_volume = predicted_volume
         self._predicted_seconds = predicted_step.seconds if predicted_step else None
@@ -154,18 +155,18 @@ class RunLog:
             return
         self._write_plan(job, plan, predicted)
         self._drop_steps_after(first_step)
-        if job.log.tensorboard:
-            self._board = _open_board(folder, first_step)
+        self._writers = self._open_writers(first_step)
         if console.is_terminal and not console.is_dumb_terminal:
             self._bar = StepBar(console, total_steps, first_step)
             self._bar.start()
 
+    def _open_writers(self, first_step: int) -> list[MetricWriter]:
+        return open_writers(
+            self._job.log, self.folder, first_step, lambda: _resolved(self._job, self._plan)
+        )
+
     def _write_plan(self, job: Job, plan: Plan, predicted: Peak | None) -> None:
-        resolved = job.model_dump(mode="json")
-        # Any two of the three batch keys give the third, on any number of ranks.
-        resolved["train"]["global_batch_size"] = plan.batch.global_size
-        resolved["train"]["micro_batch_size"] = plan.batch.micro_size
-        resolved["train"]["accumulation_steps"] = None
+        resolved = _resolved(job, plan)
         described = describe_plan(plan)
         if predicted is not None:
             described["predicted"] = {
@@ -223,7 +224,7 @@ class RunLog:
             values["predicted_sent_bytes"] = self._predicted_volume.sent_bytes
             values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
-        self._board_scalars("train", scalars, result.step)
+        self._write_figures("train", scalars, result.step)
         text, left = self._lines.text(result, peak, None if alike else rank)
         if self._bar is not None:
             self._bar.show(result.step, text, left)
@@ -235,7 +236,7 @@ class RunLog:
         if not self._main:
             return
         self._append("validation.jsonl", {"step": step, **measured})
-        self._board_scalars("validation", measured, step)
+        self._write_figures("validation", measured, step)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
         self.print_line(f"validation at step {step}: {figures}")
 
@@ -318,14 +319,16 @@ class RunLog:
         if gone:
             self.folder.mkdir(parents=True)
             lines = sum(_contents(file).count(b"\n") for file in self._files.values())
-            lost = " and its TensorBoard files" if self._board is not None else ""
+            trackers = {"tensorboard": self._job.log.tensorboard, "wandb": self._job.log.wandb}
+            lost = "".join(f" and its folder {name}" for name, used in trackers.items() if used)
             self.print_line(
                 f"warning: {self.folder} was removed during the run. It was made again with its "
                 f"{lines} lines so far; its checkpoints{lost} are lost."
             )
             self._keep_plan()
-            if self._board is not None:
-                self._board = _open_board(self.folder, 0)
+            for writer in self._writers:
+                writer.close()
+            self._writers = self._open_writers(0)
         for name, file in list(self._files.items()):
             path = self.folder / name
             fault = _fault_of(file, path)
@@ -363,11 +366,10 @@ class RunLog:
         except OSError as error:
             self.print_line(f"warning: {self.folder / name} was not written: {error}")
 
-    def _board_scalars(self, group: str, values: dict[str, Any], step: int) -> None:
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(f"{group}/{name}", value, step)
+    def _write_figures(self, group: str, values: Mapping[str, Any], step: int) -> None:
+        figures = figures_of(values) if self._writers else {}
+        for writer in self._writers:
+            writer.write(group, figures, step)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
@@ -392,8 +394,8 @@ class RunLog:
         for file in self._files.values():
             file.close()
         self._locks.close()
-        if self._board is not None:
-            self._board.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def _contents(file: FileIO) -> bytes:
@@ -431,20 +433,18 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _resolved(job: Job, plan: Plan) -> dict[str, Any]:
+    """Return the job with the batch of the plan, as values that YAML and JSON have."""
+    resolved: dict[str, Any] = job.model_dump(mode="json")
+    # Any two of the three batch keys give the third, on any number of ranks.
+    resolved["train"]["global_batch_size"] = plan.batch.global_size
+    resolved["train"]["micro_batch_size"] = plan.batch.micro_size
+    resolved["train"]["accumulation_steps"] = None
+    return resolved
+
+
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
-
-
-def _open_board(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            'log.tensorboard=true needs a package. Run: pip install "bigtrain[tensorboard]"'
-        ) from None
-    # Steps that are done again after a resume appear once.
-    purge_step = first_step + 1 if first_step else None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
 
 def step_line(step: StepForecast) -> str:

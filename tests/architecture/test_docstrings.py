@@ -39,7 +39,16 @@ LIBRARIES = (
     "torch.nn.parallel.DistributedDataParallel",
 )
 """Where a bare name that is not bigtrain's is looked for."""
-NOT_IMPORTED = ("deepspeed", "fairscale", "transformers", "timm", "horovod", "peft", "tensorboard")
+NOT_IMPORTED = (
+    "deepspeed",
+    "fairscale",
+    "transformers",
+    "timm",
+    "horovod",
+    "peft",
+    "tensorboard",
+    "wandb",
+)
 """Libraries that are not installed everywhere, or change the process that imports them."""
 DATA = re.compile(r"\.(jsonl?|html|safetensors|lock|log|txt|bin|pt|index|idx)$")
 CODE = re.compile(r"\.(py|md|yaml|yml|toml|sh)$")
