@@ -1,8 +1,8 @@
-"""The page of all public names, made from their signatures and docstrings.
+"""Build the pages of all public names from their signatures and docstrings.
 
-A name is public if `bigtrain` or `bigtrain.strategy` lists it in `__all__`. Of a class the page has
-the constructor, the fields with the text below them, and the public methods and properties, those
-of its base classes in bigtrain included.
+A name is public if `bigtrain` or `bigtrain.strategy` lists it in `__all__`. For a class, the page
+shows the constructor, the fields with their docstrings, and the public methods and properties,
+including those inherited from base classes in bigtrain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ def is_ours(cls: type) -> bool:
 
 
 def filled(text: str, first: str = "", rest: str = "") -> list[str]:
-    """The words of a paragraph in lines of the page's width; nothing in backticks is broken."""
+    """Wrap a paragraph into lines of the page's width, without breaking code in backticks.
+
+    Args:
+        text: the paragraph.
+        first: indentation or bullet of the first line.
+        rest: indentation of the other lines.
+    """
     held = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
     lines = textwrap.wrap(
         held,
@@ -58,7 +64,9 @@ def filled(text: str, first: str = "", rest: str = "") -> list[str]:
 
 
 def described(docstring: str | None) -> list[str]:
-    """A docstring as Markdown: paragraphs, lists, code, and its sections as lists of names."""
+    """Convert a docstring to Markdown: paragraphs, lists, code, and its sections as lists
+    of names.
+    """
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring or "")):
         name, _, body = block.partition(":\n")
@@ -72,7 +80,9 @@ def described(docstring: str | None) -> list[str]:
 
 
 def section(body: str) -> Iterator[str]:
-    """The entries of `Args:` or `Raises:` as a list; a text without names as it is."""
+    """Yield the entries of `Args:` or `Raises:` as list items; yield text without names
+    unchanged.
+    """
     for entry in re.split(r"\n(?=\S)", body):
         name, colon, meaning = entry.partition(":")
         if colon and re.fullmatch(r"[\w., *]+", name):
@@ -82,12 +92,12 @@ def section(body: str) -> Iterator[str]:
 
 
 def annotation(value: Any) -> str:
-    """A type as the source has it."""
+    """The source text of a type annotation."""
     return value if isinstance(value, str) else getattr(value, "__name__", str(value))
 
 
 def signature(name: str, function: Any) -> list[str]:
-    """The call as a block of code: one line, or a line for each parameter."""
+    """The call signature as a code block: on one line, or with one line for each parameter."""
     made = inspect.signature(function)
     words, stars = [], False
     for parameter in made.parameters.values():
@@ -115,13 +125,13 @@ def signature(name: str, function: Any) -> list[str]:
 
 
 def default(value: Any) -> str:
-    """A default as it would be written, without the address of an object."""
+    """The source text of a default value, without the memory address of an object."""
     text = repr(value)
     return "..." if " object at 0x" in text or text.startswith(("<", "functools")) else text
 
 
 def field_texts(cls: type) -> dict[str, tuple[str, str]]:
-    """Type and docstring of each field that a class or its bases in bigtrain declare."""
+    """Type and docstring of each field that a class or its base classes in bigtrain declare."""
     found: dict[str, tuple[str, str]] = {}
     for one in reversed(cls.__mro__):
         if not is_ours(one):
@@ -140,7 +150,7 @@ def field_texts(cls: type) -> dict[str, tuple[str, str]]:
 
 
 def fields(cls: type) -> list[str]:
-    """The fields of a class as a list; a name's values for a type."""
+    """The fields of a class as list items; for a type, the values it may have."""
     lines = []
     for name, (kind, text) in field_texts(cls).items():
         if kind.startswith("ClassVar"):
@@ -150,7 +160,7 @@ def fields(cls: type) -> list[str]:
 
 
 def members(cls: type) -> list[str]:
-    """Public methods and properties, with the signature and the docstring of each."""
+    """The public methods and properties, each with its signature and docstring."""
     lines: list[str] = []
     for name, member in sorted(attributes(cls).items()):
         plain = member.__func__ if isinstance(member, classmethod | staticmethod) else member
@@ -168,7 +178,9 @@ def members(cls: type) -> list[str]:
 
 
 def attributes(cls: type) -> dict[str, Any]:
-    """What a class and its bases in bigtrain define under public names, the nearest one of each."""
+    """Public attributes of a class by name, inherited ones in bigtrain included; a subclass
+    overrides.
+    """
     found: dict[str, Any] = {}
     for one in reversed(cls.__mro__):
         if is_ours(one) and one is not BaseModel:
@@ -177,10 +189,10 @@ def attributes(cls: type) -> dict[str, Any]:
 
 
 def entry(module: str, name: str, value: Any) -> list[str]:
-    """One public name."""
+    """The entry of one public name: heading, signature or type, and docstring."""
     lines = ["", f"### `{name}`", ""]
     if get_origin(value) is not None:
-        first = get_origin(value) is Annotated  # the others are what pydantic does with it
+        first = get_origin(value) is Annotated  # the other arguments are instructions to pydantic
         values = get_args(value)[:1] if first else get_args(value)
         return [*lines, f"A type: {', '.join(f'`{annotation(one)}`' for one in values)}."]
     where = value.__module__
@@ -198,18 +210,18 @@ def entry(module: str, name: str, value: Any) -> list[str]:
 
 
 def short(docstring: str | None) -> str:
-    """The first sentence of a docstring, for the list at the top."""
+    """The first sentence of a docstring, for the overview table."""
     first = re.split(r"\n\s*\n", inspect.cleandoc(docstring or ""))[0]
     return " ".join(first.split())
 
 
 def names_of(module: Any) -> list[str]:
-    """The public names of a module, in their order."""
+    """The public names of a module, in the order of `__all__`."""
     return sorted(module.__all__, key=str.lower)
 
 
 def overview(module: Any, page: str) -> list[str]:
-    """A line for each public name of a module, with a link to its entry."""
+    """The overview table: one line for each public name of a module, with a link to its entry."""
     lines = []
     for name in names_of(module):
         value = getattr(module, name)
@@ -220,13 +232,13 @@ def overview(module: Any, page: str) -> list[str]:
 
 
 def page_of(name: str) -> str:
-    """The page that has a name's entry: what authors of strategies need stands on theirs."""
+    """The page with a name's entry: names for authors of strategies have a page for themselves."""
     of_authors = name in bigtrain.strategy.__all__ and name != "ConfigError"
     return "api_strategies.md" if of_authors else "api.md"
 
 
 def api_reference(page: str) -> str:
-    """The whole of `api.md` or of `api_strategies.md`."""
+    """The complete text of `api.md` or `api_strategies.md`."""
     head, module = {"api.md": (HEAD, bigtrain), "api_strategies.md": (AUTHORS, bigtrain.strategy)}[
         page
     ]

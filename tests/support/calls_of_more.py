@@ -1,4 +1,6 @@
-"""Calls of functions of several tensors: their shapes, then the function."""
+"""Calls of functions of several tensors: for each name, the shapes of the tensors and the
+function.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Calls of functions of one tensor of shape (4, 6, 8), or (4, 6, 8, 8) for images."""
+"""Calls of functions of one tensor, of shape (4, 6, 8), or (4, 6, 8, 8) for images."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Small modules that do what users' modules do, to be cut at every place."""
+"""Small modules with the features of users' models, to be cut at every legal place."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ Pair = namedtuple("Pair", "main extra")
 
 
 def images(rows: int = 3, size: int = 8) -> Tensor:
+    """Random images (rows, 3, size, size)."""
     return torch.randn(rows, 3, size, size, dtype=torch.float64)
 
 
@@ -59,7 +60,7 @@ def sequences(number: int = 3, length: int = 5) -> Tensor:
 
 
 class UNet(nn.Module):
-    """Skips from the way down to the way up, kept in a list."""
+    """Skip connections from the downward path to the upward path, collected in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class UNet(nn.Module):
 
 
 class Dense(nn.Module):
-    """Every layer gets the list of all before it."""
+    """Every layer gets the list of the outputs of all layers before it."""
 
     class Layer(nn.Module):
         def __init__(self, before: int) -> None:
@@ -113,7 +114,7 @@ class Both:
 
 @dataclass
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """As transformers has it: a mapping, a dataclass and a tuple at once."""
+    """An output as in transformers: a mapping, a dataclass and a tuple at once."""
 
     logits: Tensor | None = None
     hidden: tuple[Tensor, ...] | None = None
@@ -132,7 +133,7 @@ class ModelOutput(OrderedDict):  # type: ignore[type-arg]
 
 
 class Returning(nn.Module):
-    """Blocks that return more than a tensor, in structures of several kinds."""
+    """Blocks that return several values, in structures of several kinds."""
 
     class Block(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -217,7 +218,9 @@ class Rotary(nn.Module):
 
 
 class Language(nn.Module):
-    """Tied embedding and head, rotary positions, masks and position ids made in the forward."""
+    """Tied embedding and head; rotary positions, masks and position ids made in the
+    forward pass.
+    """
 
     def __init__(
         self, *, layers: int = 3, shared: bool = False, act: bool = False, dropout: float = 0.0
@@ -248,7 +251,7 @@ class Language(nn.Module):
 
 
 class Vision(nn.Module):
-    """Parameters used by the outermost forward; transposed values cross."""
+    """The outermost forward uses parameters; transposed tensors cross the cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +270,7 @@ class Vision(nn.Module):
 
 
 class InPlace(nn.Module):
-    """In-place activations and sums, and writing into a tensor piece by piece."""
+    """In-place activations and sums, and a tensor that is written piece by piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +291,7 @@ class InPlace(nn.Module):
 
 
 class MaskFilledByAModule(nn.Module):
-    """A tensor that every stage could make itself, but that a module changes in place."""
+    """A tensor that every stage could make for itself, but that a module changes in place."""
 
     class Fill(nn.Module):
         def __init__(self) -> None:
@@ -316,7 +319,7 @@ class MaskFilledByAModule(nn.Module):
 
 
 class ChangesItsInputs(nn.Module):
-    """The batch itself is changed: the tensor, and the dict around it."""
+    """The forward pass changes the batch: the tensor, and the dict that contains it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +334,7 @@ class ChangesItsInputs(nn.Module):
 
 
 class Branching(nn.Module):
-    """Loops over a list with control flow on shapes; other heads in training."""
+    """Loops over a list, control flow that depends on shapes, and a different head in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +353,7 @@ class Branching(nn.Module):
 
 
 class Mapped(nn.Module):
-    """A function mapped over the batch, around calls and between them."""
+    """A function mapped over the batch, around module calls and between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +367,7 @@ class Mapped(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A module, and inputs of one or more shapes."""
+    """A module, and functions that make inputs of one or more shapes."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""Chains of layers of which some train nothing: the first, the middle or the last."""
+"""Chains of layers with frozen parts: the first layers, the middle ones or the last."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen layer with two thin matrices beside it that are trained (LoRA)."""
+    """A frozen layer with two trained low-rank matrices next to it (LoRA)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Adapter(nn.Module):
 
 
 class Chain(nn.Module):
-    """Eight layers and a head, with what is frozen by a word."""
+    """Eight layers and a head; the word `frozen` chooses the frozen ones."""
 
     def __init__(self, frozen: str) -> None:
         super().__init__()
@@ -71,12 +71,13 @@ FROZEN = tuple(_FROZEN)
 
 
 def rows_of(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: (inputs, targets)."""
     draw = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randint(0, 5, (ROWS,), generator=draw)
 
 
 def chain_plain(frozen: str, steps: int, make: MakeOptimizer = sgd) -> list[float]:
-    """The losses of a plain loop with torch alone."""
+    """The losses of a loop in plain torch."""
     torch.manual_seed(0)
     net, losses = Chain(frozen), []
     optimizer = make([p for p in net.parameters() if p.requires_grad])
@@ -97,7 +98,7 @@ def chain_losses(
     steps: int,
     make: MakeOptimizer = sgd,
 ) -> tuple[list[float], str | None, int]:
-    """The losses of a strategy, its refusal, and how many tensors of state it holds."""
+    """The losses of a strategy, its refusal or None, and the number of its state tensors."""
     torch.manual_seed(0)
     net, losses = Chain(frozen), []
     given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "optim.clip_norm": 1e9}
@@ -120,7 +121,9 @@ def chain_losses(
 
 
 def chain_resumed(context: RunContext, frozen: str, folder: Path) -> list[float]:
-    """Two steps, saved; or, where there is a checkpoint, the two after it."""
+    """Train two steps and save; if there is a checkpoint, load it and train the next two
+    instead.
+    """
     torch.manual_seed(0)
     strategy = "1f1b" if context.pp_size > 1 else "ddp"
     given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}

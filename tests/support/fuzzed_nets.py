@@ -1,4 +1,4 @@
-"""Small models of many kinds, in float64, and a forward pass of each with a loss."""
+"""Small models of many kinds in float64, each with a forward pass that returns a loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Made = tuple[nn.Module, Run]
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """In float64, with no weight at nought and without dropout."""
+    """The model in float64, without dropout and without weights that are zero."""
     model = model.double().train()
     for module in model.modules():
         for name in ("p", "dropout", "dropout_prob"):
@@ -30,7 +30,7 @@ def prepared(model: nn.Module) -> nn.Module:
 
 
 def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> Made:
-    """A classifier, or whatever gives a tensor or several by name."""
+    """A classifier of images, or a model that returns several tensors by name."""
     torch.manual_seed(0)
     model = prepared(make())
     images = torch.randn(rows, 3, side, side, dtype=torch.float64)
@@ -50,7 +50,9 @@ def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> M
 
 
 def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options: Any) -> Made:
-    """A model of sequences of vectors (batch, sequence, width)."""
+    """A model of sequences of vectors (batch, sequence, width); `more` are shapes of
+    other inputs.
+    """
     torch.manual_seed(0)
     model = prepared(make())
     inputs = [torch.randn(s, dtype=torch.float64) for s in ((3, 5, WIDTH), *more)]
@@ -65,7 +67,7 @@ def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options:
 
 
 def of_words(**options: Any) -> Made:
-    """A GPT."""
+    """A GPT on random tokens."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "width": WIDTH, "num_heads": 6, "vocab_size": WORDS}
     model = prepared(GPT(GPTConfig(**sizes, sequence_length=8, **options)))
@@ -79,7 +81,7 @@ def of_words(**options: Any) -> Made:
 
 
 class Attended(nn.Module):
-    """Torch's own attention in all of its forms."""
+    """All variants of torch's attention module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Attended(nn.Module):
         self.needs_weights = not options
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        """(batch, sequence, width), and another sequence."""
+        """(batch, sequence, width), and another sequence, to (batch, sequence, width)."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         padding = torch.zeros(x.shape[:2], dtype=torch.bool)
         padding[0, -2:] = True
@@ -98,7 +100,7 @@ class Attended(nn.Module):
 
 
 class Encoded(nn.Module):
-    """An encoder and a decoder of torch's."""
+    """An encoder and a decoder of torch's transformer modules."""
 
     def __init__(self, *, norm_first: bool) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class Encoded(nn.Module):
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, **sizes), 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, width) to the same."""
+        """(batch, sequence, width) to the same shape."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         return self.decoder(x, self.encoder(x), tgt_mask=mask, tgt_is_causal=True)
 
@@ -133,7 +135,7 @@ class Recurrent(nn.Module):
 
 
 class Upwards(nn.Module):
-    """Down and up again, with what was there before beside it."""
+    """A downsampling and an upsampling path with a skip connection (U-Net)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Nets with parameters, hooks and states out of the ordinary, trained beside a plain torch loop.
+"""Train nets with unusual parameters, hooks and states, and compare with a plain torch loop.
 
-`train_odd` runs several of them under one strategy in one set of ranks, and says of each by how
-much losses, weights and what was saved differ from a plain loop on the whole batch, or how it
-was refused.
+`train_odd` runs several of them under one strategy in one set of ranks. For each it reports the
+largest differences of losses, weights and saved tensors from a plain loop on the whole batch, or
+the refusal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def plain_loop(net: nn.Module, make: Make, steps: Iterable[int]) -> list[float]:
-    """Losses of a plain torch loop on the whole batch."""
+    """The losses of a plain torch loop on the whole batch."""
     optimizer = make([p for p in net.parameters() if p.requires_grad])
     losses = []
     for step in steps:
@@ -54,14 +54,16 @@ def plain_loop(net: nn.Module, make: Make, steps: Iterable[int]) -> list[float]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: (inputs, targets)."""
     draw = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, 4, generator=draw)
 
 
 def make_net(name: str) -> nn.Module:
+    """A net by name, with the same weights each time."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that no elements need no values
+        warnings.simplefilter("ignore")  # torch warns that empty tensors need no initial values
         return NETS[name]()
 
 
@@ -75,7 +77,9 @@ def by_dim(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Three groups with other rates and betas; the middle one by the number of elements."""
+    """Three groups with different rates and betas, divided by the number of elements and
+    dimensions.
+    """
     given = iter(parameters)
     square, small, others = [], [], []
     for p in given:
@@ -90,7 +94,7 @@ def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def by_identity(net: nn.Module) -> Make:
-    """The head has a rate of its own; the factory knows the net."""
+    """The head has a different rate; the factory recognizes its parameters by identity."""
     head = {id(p) for p in list(net.parameters())[-2:]}
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -105,7 +109,7 @@ def by_identity(net: nn.Module) -> Make:
 
 
 def by_name(net: nn.Module) -> Make:
-    """Names beside the parameters that come; biases do not decay."""
+    """The factory finds each parameter's name in the net; biases do not decay."""
     names = [n for n, p in net.named_parameters() if p.requires_grad]
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -120,17 +124,17 @@ def by_name(net: nn.Module) -> Make:
 
 
 def some(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """One-dimensional parameters are left out."""
+    """The optimizer omits one-dimensional parameters."""
     return torch.optim.SGD([p for p in parameters if p.ndim > 1], lr=0.1, momentum=0.9)
 
 
 def adagrad(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """State from the start."""
+    """Adagrad: its state exists from the start."""
     return torch.optim.Adagrad(list(parameters), lr=0.05, initial_accumulator_value=0.1)
 
 
 class SignDescent(torch.optim.Optimizer):
-    """A class of one's own, each element for itself, with a rate at the parameter."""
+    """A custom elementwise optimizer, whose rate is an attribute of the parameter."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": 0.5})
@@ -150,13 +154,14 @@ class SignDescent(torch.optim.Optimizer):
 
 
 def noted(net: nn.Module) -> Make:
+    """SignDescent with a different `rate` on each parameter."""
     for number, p in enumerate(net.parameters()):
         p.rate = 0.5 + number  # type: ignore[attr-defined]
     return lambda parameters: SignDescent(parameters, lr=0.01)
 
 
 class Lars(torch.optim.Optimizer):
-    """Each parameter by its own norm."""
+    """Divides each parameter's gradient by its norm."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -171,7 +176,7 @@ class Lars(torch.optim.Optimizer):
 
 
 class Global(torch.optim.Optimizer):
-    """All parameters by the norm of all."""
+    """Divides all gradients by the norm of all."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -185,7 +190,7 @@ class Global(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Its group counts the steps, as schedule-free optimizers do."""
+    """Its group counts the steps, as in schedule-free optimizers."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "k": 0})
@@ -214,7 +219,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Make]] = {
     "counting": lambda _net: lambda parameters: Counting(parameters, lr=0.1),
     "muon": lambda _net: lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.05),
 }
-"""By name: what makes a factory for a net, which may know the net's own parameters."""
+"""Functions by name: each receives a net and returns an optimizer factory, which may use the net.
+"""
 
 
 def train_odd(
@@ -223,7 +229,9 @@ def train_odd(
     cases: Sequence[tuple[str, str]],
     keys: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Train each case: the name of a net, and of an optimizer."""
+    """Train each case, a pair of the names of a net and of an optimizer; return one report for
+    each.
+    """
     return [{"case": f"{n} {o}", **_train(context, strategy, n, o, keys)} for n, o in cases]
 
 
@@ -272,7 +280,7 @@ def _train(
 
 
 def _steps(engine: Engine) -> list[float]:
-    """Train this rank's part of each global batch."""
+    """Train this rank's part of each global batch; return the losses."""
     rows = ROWS // engine.plan.batch.dp_size
     first = (engine.plan.data_rank(engine.context.dp_rank) or 0) * rows
     own = slice(first, first + rows)

@@ -1,4 +1,4 @@
-"""A model whose code looks at its own sizes, and at its parameters all together, in many ways."""
+"""A model whose code uses sizes of its tensors, and all its parameters together, in many ways."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WORDS, WIDTH, INNER = 29, 32, 64
 
 
 class OwnSizes(nn.Module):
-    """A block of a transformer that divides its tensors by numbers of its own.
+    """A transformer block whose code computes with the sizes of its weights.
 
     Args:
         way: one of WAYS.
-        heads: of the attention.
+        heads: number of attention heads.
     """
 
     def __init__(self, way: str, heads: int = 4) -> None:
@@ -29,7 +29,7 @@ class OwnSizes(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def attention(self, x: Tensor) -> Tensor:
-        """(rows, places, WIDTH) to the same."""
+        """(rows, places, WIDTH) to the same shape."""
         rows, places, width = x.shape
         parts = self.qkv(x).view(rows, places, 3, self.heads, width // self.heads)
         mixed = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4))
@@ -44,7 +44,7 @@ class OwnSizes(nn.Module):
         return WAYS[self.way](self, x, self.head(x))
 
     def middle(self, hidden: Tensor) -> Tensor:
-        """By the sizes of weights and of what is computed: (rows, places, INNER) to the same."""
+        """Scale by sizes of weights and of `hidden`: (rows, places, INNER) to the same shape."""
         weight, options = self.up.weight, {"dtype": hidden.dtype}
         hidden = hidden.reshape(*hidden.shape[:2], weight.size(0) // 4, 4).flatten(2)
         hidden = hidden * (weight.numel() + len(weight) + self.down.weight.shape[1]) / 3000
@@ -72,4 +72,4 @@ WAYS: dict[str, Callable[[OwnSizes, Tensor, Tensor], Tensor]] = {
     "penalty": lambda own, _, y: y + sum(p.pow(2).mean() for p in own.parameters()),
 }
 ALL_LISTED = ("all numbers", "penalty")
-"""Of which nothing is left to slice."""
+"""The ways that use every parameter, so that none can be sliced."""

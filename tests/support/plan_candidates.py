@@ -16,9 +16,9 @@ GPT = [
     "data.name=synthetic",
     "data.args={kind: language}",
     "train.global_batch_size=8",
-    "checkpoint.at_end=false",  # of a model so small a save would be the peak
+    "checkpoint.at_end=false",  # with a model this small, a save would be the peak
 ]
-"""The words of a job that is planned."""
+"""The words of a job to plan."""
 
 
 def candidate_of(
@@ -32,7 +32,7 @@ def candidate_of(
     offload: str | None = None,
     shard_ranks: int | None = None,
 ) -> Candidate:
-    """As the techniques offer it."""
+    """The candidate with these words, as the techniques offer it."""
     options = {"engine": "deepspeed", **preset_options("replicate", preset)}
     if options["name"] != "zero":
         options = {"name": options["name"]}
@@ -53,7 +53,9 @@ def candidate_of(
 
 
 def every_plan(search: PlanSearch, limit: int) -> Iterator[EvaluatedPlan]:
-    """Every candidate evaluated, one by one: those that fit, and none of its bounds is above it."""
+    """Evaluate every candidate and yield those that fit; assert that no bound exceeds its
+    figures.
+    """
     evaluator, bounds = search.evaluator, search.bounds
     for candidate in search.space.candidates():
         try:

@@ -1,4 +1,4 @@
-"""Blocks that take and do odd things, and what is settled for them."""
+"""Blocks with unusual inputs and effects, and the recomputation that is chosen for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plainly(block, x):
 
 
 class Blocks(nn.Module):
-    """Blocks of one kind, called as `call` says."""
+    """Blocks of one kind; the function `call` calls each of them."""
 
     def __init__(self, kind, call=plainly, count=3) -> None:
         super().__init__()
@@ -62,10 +62,12 @@ class ChangesItsInput(nn.Module):
 
 
 def rows() -> tuple[Any, Any]:
+    """Inputs (12, 8) and targets (12,)."""
     return torch.randn(12, 8, generator=torch.Generator().manual_seed(7)), torch.arange(12) % 3
 
 
 def settled_for(model, budget):
+    """The plan of one process with this recomputation budget, resolved for the model."""
     job = job_from_keys("single", {"train.global_batch_size": 12, f"{RECOMPUTE}.budget": budget})
     loss = CrossEntropy()
     inputs, targets = rows()

@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Equal layers, so that no one gradient is much of all, and small activations."""
+    """Equal layers, so that each gradient is a small part of all, and small activations."""
 
     def __init__(self, layers: int = 20, width: int = 768) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Deep(nn.Module):
 
 
 def train(context, strategy, keys, model=TinyLM, steps=5):
-    """Losses, norms, weights, rates, and the memory of rank 0, measured and predicted."""
+    """Return step results, final weights, and the measured and the predicted peak of this rank."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
     samples, loss = tokens(40), CrossEntropy()
 
@@ -68,11 +68,12 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
 
 
 def alone(keys, **more):
+    """`train` in this process alone."""
     return train(RunContext.alone(torch.device("cpu")), "single", keys, **more)
 
 
 class Broken(TinyLM):
-    """Its loss, or a gradient alone, is not finite."""
+    """Returns a loss that is not finite, or a finite loss with an infinite gradient."""
 
     def __init__(self, where="loss") -> None:
         super().__init__()
@@ -87,6 +88,9 @@ class Broken(TinyLM):
 
 
 def broken(context, where, strategy):
+    """Run a step of `Broken`; return the message of its error and whether all weights
+    are finite.
+    """
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **RELEASE})
     samples, loss = tokens(16), CrossEntropy()
     made = optimizer_factory(job.optim)

@@ -1,7 +1,7 @@
-"""The order of the rooms, and who imports whom.
+"""The order of the rooms (folders of bigtrain), and the imports between modules.
 
-Everything is read from the sources as text and syntax trees, so an import inside a function and
-one for type checkers count like any other.
+Everything is read from the sources as text and syntax trees, so an import inside a function or one
+for type checkers counts like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import bigtrain
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the ground up. A module imports from its own room or from one that stands before it here.
+# From the bottom up. A module imports from its room or from a room that is listed above it here.
 ORDER = (
     *("errors", "units", "devices"),
     *(
@@ -42,7 +42,9 @@ ORDER = (
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module of the package, without its first name: '' is bigtrain itself."""
+    """The path of every module of the package, by name without `bigtrain.`; '' is
+    bigtrain itself.
+    """
     found = {}
     for folder, prefix in (("bigtrain", ()), ("strategies", ("strategies",))):
         found |= _modules(ROOT / folder, prefix)
@@ -53,7 +55,7 @@ def _modules(folder: Path, prefix: tuple[str, ...]) -> dict[str, Path]:
     found = {}
     for path in sorted(folder.rglob("*.py")):
         inner = path.relative_to(folder).with_suffix("").parts
-        # The links are followed from where they point to; newer Pythons follow them here as well.
+        # The links are resolved first, because only newer Pythons follow links while globbing.
         if not prefix and inner[0] in ("strategies", "configs"):
             continue
         names = (*prefix, *inner)
@@ -67,7 +69,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """The dotted names that one import statement may load, `from a import b` as 'a.b'."""
+    """Yield the dotted names that one import statement may load, `from a import b` as 'a.b'."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -76,7 +78,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def uses(module: str) -> set[str]:
-    """The modules of ours that a module names: imports, `bigtrain.NAME`, "bigtrain.x:Class"."""
+    """The modules of bigtrain that a module names: imports, `bigtrain.NAME`, "bigtrain.x:Class"."""
     found = set()
     for node in ast.walk(tree(sources()[module])):
         names = list(imported(node))
@@ -88,12 +90,14 @@ def uses(module: str) -> set[str]:
             first, _, rest = name.partition(".")
             if first == "bigtrain" and rest:
                 found.add(home(rest))
-    # The package's own __init__ imports for type checkers only: see the test of the public names.
+    # The package's __init__ imports only for type checkers: see the test of the public names.
     return set() if module == "" else found - {module}
 
 
 def home(name: str) -> str:
-    """The module that has a name: 'config.Job' is config's, 'Job' too, by the lazy table."""
+    """The module that defines a name: 'config.Job' -> config; 'Job' too, by the lazy
+    import table.
+    """
     while name not in sources():
         if "." not in name:
             return bigtrain._MODULE_OF.get(name, "")

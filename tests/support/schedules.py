@@ -1,4 +1,4 @@
-"""torch's schedulers by name, and the optimizer with two groups that they are tried on."""
+"""torch's learning rate schedulers by name, and an optimizer with two groups to run them on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 
 def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
-    """SGD, whose biases and norms have a rate of their own and no decay."""
+    """SGD; biases and norms are a group with a different rate and without decay."""
     given = list(parameters)
     return torch.optim.SGD(
         [

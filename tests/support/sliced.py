@@ -1,4 +1,6 @@
-"""A sliced model on real ranks compared with the whole model: differences and their places."""
+"""Compare a sliced model on real ranks with the whole model: differences, and the tensors with
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,24 @@ from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, whole_of
 from bigtrain.slicing.slices import Slices, SliceSection
 
 Run = Callable[[nn.Module], tuple[Any, Tensor]]
-"""One forward pass: the model's output, and a loss."""
+"""Runs one forward pass; returns the model's output and a loss."""
 
 
 @dataclass
 class Compared:
-    """The findings of a rank."""
+    """The comparison on one rank."""
 
     worst: float = 0.0
     """The largest difference, relative to the largest number of the same tensor."""
     where: str = ""
-    """The tensor with that difference."""
+    """The name of the tensor with that difference."""
     gathers: dict[str, int] = field(default_factory=dict)
     error: str = ""
-    """A traceback, where the sliced model raised."""
+    """A traceback, if the sliced model raised."""
 
 
 def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGroup:
-    """This rank on the tp axis."""
+    """The slice group of this rank on the tp axis."""
     own = context.group("tp")
     return SliceGroup(context.tp_rank, context.tp_size, own, sequence_dim=sequence_dim)
 
@@ -49,7 +51,7 @@ def in_slices(
     group: SliceGroup,
     gathered: Collection[str] = (),
 ) -> nn.Module:
-    """A copy of a model that holds this rank's slices."""
+    """A copy of a model that holds only this rank's slices."""
     model = copy.deepcopy(whole)
     slice_tensors(model, slices, group)
     slice_modules(model, slices, group, gathered)
@@ -64,17 +66,17 @@ def compared(
     steps: int = 1,
     gathered: Collection[str] = (),
 ) -> Compared:
-    """Run a model whole and in slices: outputs, losses, gradients, and buffers afterwards.
+    """Run a model whole and in slices; compare outputs, losses, gradients and final buffers.
 
-    In the end both are evaluated once, in inference mode.
+    Finally both are evaluated once in inference mode.
 
     Args:
-        whole: in float64; it is run, too.
-        run: draws random numbers of the common stream alone.
-        slices: by name.
-        group: the ranks.
-        steps: how often both run, gradients being added up.
-        gathered: weights whose product is gathered at once.
+        whole: the model, in float64; its gradients and buffers change.
+        run: runs a forward pass; may draw only random numbers that all ranks draw equally.
+        slices: by the name of the parameter or buffer.
+        group: the ranks of the slices.
+        steps: number of passes whose gradients are accumulated.
+        gathered: names of weights whose product is gathered immediately.
     """
     model, slices = in_slices(whole, slices, group, gathered), _under_all_names(whole, slices)
     found = Compared()

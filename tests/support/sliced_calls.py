@@ -1,4 +1,4 @@
-"""Calls of torch's functions, on slices and on whole tensors: results, gradients, gathers."""
+"""Call torch's functions on slices and on whole tensors; compare results, gradients and gathers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Result:
-    """The result of one call with some of its tensors sliced."""
+    """The differences of one call with some of its tensors sliced."""
 
     call: str
     slices: dict[int, Slices]
-    """By the number of the tensor."""
+    """The slices by the number of the tensor."""
     wrong: list[str] = field(default_factory=list)
     gathers: dict[str, int] = field(default_factory=dict)
 
 
 def inputs_of(name: str, shapes: Shapes) -> list[Tensor]:
-    """The same tensors on all ranks, in float64."""
+    """The input tensors, in float64, the same on all ranks."""
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
 
@@ -52,7 +52,7 @@ def singles(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
 
 
 def mixed(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Slices]]:
-    """Several of the tensors sliced at once, in random sections and units."""
+    """`count` cases with several tensors sliced at once, in random sections and units."""
     draw = random.Random(name)
     dims = [[None, *(d for d, n in enumerate(shape) if n >= size)] for shape in shapes]
     choices = [choice for choice in itertools.product(*dims) if any(d is not None for d in choice)]
@@ -74,7 +74,7 @@ def called(
     slices: Mapping[int, Slices],
     group: SliceGroup,
 ) -> Result:
-    """Call a function on whole tensors, and with some of them sliced."""
+    """Call a function on whole tensors and with some of them sliced; return the differences."""
     result = Result(name, dict(slices))
     wanted, gradients = _run(name, function, shapes, {}, group)
     group.gathers.clear()
@@ -128,6 +128,7 @@ def _run(
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.dtype.is_floating_point and not one.is_complex():

@@ -1,4 +1,4 @@
-"""Models of the tests of slices, with the slices of their parameters, and one pass."""
+"""Models for the tests of slices, with the slices of their parameters, and one training pass."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ HEAD = WIDTH // HEADS
 
 
 def slice_group(context: Any, **options: Any) -> SliceGroup:
+    """The slice group of this rank on the tp axis."""
     return SliceGroup(context.tp_rank, context.tp_size, context.group("tp"), **options)
 
 
 def layer_slices(
     block: str, qkv: str, output: str, expand: str, contract: str, inner: int
 ) -> dict[str, Slices]:
-    """A transformer layer: `qkv` and `expand` in columns, `output` and `contract` in rows."""
+    """Slices of a transformer layer: columns of `qkv` and `expand`, rows of the other two."""
     found = {}
     for kind in ("weight", "bias"):
         found[f"{block}.{qkv}{kind}"] = Slices(0, (SliceSection(WIDTH, HEAD),) * 3)
@@ -40,7 +41,7 @@ def layer_slices(
 
 
 class Case:
-    """A model with its input and its loss."""
+    """A model with its slices, and its loss on a fixed input."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ def gpt_case(*, tied: bool, length: int = 8, dropout: float = 0.0, layers: int =
 
 
 def vit_case() -> Case:
-    """Its class token is put before the sequence, and taken out again: 17 places."""
+    """A ViT: its class token is put before the sequence of 16 and removed again, 17 places."""
     slices = {}
     for n in range(2):
         names = ("self_attention.in_proj_", "self_attention.out_proj", "mlp.0", "mlp.3")
@@ -96,7 +97,7 @@ def vit_case() -> Case:
 
 
 class Encoder(nn.Module):
-    """Torch's own layers, with the batch first or the sequence."""
+    """Torch's encoder layers, with the batch or the sequence as first dim."""
 
     def __init__(self, *, batch_first: bool, norm_first: bool, dropout: float) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ def encoder_case(*, batch_first: bool, norm_first: bool = False, dropout: float 
 
 
 class _Recomputed:
-    """A block's forward under recomputation."""
+    """The forward pass of a block under recomputation."""
 
     def __init__(self, block: nn.Module, *, selective: bool) -> None:
         self._block, self._selective = block, selective
@@ -141,12 +142,13 @@ class _Recomputed:
 
 
 def recompute(blocks: list[nn.Module], mode: str) -> None:
+    """Recompute each block, in full or selectively."""
     for block in blocks if mode else ():
         block.__dict__["forward"] = _Recomputed(block, selective=mode == "selective")
 
 
 def built(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
-    """A model with the same values each time, sliced where there is a group."""
+    """A model with the same values each time; sliced if there is a group."""
     torch.manual_seed(0)
     model = case.make().double()
     for name, parameter in model.named_parameters():
@@ -160,7 +162,7 @@ def built(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
 
 
 def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
-    """The loss of one pass, forward and backward."""
+    """The loss of one forward and backward pass."""
     torch.manual_seed(seed)
     loss = case.loss(model)
     loss.backward()
@@ -168,7 +170,7 @@ def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
 
 
 def differences(case: Case, group: SliceGroup, mode: str = "") -> dict[str, float]:
-    """How far the loss and each gradient of this rank are from those of one process."""
+    """Differences of this rank's loss and gradients from those of one process, by name."""
     whole, model = built(case, None), built(case, group, mode)
     found = {"loss": passed(whole, case) - passed(model, case)}
     parameters = dict(model.named_parameters())
@@ -181,7 +183,7 @@ def differences(case: Case, group: SliceGroup, mode: str = "") -> dict[str, floa
 
 
 def fingerprints(case: Case, group: SliceGroup, mode: str = "") -> dict[str, str]:
-    """Of the gradients that must be equal bit for bit on all ranks."""
+    """Hashes of the gradients that must be equal bit for bit on all ranks, by name."""
     model = built(case, group, mode)
     passed(model, case)
     return {

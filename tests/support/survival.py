@@ -1,4 +1,4 @@
-"""A small net on two ranks: it is told from outside when to raise, to be killed, to take time."""
+"""A small net on two ranks that raises, is killed or sleeps when environment variables say so."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from support.programs import ROOT
 from support.zygote import interpreter, surroundings
 
 Curve = list[tuple[int, float, float]]
-"""Step, loss and norm of each line."""
+"""(step, loss, norm) of each logged line."""
 LIMIT_S = 60.0
 
 
 def _faults() -> Any:
-    """benchmarks/faults.py, as a module."""
+    """The script benchmarks/faults.py, loaded as a module."""
     spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
     assert spec is not None
     assert spec.loader is not None
@@ -67,7 +67,7 @@ class Net(nn.Sequential):
 
 
 class Place:
-    """A folder with a net, a text and a run, `r`."""
+    """A folder with a net, a text and a run named `r`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,6 +76,7 @@ class Place:
         (folder / "corpus.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
 
     def words(self, strategy: str = "ddp", **keys: Any) -> list[str]:
+        """The words of a job under a strategy in this folder."""
         values = {
             "data.path": self.folder / "corpus.txt",
             "data.args.validation_samples": 8,
@@ -97,6 +98,7 @@ class Place:
     def start(
         self, command: Sequence[str], **environ: str
     ) -> AbstractContextManager[subprocess.Popen[str]]:
+        """Start a command with this folder on the path and `environ` added to the variables."""
         path = f"{self.folder}{os.pathsep}{surroundings()['PYTHONPATH']}"
         every = {**surroundings(), "PYTHONPATH": path, **environ}
         process: AbstractContextManager[subprocess.Popen[str]]
@@ -113,10 +115,12 @@ class Place:
         return process.returncode, said
 
     def curve(self) -> Curve:
+        """The logged (step, loss, norm) of the run."""
         found: Curve = faults.curve(self.run)
         return found
 
     def wait_for_step(self, step: int) -> None:
+        """Wait until the log of the run has a step."""
         metrics = self.run / "metrics.jsonl"
         end = time.monotonic() + LIMIT_S
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
@@ -125,7 +129,7 @@ class Place:
 
 
 def uninterrupted(folder: Path) -> Curve:
-    """The curve of a run that nothing happens to."""
+    """The curve of a run that nothing interrupts."""
     place = Place(folder)
     status, said = place.bigtrain(["-n", "2"])
     assert status == 0, said

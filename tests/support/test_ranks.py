@@ -1,4 +1,4 @@
-"""A rank's process serves several calls, and none that an earlier one could have changed."""
+"""A rank's process answers several calls, but none after a call that has changed its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEN: list[int] = []
 
 
 def process(context, what=None):
-    """Change something, and say which process this is."""
+    """Change the global state named by `what`; return the id of this process."""
     if what == "a global of bigtrain":
         import bigtrain.errors
 

@@ -1,4 +1,6 @@
-"""A process of a zygote is, to all that a test can see of it, a new interpreter."""
+"""A process forked from a zygote behaves like a new interpreter in everything a test can
+observe.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.zygote import Zygote, forked_cli, forked_script, interpreter
 
-# What each program prints and how it ends must be the same under both interpreters.
+# The output and the exit status of each program must be the same under both interpreters.
 PROGRAMS = {
     "arguments": "import sys; print(sys.argv, sys.orig_argv[1:], sys.path[:2], __name__)",
     "files": "import os; print(os.getcwd(), sorted(os.listdir('/proc/self/fd')))",
@@ -55,7 +57,7 @@ PROGRAMS = {
 
 
 def both(words: list[str], folder: Path, given: str = "") -> list[tuple[int, str, str]]:
-    """Status, output and errors of a real interpreter and of a zygote's process."""
+    """(status, output, errors) of a real interpreter and of a forked process."""
     env = {**os.environ, "A": "a", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONUNBUFFERED", None)
     found: list[tuple[int, str, str]] = []
@@ -90,7 +92,7 @@ def test_it_runs_what_an_interpreter_runs(form: str, tmp_path: Path) -> None:
         "not there": ["-m", "bigtrain.not_there"],
     }
     real, forked = both(words[form], tmp_path)
-    # The loader's place in memory is nobody's business.
+    # The loader's memory address differs.
     assert [part.split(" at 0x")[0] for part in map(str, forked)] == [
         part.split(" at 0x")[0] for part in map(str, real)
     ]

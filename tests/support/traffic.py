@@ -1,4 +1,4 @@
-"""Profiles, and what a strategy states of its traffic."""
+"""Profiles, and the traffic that a strategy states for them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bigtrain.memory.timeline import BlockTicks
 
 
 def stated(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    """The traffic that the techniques of a plan state for a profile."""
     return tuple(
         t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)
     )
@@ -22,7 +23,7 @@ PSI, REST = 4 * 1000 * 1000, 2000
 
 
 def profile(**more: Any) -> Profile:
-    """Four blocks of a matrix each, and little else; fp32 with AdamW."""
+    """Four blocks of one large matrix each, and 2000 other elements; fp32 with AdamW."""
     block = BlockTicks(((1000, 1000),), (True,), (0, 1), (2, 3))
     rest = BlockTicks(((REST,),), (True,), (0, 4), (0, 4))
     elements = PSI + REST

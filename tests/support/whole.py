@@ -1,4 +1,4 @@
-"""Whole tensors out of what the ranks hold, put together element by element: slow and simple."""
+"""Assemble whole tensors from the parts on all ranks, element by element: slow and simple."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bigtrain.tensors.shards import Extent, StateTensor
 
 
 def elements(extents: Sequence[Extent]) -> list[int]:
+    """The indices of all elements in these extents of a flat tensor."""
     return [
         extent.start + run * extent.pitch + place
         for extent in extents
@@ -34,7 +35,7 @@ def index_of(extents: Sequence[Extent]) -> Tensor:
 
 
 def whole_tensors(state: Mapping[str, StateTensor]) -> dict[str, Tensor]:
-    """Every tensor that any rank has a part of, on every rank. Collective where there are ranks."""
+    """Every tensor of which any rank has a part, whole, on every rank. Collective."""
     mine = {
         n: (t.dtype, t.shape, index_of(t.extents), t.values().detach().cpu().clone())
         for n, t in state.items()
@@ -45,7 +46,7 @@ def whole_tensors(state: Mapping[str, StateTensor]) -> dict[str, Tensor]:
         dist.all_gather_object(parts, mine)
     found: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
-    for part in reversed(parts):  # the first rank's values count
+    for part in reversed(parts):  # reversed, so that the first rank's values win
         for name, (dtype, shape, index, values) in part.items():
             assert values.dtype == dtype, name
             assert values.shape == index.shape, name
@@ -62,7 +63,7 @@ def whole_tensors(state: Mapping[str, StateTensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class InMemory:
-    """A tensor as a saved one."""
+    """A tensor in memory with the interface of a saved one."""
 
     tensor: Tensor
 
@@ -79,11 +80,12 @@ class InMemory:
 
 
 def saved(tensors: Mapping[str, Tensor]) -> dict[str, InMemory]:
+    """Tensors in memory as if they were saved."""
     return {name: InMemory(tensor.detach().clone()) for name, tensor in tensors.items()}
 
 
 def assert_same_tensors(one: str | Path, other: str | Path) -> None:
-    """Two checkpoints have the same tensors bit for bit, whoever wrote which file."""
+    """Assert that two checkpoints have the same tensors bit for bit, whichever ranks wrote them."""
     first, second = Checkpoint(Path(one)), Checkpoint(Path(other))
     assert sorted(first.names) == sorted(second.names)
     for name in first.names:

@@ -1,4 +1,4 @@
-"""A rank for the launcher tests: connect, add up, print the placement, fail on demand."""
+"""A rank for the launcher tests: connects, adds up, prints its placement, and fails on request."""
 
 from __future__ import annotations
 

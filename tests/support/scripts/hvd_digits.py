@@ -1,6 +1,6 @@
-"""A script for Horovod as those for MNIST are written: epochs, a test after each, metrics averaged.
+"""A Horovod script like those for MNIST: epochs, a test after each epoch, averaged metrics.
 
-Started with a file for its figures, a factor for `gradient_predivide_factor`, and "fp16" or "none".
+Arguments: a file for its figures, a factor for `gradient_predivide_factor`, and "fp16" or "none".
 """
 
 import json

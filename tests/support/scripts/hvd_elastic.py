@@ -1,6 +1,6 @@
-"""An elastic script for Horovod: it goes on from the last commit when the ranks are started again.
+"""An elastic Horovod script: restarted ranks continue from the last commit.
 
-Started with a folder, and the step after which rank 1 kills itself in its first life, 0 for never.
+Arguments: a folder, and the step after which rank 1 kills itself in the first run (0: never).
 """
 
 import json

@@ -1,7 +1,9 @@
-"""A script for Horovod as those for ImageNet are written: warm-up, several batches before a step,
-metrics by exchanges of their own, a checkpoint after each epoch, and a resume on rank 0 alone.
+"""A Horovod script like those for ImageNet: warm-up and several batches before a step.
 
-Started with a folder for checkpoints and figures, and the number of epochs.
+It averages metrics by explicit exchanges, writes a checkpoint after each epoch, and only rank 0
+reads it on a resume.
+
+Arguments: a folder for checkpoints and figures, and the number of epochs.
 """
 
 import json
@@ -42,7 +44,7 @@ def images(count: int, seed: int) -> TensorDataset:
 
 
 def rate(epoch: int, batch: int, batches: int, size: int) -> float:
-    """The learning rate of a step: warmed up from one rank's to that of all."""
+    """The learning rate of a step: warmed up from that of one rank to that of all ranks."""
     share = 1.0
     if epoch < WARM_UP:
         share = ((epoch + (batch + 1) / batches) * (size - 1) / WARM_UP + 1) / size
@@ -96,7 +98,8 @@ def main(folder: str, epochs: str) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = rate(epoch, number, len(loader), hvd.size())
             optimizer.zero_grad()
-            for first in range(0, len(data), BATCH):  # the last step has one pass, not two
+            # The last step has one micro-batch instead of two.
+            for first in range(0, len(data), BATCH):
                 part = slice(first, first + BATCH)
                 loss = functional.cross_entropy(model(data[part]), target[part])
                 train_loss.update(loss)
