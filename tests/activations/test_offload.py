@@ -1,4 +1,4 @@
-"""Activations that leave between forward and backward: the numbers, the bytes, the moments."""
+"""Activations that are moved between forward and backward: their values, bytes and times."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_numbers_stay(make, bf16, mover):
 def live_bytes(
     folder: str, make=mixed, *, fake: bool, move: bool = True, bf16: bool = False
 ) -> tuple[list[int], ActivationOffloader]:
-    """Live bytes at the end of each block, forward and backward, then the peak."""
+    """Live bytes at the end of each block in forward and backward, then the peak."""
     torch.manual_seed(0)
     model, batch = make()
     seen: list[int] = []
@@ -104,7 +104,7 @@ def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
     assert fake == real
     for count in ("bytes_moved", "bytes_freed", "peak_bytes_away"):
         assert getattr(told, count) == getattr(mover, count) > 0
-    # Five blocks leave, but for the batch, which somebody else holds.
+    # Five blocks move, except for the batch, to which the caller holds a reference.
     assert plain[5] - real[5] == mover.bytes_freed // 4 == 5 * BLOCK - 65536
     assert mover.bytes_moved == 4 * 2 * 5 * BLOCK - 4 * 65536
     assert mover.peak_bytes_away == 5 * BLOCK
@@ -145,7 +145,7 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     loss.backward()
     told = [word for word in carrier.told if word != "take"]
     takes = [sorted(int(t[5:]) for t in told[a:b]) for a, b in _between(told, "backward")]
-    # The last block is still there, and so is the batch: somebody else holds it.
+    # The last block has not moved, and neither has the batch: the caller holds a reference to it.
     assert takes[:2] == [[10, 11, 12, 13, 14], [5, 6, 7, 8, 9]]
     assert len(takes[2]) == 4
     assert set(takes[2]) < set(range(5))
@@ -181,6 +181,9 @@ def test_every_type_comes_back_as_it_was(dtype, mover):
 
 
 def test_what_somebody_else_holds_is_not_read_again(mover):
+    """A storage to which the caller holds a reference is used again instead of read from
+    the copy.
+    """
     held = torch.randn(96, 512)
     y, seen = save_and_leave(mover, nn.Identity(), held.view(-1))
     y.backward()
@@ -190,6 +193,7 @@ def test_what_somebody_else_holds_is_not_read_again(mover):
 
 
 def test_what_stays(mover):
+    """Parameters, buffers, small, conjugated, sparse and meta tensors are not moved."""
     layer = nn.BatchNorm1d(64)
     layer.weight = nn.Parameter(torch.randn(128, 128))
     layer.register_buffer("table", torch.randn(128, 128))
@@ -209,6 +213,7 @@ def test_what_stays(mover):
 
 
 def test_nothing_moves_where_there_is_nowhere_to_go():
+    """An offload to the device of the tensors itself moves nothing."""
     here = ActivationOffloader("cpu", CPU)
     model, x = mixed(3)
     wrap(model, here.offload)
@@ -271,7 +276,9 @@ def test_a_parameter_that_was_changed_is_refused_as_torch_does(mover):
 
 @pytest.mark.parametrize("blocks_between", [0, 1, 2])
 def test_both_states_of_a_storage_are_right_where_torch_allows_them(mover, blocks_between):
-    """Parts that do not share their counter: the second is changed after the first was saved."""
+    """Two parts of a storage without a common version counter: one is changed after the other
+    is saved.
+    """
     one, two = torch.randn(128, 64).unsafe_chunk(2)
     seen: list[Tensor] = []
     x = torch.ones(1, requires_grad=True)
@@ -297,7 +304,7 @@ def test_several_forward_passes_under_way(mover, order):
     results = []
     for around in (model.around, mover.offload):
         model.around, under_way, gradients = around, [], []
-        model.eval()  # the statistics would go on
+        model.eval()  # in training mode the second pass would change the statistics
 
         def backward(loss: Tensor, gradients=gradients) -> None:
             loss.backward()
@@ -354,6 +361,7 @@ def test_a_block_that_fails_leaves_everything_in_order(mover):
 
 
 def test_twice_through_the_same_graph(mover):
+    """A second backward pass through the same graph finds the moved tensors."""
     torch.manual_seed(0)
     model, x = mixed()
     model.eval()

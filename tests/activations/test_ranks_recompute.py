@@ -1,4 +1,4 @@
-"""Recomputed blocks compute the same, whatever they do and are called with."""
+"""Recomputed blocks compute the same, whatever they contain and however they are called."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_computed_twice_is_refused(kind, message, way):
 
 
 class Shared(Blocks):
-    """One block is in two lists."""
+    """One block is in two lists of blocks."""
 
     def __init__(self) -> None:
         super().__init__(Inner)
@@ -93,7 +93,7 @@ def test_a_block_in_two_places_is_one_block():
 
 
 class Flat(nn.Module):
-    """It has its own weights, and never calls its modules."""
+    """Has weights of its class and never calls its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +105,7 @@ class Flat(nn.Module):
 
 
 def test_nothing_to_keep_less_of_is_said():
+    """A model without blocks, and one whose block is not called, are reported."""
     found = run_ranks(run, 1, Flat, rows(), WAYS["full"])[0]
     assert any("this model has no blocks" in line for line in found[3])
     found = run_ranks(run, 1, Flat, rows(), {f"{RECOMPUTE}.layers": ["unused"]})[0]

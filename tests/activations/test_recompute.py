@@ -51,7 +51,7 @@ def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tm
 
 
 def test_what_selective_keeps_is_known_by_the_result_whatever_torch_tells_the_policy() -> None:
-    """torch 2.11 asks before there is a result."""
+    """torch 2.11 asks the policy before there is a result."""
     policy = _SelectivePolicy()
     mm, relu = torch.ops.aten.mm.default, torch.ops.aten.relu.default
     kept, other = torch.ones(2, 2), torch.ones(2, 2)

@@ -1,4 +1,4 @@
-"""The shape of the project itself: what is frozen, what must not grow."""
+"""The structure of the project: what is frozen, and limits on growth."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
     for module, path in sources().items():
         named = {o for o in uses(module) if o.startswith("strategies.")}
         named |= set(text.findall(path.read_text()))
-        # The modules of one technique are a package and know each other.
+        # The modules of one technique form a package and may import each other.
         own = ".".join(module.split(".")[:2])
-        # What is used of a library's inside is for all techniques that run on it.
+        # A library's adapter may be used by all techniques that run on the library.
         named -= ADAPTERS if module.startswith("strategies.") else set()
         strangers = {other for other in named if ".".join(other.split(".")[:2]) != own}
         assert not strangers or module == "core.registry", f"{module} names {strangers}"
@@ -108,9 +108,9 @@ def test_foreign_engines_are_imported_by_strategies_alone():
 
 
 def loaded(statement: str, *names: str) -> list[str]:
-    """Which of some modules a fresh interpreter has loaded after a statement."""
+    """The names of those modules that a fresh interpreter has loaded after a statement."""
     code = f"{statement}\nimport sys\nprint(*[n for n in {names!r} if n in sys.modules])"
-    # Not this process's own variables: what an import has set here would be there already.
+    # Only this minimal environment: variables that an import has set here would already be present.
     plain = {n: os.environ[n] for n in ("PATH", "HOME", "LD_LIBRARY_PATH") if n in os.environ}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60)
@@ -119,6 +119,9 @@ def loaded(statement: str, *names: str) -> list[str]:
 
 
 def test_the_engine_loads_nothing_that_only_some_runs_need():
+    """The engine does not import DeepSpeed, fairscale and other libraries that only some
+    runs need.
+    """
     names = ("torch", "deepspeed", "fairscale", "torchvision", "sklearn", "tensorboard")
     assert loaded("import bigtrain.engine.engine", *names) == ["torch"]
 
@@ -128,6 +131,7 @@ def test_the_engine_loads_nothing_that_only_some_runs_need():
     ["job.schema", "job.load", "errors", "units", "cli", "ranks.launcher_env", "ranks.launch"],
 )
 def test_what_answers_before_torch_is_loaded(module):
+    """Modules that answer before torch is loaded, such as the help, must not import it."""
     assert loaded(f"import bigtrain.{module}", "torch") == []
 
 
@@ -196,7 +200,7 @@ def test_help_is_there_at_once():
 
 
 def parser_of(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
-    """The actions of the parser that a call makes, at the moment when it would read arguments."""
+    """The actions of the parser that a call makes, captured when it would parse arguments."""
     parsers: list[argparse.ArgumentParser] = []
 
     def stop(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
@@ -211,7 +215,7 @@ def parser_of(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_the_command_line_is_frozen(monkeypatch):
-    """A new option is a new promise; a key of the job needs none."""
+    """A new option is a promise to users; a new key of the job needs none."""
     for starts_ranks in (True, False):
         actions = parser_of(
             lambda s=starts_ranks: arguments.train_arguments([], starts_ranks=s), monkeypatch
@@ -238,6 +242,7 @@ def test_the_options_of_each_command_are_frozen(name, monkeypatch):
 
 
 def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
+    """The options of `bigtrain checkpoint` are frozen."""
     *_, actions = arguments.checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
     found = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
@@ -323,7 +328,10 @@ def _is_section(kind: object) -> bool:
 
 
 def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = None) -> set[str]:
-    """`train.steps` for job.train.steps, self.job.train.steps, and train.steps of a TrainConfig."""
+    """The keys that an expression reads.
+
+    `train.steps` is read by job.train.steps, self.job.train.steps, and train.steps of a TrainConfig.
+    """
     scope = dict(scope or {})
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         for argument in (*node.args.args, *node.args.kwonlyargs):
@@ -345,7 +353,7 @@ def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = 
 
 
 def own_files() -> list[Path]:
-    """Every file of the project that git has, or would take."""
+    """Every file of the project that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     paths = [ROOT / name for name in names.split("\0") if name]
@@ -379,7 +387,7 @@ def test_the_script_is_the_flow_and_nothing_else():
 
 
 def test_the_project_speaks_of_itself_alone():
-    # Each written so that this line does not find itself.
+    # The patterns are written so that this line does not match itself.
     foreign = re.compile(r"TO[D]O|FIX[M]E|/wor[k]/|/roo[t]/|[Ii]ssu[e] #\d|[Ss]essio[n] \d")
     found = []
     for path in own_files():

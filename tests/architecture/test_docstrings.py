@@ -1,8 +1,8 @@
-"""Docstrings name what exists: names in backticks, `Args:` and `Raises:`.
+"""Names in docstrings exist: names in backticks, and those in `Args:` and `Raises:`.
 
-A renamed function lives on in the sentences about it unless something reads them. A name counts as
-existing where a reader would look for it: in the function, its class or its module, among all
-definitions of bigtrain, among the words of a job, or in Python, torch and the other libraries.
+A renamed function stays in the sentences about it unless a test reads them. A name exists if a
+reader can find it: in the function, its class or its module, among all definitions of bigtrain,
+among the keys of a job, or in Python, torch and the other libraries.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ LIBRARIES = (
     *("torch.optim.lr_scheduler", "torch.cuda.Event", "torch.nn.parallel"),
     "torch.nn.parallel.DistributedDataParallel",
 )
-"""Where a bare name that is not bigtrain's is looked for."""
+"""A bare name that is not bigtrain's is searched in these."""
 NOT_IMPORTED = ("deepspeed", "fairscale", "transformers", "timm", "horovod", "peft", "tensorboard")
-"""Libraries that are not installed everywhere, or change the process that imports them."""
+"""Libraries that are not installed everywhere, or whose import changes the process."""
 DATA = re.compile(r"\.(jsonl?|html|safetensors|lock|log|txt|bin|pt|index|idx)$")
 CODE = re.compile(r"\.(py|md|yaml|yml|toml|sh)$")
 FOREIGN_CODE = re.compile(r"\.(h|cpp|cu|c|so)$")
@@ -56,7 +56,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Docstring:
-    """A docstring, and where its names are looked for first."""
+    """A docstring and its position."""
 
     module: str
     line: int
@@ -80,7 +80,7 @@ def nodes(module: str) -> list[ast.AST]:
 
 
 def docstrings(module: str) -> Iterator[Docstring]:
-    """Those of the module, its classes and functions, and those below an assignment."""
+    """The docstrings of a module, its classes, functions and assignments."""
 
     def walk(node: ast.AST, owners: tuple[ast.AST, ...]) -> Iterator[Docstring]:
         body = list(ast.iter_child_nodes(node))
@@ -101,7 +101,7 @@ def docstrings(module: str) -> Iterator[Docstring]:
 
 @cache
 def classes() -> dict[str, Members]:
-    """Every class of the product by its name; two of one name share their members."""
+    """Every class of the product by its name; two classes of the same name share an entry."""
     found: dict[str, Members] = {}
     for module in sources():
         for node in nodes(module):
@@ -125,7 +125,7 @@ def attributes_set(node: ast.ClassDef) -> set[str]:
 
 
 def defined(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that statements define: also in branches, but not inside of functions."""
+    """Names that statements define, also in branches, but not inside functions."""
     for node in body:
         if isinstance(node, ast.ClassDef | Function):
             yield node.name
@@ -159,7 +159,7 @@ def definitions() -> frozenset[str]:
 
 @cache
 def words() -> frozenset[str]:
-    """Words that mean something to a job or on the command line, and texts of one word in code."""
+    """Words with a meaning in a job or on the command line, and one-word strings in the code."""
     found = {*cli.COMMANDS, "record", "pace"}
     for path in [*ROOT.glob("configs/*/*.yaml")]:
         found |= {path.stem, *re.findall(r"[\w.]+", path.read_text("utf-8"))}
@@ -173,12 +173,12 @@ def words() -> frozenset[str]:
 
 
 def is_job_key(name: str) -> bool:
-    """Whether it is a key of a job, whole ('train.steps') or from a section on ('optim')."""
+    """Whether a name is a key of a job, complete ('train.steps') or a section ('optim')."""
     model: Any = Job
     for part in name.split("."):
         fields = getattr(model, "model_fields", None)
         if fields is None:
-            return True  # below `model.args` and the like the keys are the user's
+            return True  # keys below `model.args` and similar mappings are the user's
         if part not in fields:
             return False
         kinds = [fields[part].annotation, *get_args(fields[part].annotation)]
@@ -188,7 +188,7 @@ def is_job_key(name: str) -> bool:
 
 @cache
 def library(name: str) -> Any:
-    """A module of the outermost level; None if there is none."""
+    """An outermost module by its name; None if it does not exist."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -197,7 +197,9 @@ def library(name: str) -> Any:
 
 @cache
 def foreign(dotted: str) -> bool:
-    """Whether a library has it; one of those that are not imported has everything."""
+    """Whether a library defines the name; libraries that are not imported count as defining
+    all names.
+    """
     parts = dotted.split(".")
     if parts[0] in NOT_IMPORTED:
         return True
@@ -219,7 +221,7 @@ def foreign(dotted: str) -> bool:
 
 @cache
 def aliases() -> dict[str, set[str]]:
-    """What modules of the product call the modules of libraries: nn is torch.nn."""
+    """The aliases under which modules of the product import library modules: nn is torch.nn."""
     found: dict[str, set[str]] = {"F": {"torch.nn.functional"}}
     for module in sources():
         for node in nodes(module):
@@ -234,7 +236,7 @@ def aliases() -> dict[str, set[str]]:
 
 
 def members_of(name: str) -> set[str]:
-    """The names of a class and of those bases that are the product's."""
+    """The names of a class and of its base classes in the product."""
     if name not in classes():
         return set()
     inherited = (members_of(base.rpartition(".")[2]) for base in classes()[name].bases)
@@ -286,7 +288,7 @@ def repository_files() -> frozenset[str]:
 
 
 def is_file(name: str) -> bool:
-    """Whether the repository has it, or the code names it; a library's file is not looked for."""
+    """Whether the repository contains the file or the code names it; library files are accepted."""
     if FOREIGN_CODE.search(name):
         return True
     if CODE.search(name) and any(f"/{path}".endswith(f"/{name}") for path in repository_files()):
@@ -295,7 +297,7 @@ def is_file(name: str) -> bool:
 
 
 def exists(name: str, docstring: Docstring) -> bool:
-    """Whether a name means something where it is read."""
+    """Whether a name exists for the reader of this docstring."""
     if "/" in name or any(kind.search(name) for kind in (DATA, CODE, FOREIGN_CODE)):
         return is_file(name)
     first, *rest = name.split(".")
@@ -322,14 +324,14 @@ def exists(name: str, docstring: Docstring) -> bool:
 
 
 def is_placeholder(name: str) -> bool:
-    """Whether a part in capitals stands for something: `model.NAME`, `first_WAY`."""
+    """Whether a part in capitals is a placeholder: `model.NAME`, `first_WAY`."""
     parts = re.split(r"[._]", name)
     has_lower = "." in name or not name.isupper()
     return has_lower and any(part.isupper() and len(part) > 1 for part in parts)
 
 
 def has_product(name: str) -> bool:
-    """Whether a module or a class of the product has it: 'rates.link_ranks', 'Job.train'."""
+    """Whether a module or class of the product defines it: 'rates.link_ranks', 'Job.train'."""
     parts = name.removeprefix("bigtrain.").split(".")
     for cut in range(len(parts), 0, -1):
         head, rest = ".".join(parts[:cut]), parts[cut:]
@@ -341,14 +343,14 @@ def has_product(name: str) -> bool:
 
 
 def has_members(parts: list[str]) -> bool:
-    """Whether the second part is a member of the class that is the first; one part always is."""
+    """Whether the second part is a member of the class named first; True if there is one part."""
     if len(parts) == 1 or parts[0] not in classes():
         return len(parts) == 1 or parts[1] in definitions()
     return has_member(parts[0], parts[1])
 
 
 def quoted(text: str) -> Iterator[str]:
-    """The names in backticks: identifiers, dotted or called. Other words are the shell's."""
+    """The names in backticks: identifiers, dotted or called. Other words are shell commands."""
     for word in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
         match = re.fullmatch(r"([A-Za-z_][\w./]*?)(?:\(\)|\(\.\.\.\))?\.*", word)
         if match:
@@ -373,7 +375,7 @@ def listed(text: str, heading: str) -> list[str]:
 
 
 def missing_arguments(docstring: Docstring) -> list[str]:
-    """Entries of `Args:` that the function, or the class's constructor, does not take."""
+    """Entries of `Args:` that are not parameters of the function or of the class's constructor."""
     entries = listed(inspect.cleandoc(docstring.text), "Args")
     if not entries:
         return []
@@ -388,7 +390,7 @@ def missing_arguments(docstring: Docstring) -> list[str]:
 
 
 def missing_exceptions(docstring: Docstring) -> list[str]:
-    """Entries of `Raises:` that are no exception."""
+    """Entries of `Raises:` that are not exceptions."""
 
     def is_exception(name: str) -> bool:
         kind = getattr(builtins, name, None)
@@ -405,7 +407,7 @@ def missing_exceptions(docstring: Docstring) -> list[str]:
 
 
 FIRST_WORD = re.compile(r"(?:\A|(?<=[.:;!?])\s|\n\s*\n)\s*(What\b[^.!?]*)([.!?]|\Z)")
-"""A sentence that begins with What, and its end."""
+"""A sentence that begins with "What", and its end."""
 
 
 def checked_modules() -> list[str]:
@@ -413,7 +415,7 @@ def checked_modules() -> list[str]:
 
 
 def comments(module: str) -> Iterator[tuple[int, str]]:
-    """The comments of a module with their lines; lines that follow each other are one."""
+    """The comments of a module with their lines; comments on consecutive lines are joined."""
     last = -1
     text = ""
     with tokenize.open(sources()[module]) as file:
@@ -430,7 +432,7 @@ def comments(module: str) -> Iterator[tuple[int, str]]:
 
 
 def noun_sentences(text: str) -> list[str]:
-    """The sentences that begin with What and are no question."""
+    """The sentences that begin with "What" and are not questions."""
     return [words for words, end in FIRST_WORD.findall(text) if end != "?"]
 
 

@@ -1,4 +1,4 @@
-"""Files of others come in through `bigtrain.files` alone: whoever reads one otherwise is found."""
+"""Files from outside are read only through `bigtrain.files`; any other reader fails a test."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ALLOWED = {
     ("ranks.rendezvous", "os.open"): "the port that rank 0 writes for its own ranks",
     ("ranks.rendezvous", "read_text"): "the same",
 }
-"""Who may, and why: what is read there is not a file of others, or was opened by bigtrain.files."""
+"""Permitted readers and the reason: no file from outside, or one opened by bigtrain.files."""
 
 
 def direct_reads(node: ast.AST) -> list[str]:
-    """What reads or parses a file by itself in a tree."""
+    """The calls in a tree that read or parse a file directly."""
     found = []
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
@@ -57,7 +57,7 @@ def direct_reads(node: ast.AST) -> list[str]:
 
 
 def _opens_path(call: ast.Call) -> bool:
-    """`path.open()` and `path.open("rb")`: what others call open takes something else."""
+    """`path.open()` and `path.open("rb")`; other methods named `open` take different arguments."""
     if not call.args:
         return not call.keywords or {k.arg for k in call.keywords} <= {"mode", "encoding", "errors"}
     return isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)

@@ -1,4 +1,4 @@
-"""The rooms of the project: their order, their size, what each is for."""
+"""The rooms (folders of bigtrain): their order, their size, and the purpose of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.rooms import ORDER, sources, tree, uses
 
 
 def room(module: str) -> str:
-    """The room of a module: its first folder; the modules at the root are rooms by themselves."""
+    """The room of a module: its first folder; each module at the root is a room by itself."""
     return module.partition(".")[0]
 
 
@@ -28,7 +28,7 @@ def test_imports_go_to_lower_rooms():
         for module in sources()
         for other in uses(module)
         if height.get(room(other), -1) > height.get(room(module), -1)
-        # The table names the techniques as text: they are imported when they are chosen.
+        # The registry names the techniques as text: they are imported when they are chosen.
         and module not in ("", "core.registry")
     ]
     assert not wrong, (
@@ -56,6 +56,7 @@ def test_every_room_says_what_it_is_for():
 
 
 def test_no_module_imports_itself_round_a_corner():
+    """The imports between modules have no cycle."""
     graph = {module: set(uses(module)) for module in sources()}
     finished: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""What a plan refuses by mesh, backend and device together."""
+"""Combinations of mesh, backend and device that a plan refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A budget for what blocks keep: what is settled, and what of it is refused."""
+"""A budget for saved activations: the settings that it chooses, and the budgets that are
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bigtrain checkpoint`: what it prints and returns, and every way in which it refuses."""
+"""`bigtrain checkpoint`: its output, its return values and all its refusals."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_diff_says_how_far_two_are_apart(tmp_path, capsys):
     changed[1, 2] = 5.5
     second = write(tmp_path / "b", **{"a.weight": changed, "a.count": None, "more": torch.ones(1)})
     status, text = run(capsys, "diff", first, second)
-    assert status == 0  # a difference is what was asked for, as with git
+    assert status == 0  # as with git, a difference is a result and not a failure
     assert "1 of 3 tensors differ, 2 are equal" in text
     assert f"only in {first}: model.a.count" in text
     assert f"only in {second}: model.more" in text

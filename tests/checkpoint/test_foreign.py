@@ -1,4 +1,6 @@
-"""What is taken over of other libraries' checkpoints, what is refused, and that no code runs."""
+"""Conversion of other libraries' checkpoints: what is converted, what is refused, no
+code is run.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 pytestmark = [
-    # dcp.save says that it is alone, and torch that it looks at all of a sparse tensor.
+    # dcp.save warns that it runs in one process, and torch that it validates sparse tensors.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:Validating sparse tensor"),
 ]
 
 
 class Evil:
-    """What runs a command where it is unpickled as anything."""
+    """An object that runs a command when an unrestricted unpickler loads it."""
 
     def __init__(self, proof):
         self.proof = str(proof)
@@ -151,7 +153,7 @@ def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
 
 
 def zero_folder(folder, stage, version="0.19.8", **more):
-    """What DeepSpeed writes for two parameters, one trained, one frozen, and a buffer; 2 ranks."""
+    """A DeepSpeed checkpoint of 2 ranks: a trained and a frozen parameter, and a buffer."""
     folder.mkdir(exist_ok=True)
     trained, frozen = torch.arange(5.0), torch.arange(3.0) + 10
     module = {"trained": trained.half(), "frozen": frozen.half(), "buffer": torch.tensor([4])}
@@ -188,7 +190,7 @@ def zero_folder(folder, stage, version="0.19.8", **more):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_parameters_buffers_and_uneven_pieces_of_deepspeed(stage, tmp_path):
-    """And steps that its own kernels count in the groups."""
+    """Steps that DeepSpeed's kernels count in the groups are converted, too."""
     checkpoint = converted(zero_folder(tmp_path / "source", stage), tmp_path)
     frozen = torch.arange(3.0) + 10
     wanted = {"trained": torch.arange(5.0), "frozen": frozen, "buffer": torch.tensor([4])}
@@ -263,12 +265,12 @@ def test_no_code_in_a_pickle_is_ever_run(make, tmp_path):
         refused.value
     )
     assert not proof.exists()
-    pickle.loads(pickle.dumps(evil))  # it would have
+    pickle.loads(pickle.dumps(evil))  # the standard unpickler would have run it
     assert proof.exists()
 
 
 def test_no_code_in_a_piece_of_dcp_is_ever_run(tmp_path):
-    """The description is as it should be, and the tensor is none."""
+    """The metadata is correct, but the tensor's file contains something else."""
     source, proof = tmp_path / "source", tmp_path / "ran"
     dcp.save({"w": torch.zeros(64)}, checkpoint_id=str(source), no_dist=True)
     (piece,) = source.glob("*.distcp")
@@ -293,7 +295,7 @@ def test_no_code_in_a_piece_of_dcp_is_ever_run(tmp_path):
 
 
 def test_classes_of_deepspeed_are_not_looked_up(tmp_path, monkeypatch):
-    """A name of its module is data: nothing of that name is imported or called."""
+    """A class name of its module is treated as data: nothing is imported or called."""
     calls = []
 
     class Scaler:
@@ -384,7 +386,7 @@ def test_where_a_converted_checkpoint_goes(tmp_path):
 
 
 def test_a_conversion_holds_a_few_pieces_and_not_the_whole(tmp_path):
-    """192 MiB of weights; three pieces of 16 MiB, and the tensors of two of them."""
+    """Converting 192 MiB of weights needs three pieces of 16 MiB and the tensors of two of them."""
     whole = {f"w{number}": torch.full((1 << 20,), float(number)) for number in range(48)}
     torch.save(whole, tmp_path / "w.pt")
     del whole
@@ -411,7 +413,7 @@ print((peak() - before) // 1024)
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
 def test_a_process_that_converts_grows_by_a_few_pieces(tmp_path):
-    """The heap as well: 512 MiB of weights in tensors of 16 MiB."""
+    """The process's peak grows little, too, for 512 MiB of weights in tensors of 16 MiB."""
     whole = {f"w{number}": torch.full((1 << 22,), float(number)) for number in range(32)}
     torch.save(whole, tmp_path / "w.pt")
     words = [sys.executable, "-c", CONVERTS, str(tmp_path / "w.pt"), str(tmp_path / "new")]

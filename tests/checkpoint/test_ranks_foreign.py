@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed and torch have written themselves are gone on from."""
+"""Runs continue from checkpoints that DeepSpeed and torch have written."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_a_folder_of_deepspeed_is_gone_on_from(stage, tmp_path):
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_fp32_values_are_those_that_deepspeeds_own_script_finds(stage, tmp_path):
-    """In bf16, with two groups of parameters and one that is not trained."""
+    """In bf16, with two groups of parameters and one parameter that is not trained."""
     source = tmp_path / "source"
     wanted = run_ranks(deepspeed_bf16, 2, stage, str(source), flavour="deepspeed")[0]
     opened = Checkpoint(convert(open_source(source), tmp_path / "new").path)
-    assert len(wanted) >= 7  # of stage 1 it leaves out what is not trained
+    assert len(wanted) >= 7  # for stage 1 DeepSpeed's script omits frozen parameters
     for name, value in wanted.items():
         assert torch.equal(opened.read(f"model.{name}").float(), value.float()), name
     assert "model.up.bias" in opened.names
@@ -82,7 +82,7 @@ def test_a_file_of_fsdp1_is_gone_on_from(tmp_path):
 
 
 def of_lightning(weights, moments):
-    """As Lightning's file is, by its keys; the model is an attribute of its module."""
+    """A file like Lightning's, by its keys; the model is an attribute of its module."""
     state = {f"model.{name}": value for name, value in weights.items()}
     return {
         **{"epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.5.0", "loops": {}},

@@ -1,4 +1,4 @@
-"""Slices are saved as whole tensors: opened under any strategy, and any other's under slices."""
+"""Slices are saved as whole tensors: any strategy opens them, and slices open any checkpoint."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Mesh = dict[str, int]
 
 
 def gpt(words: int = WORDS) -> nn.Module:
-    """Queries, keys and values in one weight; heads and words that two ranks have unequally."""
+    """One weight for queries, keys and values; uneven numbers of heads and words on two ranks."""
     sizes = {"num_layers": 2, "width": 24, "num_heads": 3, "vocab_size": words}
     return GPT(GPTConfig(**sizes, sequence_length=6, tie_embeddings=True))
 
 
 def conv() -> nn.Module:
-    """BatchNorm on sliced channels; no random numbers."""
+    """A network with BatchNorm on sliced channels and without random numbers."""
     model = BlockConv(inplace=False)
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
@@ -47,7 +47,7 @@ def conv() -> nn.Module:
 
 
 def batch_of(make: Any, step: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step."""
+    """The global batch of a step: (inputs, targets)."""
     numbers = torch.Generator().manual_seed(step)
     if make is conv:
         images = torch.randn(ROWS, 1, 8, 8, generator=numbers)
@@ -76,7 +76,9 @@ def run(
     make: Any = gpt,
     steps: int = 2,
 ) -> tuple[Path, list[float]]:
-    """Two steps from a checkpoint or the beginning; what is saved then, and two more losses."""
+    """Run two steps from a checkpoint or the beginning, save, and run two more; return their
+    losses.
+    """
     mesh = {"mesh.pp": context.pp_size, "mesh.tp": context.tp_size}
     job = job_from_keys(strategy, {**mesh, **keys})
     place, size = context.dp_rank, ROWS // context.dp_size
@@ -125,7 +127,7 @@ OTHERS: dict[str, Case] = {
 def runs(
     context: RunContext, strategy: str, folder: Path, loads: list[Path | None]
 ) -> dict[str, list[tuple[Path, list[float]]]]:
-    """From each of these, of both models; what is loaded is in a folder of the model's name."""
+    """Run both models from each of these checkpoints; each is in a folder named after the model."""
     norms = {"strategy.slice.slices": SLICED_NORMS} if "tensor" in strategy else {}
     keys = {gpt: FP64, conv: {**FP64, **norms}}
     return {
@@ -141,14 +143,14 @@ def runs(
 
 
 def begun(case: Case, folder: Path, *loads: Path) -> Any:
-    """Of rank 0; see `runs`."""
+    """The result of rank 0; see `runs`."""
     strategy, mesh = case
     ranks = math.prod(mesh.values())
     return run_ranks(runs, ranks, strategy, folder, [*loads] or [None], timeout_s=120, **mesh)[0]
 
 
 def assert_same(found: Path, expected: Path, *, buffers: bool) -> None:
-    """The same tensors to rounding: names, shapes, values."""
+    """Assert that two checkpoints have the same names, shapes and values up to rounding."""
     one, other = Checkpoint(found), Checkpoint(expected)
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
@@ -160,7 +162,7 @@ def assert_same(found: Path, expected: Path, *, buffers: bool) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Of one process: the folder, and what `runs` gives."""
+    """The run of one process: its folder, and the result of `runs`."""
     folder = tmp_path_factory.mktemp("single")
     return folder, begun(("single", {"dp": 1}), folder)
 
@@ -178,7 +180,7 @@ def test_slices_are_saved_whole_and_opened_from_whole_ones(
     back = begun(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
     for name in ("gpt", "conv"):
         ((path, losses),) = one[name]
-        # A replica's running statistics are of its own samples.
+        # The running statistics of a replica depend on its samples.
         assert_same(saved[name][0][0], path, buffers=strategy[1].get("dp", 1) == 1)
         assert_same(loaded[name][0][0], path, buffers=True)
         for again in (saved, loaded, back):
@@ -216,7 +218,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
     "bf16 weights": ("tensor", {"train.precision": "bf16", "optim.master_weights": False}, 1e-2),
     "beside": ("tensor", {"train.precision": "fp64", "checkpoint.asynchronous": True}, 1e-11),
 }
-"""What is more of a job, and how far one process may be from it: each third is one test."""
+"""Additional keys of a job, and the tolerance compared with one process; each third is one test."""
 
 
 def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
@@ -226,7 +228,7 @@ def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
 
 
 def options(context: RunContext, folder: Path, chosen: list[str]) -> dict[str, Any]:
-    """Of each of them: the losses after a save, and after it was opened again."""
+    """For each option: the losses after a save, and after the checkpoint was opened again."""
     found = {}
     for option in chosen:
         strategy, keys, _ = keys_of(option, folder)
@@ -268,7 +270,7 @@ def test_state_of_whole_parameters_is_refused_with_slices(name: str) -> None:
 
 
 def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
-    """A save of a state in which one rank has another number; what is said."""
+    """Save a state in which one rank has a different number; return the message."""
     job = job_from_keys("ddp+tensor", {**FP64, "mesh.tp": 2})
     inputs, targets = batch_of(gpt, 0)
     example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
@@ -334,7 +336,7 @@ def test_a_checkpoint_of_another_model_is_refused_also_where_it_is_sliced(
 
 
 def streams(context: RunContext, folder: Path, load: Path | None) -> tuple[float, str]:
-    """What a rank draws after a save or a resume."""
+    """Random numbers that a rank draws after a save or a resume."""
     keys = {**FP64, "mesh.tp": context.tp_size}
     strategy = "ddp" if context.tp_size == 1 else "ddp+tensor"
     path, _ = run(context, strategy, keys, folder, load, steps=1)

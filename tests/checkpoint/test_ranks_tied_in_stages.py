@@ -1,4 +1,6 @@
-"""A tied parameter of two stages whose replicas split its fp32 values at different elements."""
+"""A parameter tied between two stages, whose replicas split its fp32 values at different
+elements.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 
 class WideTied(nn.Module):
-    """The stages share the embedding, and have different numbers of other parameters."""
+    """The stages share the embedding and have different numbers of other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +63,6 @@ def test_it_is_saved_once_and_goes_on_under_any_strategy(
     again, resumed = run(strategy, ranks, path, 2, tp)
     assert resumed == losses
     _, alone = run("single", 1, path, 1, 1)
-    assert alone == pytest.approx(losses, rel=5e-3)  # sums in bf16, in another order
+    assert alone == pytest.approx(losses, rel=5e-3)  # sums in bf16 in a different order
     _, back = run("zero1_torch", 2, again, 1, 1)
     assert back == pytest.approx(losses, rel=5e-3)

@@ -1,4 +1,4 @@
-"""What several ranks have written is what others read; weights alone can be gone on from."""
+"""safetensors reads checkpoints of several ranks, and training can start from weights alone."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def adamw(parameters):
 
 
 def own(context, step):
-    """This replica's samples of a step's eight."""
+    """This replica's part of a step's eight samples."""
     samples, size = tokens(48, ignored=False), 8 // len(context.ranks_of("dp"))
     start = 8 * step + context.dp_rank * size
     return samples.inputs[start : start + size], samples.targets[start : start + size]
 
 
 def saved(context, strategy, keys, folder, load=None, steps=2):
-    """Some steps from a checkpoint or the beginning, and what is written then: (path, losses)."""
+    """Run some steps from a checkpoint or the beginning and save; return (path, losses)."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     inputs, targets = own(context, 0)
     example = MicroBatch(inputs, targets, targets.numel(), len(inputs))

@@ -1,4 +1,4 @@
-"""Files of other trainers: found by their content, the model by its key, the optimizer by names."""
+"""Files of other trainers: recognized by content, the model by its key, the optimizer by names."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
 @pytest.mark.parametrize("key", ["net", "params", "generator", "ema", "backbone"])
 def test_the_only_model_is_found_under_any_key(key, tmp_path):
     optimizer = torch.optim.Adam(net().parameters()).state_dict()
-    # A tensor beside it, as the number of an epoch may be, is not taken for a model's.
+    # A lone tensor in the file, such as an epoch number, is not mistaken for a model.
     for number in (1, torch.ones(1)):
         torch.save({key: net().state_dict(), "optim": optimizer, "n": number}, tmp_path / "w")
         assert_same(values(open_source(tmp_path / "w")), net().state_dict())
         assert_same(values(open_source(tmp_path / "w", key=key)), net().state_dict())
-    # State of modules that is no tensor does not make it a trainer's file.
+    # A module's extra state that is not a tensor does not make the file a trainer's.
     extra = {"fp8": {"scale": torch.ones(1)}}
     torch.save({**net().state_dict(), "up._extra_state": extra}, tmp_path / "w")
     found = open_source(tmp_path / "w")
@@ -200,7 +200,8 @@ def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_p
         plain = prefix.removeprefix("module.")
         assert {name.removeprefix(plain) for name in kept.model} == {*net().state_dict()}
         assert all(name.startswith(plain) for name in kept.model)
-    torch.save({"state_dict": of_lightning("model.")["state_dict"]}, file)  # of nobody's
+    # Without Lightning's other keys
+    torch.save({"state_dict": of_lightning("model.")["state_dict"]}, file)
     assert all(name.startswith("model.") for name in open_source(file).model)
     two = of_lightning("model.")
     two["state_dict"]["loss.weight"] = torch.ones(2)
@@ -318,7 +319,7 @@ def test_momentum_that_is_not_there_yet_is_not_taken(tmp_path):
 
 
 def test_numbers_of_numpy_beside_the_model_are_left_out(tmp_path):
-    """As a best accuracy and a curve, with the words that the script was started with."""
+    """A best accuracy, a curve and the script's arguments."""
     state = {"state_dict": net().state_dict(), "best": np.float64(3.5), "curve": np.arange(3)}
     torch.save({**state, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
     found = open_source(tmp_path / "last.pth.tar")

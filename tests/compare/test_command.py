@@ -1,4 +1,4 @@
-"""Strategies side by side, as a user does it: rows, failures, limits, Ctrl-C, the page."""
+"""`bigtrain compare` as a user runs it: rows, failures, limits, Ctrl-C, and the page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bigtrain(folder, *words):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """One comparison, looked at by several tests: two that work and four that do not."""
+    """One comparison for several tests: two strategies that work and four that do not."""
     folder = tmp_path_factory.mktemp("compare")
     for name, text in ODD.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -69,6 +69,7 @@ def test_rows_that_ran_have_every_figure(compared):
 
 
 def test_a_row_has_the_seconds_that_its_run_foretold(tmp_path):
+    """A row shows the seconds that the run predicted."""
     rank = {"peak_bytes": 5, "predicted_peak_bytes": 4, "process_peak_bytes": 6, "phase": "forward"}
     (tmp_path / "memory.json").write_text(json.dumps({"ranks": [{**rank, "breakdown": {}}]}))
     step = {"step_seconds": 0.2, "samples": 8, "loss": 1.0}
@@ -105,7 +106,7 @@ def test_each_failure_costs_its_own_row_and_says_why(compared):
 
 
 def left_over(folder):
-    """Processes whose command line names the folder, or that work in it."""
+    """Processes whose command line names the folder or whose current folder it is."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -128,7 +129,9 @@ def test_results_lie_in_one_folder(compared):
 
 
 def test_page_is_whole_and_right_in_a_browser(compared):
-    """A real Chromium: nothing is fetched, nothing complains, every bar has its number."""
+    """In a real Chromium: nothing is fetched, no errors are logged, and every bar has
+    its number.
+    """
     folder, document, _ = compared
     from playwright import sync_api
 
@@ -179,7 +182,7 @@ def check_page(browser, file, width, rows):
         ".map(e => e.textContent)"
     )
     assert cut == []
-    # Nothing is cut off or pushes the page wider than the screen, and the text can be read.
+    # No text is cut off or widens the page beyond the screen, and all text is large enough to read.
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     sizes = page.evaluate(
         """() => [...document.querySelectorAll('svg text')]
@@ -191,7 +194,7 @@ def check_page(browser, file, width, rows):
     page.close()
 
 
-# Before the interpreter's farewell, which touches pages of all libraries: those are not the run's.
+# Before the interpreter's shutdown, which touches pages of all libraries and would raise the peak.
 HELD = """
 import os, pathlib, threading, time
 
@@ -208,7 +211,7 @@ if "RANK" in os.environ:
 
 @pytest.mark.alone
 def test_process_peak_is_what_is_read_from_outside(tmp_path):
-    """Each rank's VmHWM, read from another process when the rank has reported its own."""
+    """Compared with each rank's VmHWM, read by another process after the rank's report."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--strategy", "ddp", *LENET]
     command += ["train.global_batch_size=128", "train.steps=8", "checkpoint.at_end=false"]
@@ -288,7 +291,7 @@ def test_a_stop_from_outside_ends_every_child(tmp_path):
 def test_job_whose_checkpoint_is_gone_is_refused_before_anything_runs(tmp_path):
     words = ["checkpoint.resume=nowhere", "memory.on_oom=adapt", "--strategies", "single"]
     done = bigtrain(tmp_path, "compare", *words, "--steps", "2", "--json", *LENET)
-    assert done.returncode == 2  # the job itself names a checkpoint that is not there
+    assert done.returncode == 2  # the job itself names a missing checkpoint
     assert "there is no checkpoint at 'nowhere'" in done.stderr
 
 
@@ -351,6 +354,7 @@ def row(name, peak, speed):
 
 
 def test_front_is_what_nothing_beats():
+    """The front contains exactly the rows that no other row dominates."""
     rows = [row("a", 100, 10), row("b", 50, 8), row("c", 60, 7), row("d", 200, 10), row("e", 40, 1)]
     assert [r.strategy for r in pareto_front(rows)] == ["e", "b", "a"]
 
@@ -415,7 +419,7 @@ def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("width", [80, 100, 140, 175])
 def test_the_table_is_cut_at_no_width(width):
-    """What does not fit a terminal is left to the page, and no cell is shortened."""
+    """Columns that do not fit the terminal are left to the page; no cell is shortened."""
     breakdown = dict.fromkeys(MEMORY_KINDS, 123 * 2**20)
     names = ("single", "ddp", "zero1_torch_offload_disk", "1f1b")
     rows = [

@@ -1,4 +1,4 @@
-"""`bigtrain strategies`: the table, the explanations and the JSON say what `make_plan` says."""
+"""`bigtrain strategies`: table, explanations and JSON agree with `make_plan`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine h
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
-    """All presets, as the command prints them."""
+    """All presets by name, from the command's JSON."""
     done = run([interpreter("deepspeed"), "-m", "bigtrain", "strategies", "--json"])
     assert done.status == 0, done.output
-    found = json.loads(done.output)  # nothing else was printed, on standard error neither
+    found = json.loads(done.output)  # nothing else was printed, not on standard error either
     return {row["name"]: row for row in found}
 
 
@@ -79,6 +79,7 @@ def test_what_combines(rows, name, addition, works, reason):
 
 
 def test_what_a_preset_does_already_is_its_own(rows):
+    """A preset that includes an addition says so."""
     own = {
         (name, addition)
         for name, row in rows.items()
@@ -98,7 +99,8 @@ def test_how_many_ranks_a_preset_needs(rows):
     assert (rows["1f1b"]["ranks"], rows["1f1b"]["runs_on"]) == (2, [2, 4])
     assert (rows["hybrid"]["ranks"], rows["hybrid"]["runs_on"]) == (2, [2, 4])
     assert rows["ddp"]["ranks"] == 1
-    # Pairs that shard within themselves need another pair to be a pipeline's replica.
+    # A preset that already shards within a pair of ranks needs another pair as a pipeline's
+    # replica.
     assert rows["hybrid"]["combines"]["cut_1f1b"]["ranks"] == 4
 
 
@@ -127,7 +129,7 @@ def test_the_words_do_on_the_command_line_what_is_said_of_them(rows, name, addit
 
 
 def grouped(capsys, monkeypatch, width):
-    """The list by its headings: the names below each, and all lines."""
+    """The names below each heading of the list, and all lines."""
     monkeypatch.setenv("COLUMNS", str(width))
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -158,7 +160,7 @@ def test_the_list_has_every_preset_once_below_its_need(capsys, monkeypatch, widt
     assert {"local_sgd", "diloco"} == set(found[NEEDS["slow links"]])
     assert {"ring", "parameter_server", "sync_sgd"} <= set(found[NEEDS["learning"]])
     if width == 140:
-        assert len(lines) < 90  # a line each
+        assert len(lines) < 90  # one line for each preset
     assert "To use one: bigtrain train -n 2 --strategy NAME" in lines
 
 

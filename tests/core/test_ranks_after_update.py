@@ -1,4 +1,6 @@
-"""Functions of `Assembly.after_update` are called once a step, after the update, everywhere."""
+"""Functions given to `Assembly.after_update` are called once a step, after the update, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SEEN = NotesUpdates.seen
 
 
 def watched(context, cases):
-    """What was noted under each of some jobs."""
+    """The recorded calls under each job."""
     rows = []
     for strategy, keys in cases:
         SEEN.clear()

@@ -1,7 +1,7 @@
-"""What takes part in a step on some ranks, or in some steps: as in one process, or refused by name.
+"""Parameters used on some ranks or in some steps only: losses of one process, or a refusal.
 
-The reference is a loop with torch alone on the whole global batch, whose optimizer has momentum and
-weight decay: a parameter that goes on without a gradient shows.
+The reference is a plain torch loop on the whole global batch, whose optimizer has momentum and
+weight decay, so that a parameter which is updated without a gradient changes the losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ REFUSED_AT_ONCE = r"not every pass uses towers.0, towers.1 \(nonzero in the mode
 UNUSED = "does not depend on towers.1.a.weight, .*find_unused_parameters=true"
 
 Expected = dict[str, tuple[str, int] | None]
-"""A refusal and the steps before it; None where the numbers are those of one process."""
+"""A refusal and the number of steps before it; None if the losses must equal those of one
+process.
+"""
 
 
 def everywhere(strategy: str) -> Expected:
@@ -63,7 +65,7 @@ for stage in (1, 2, 3):
 
 
 def losses_of(context: RunContext, names: list[str], strategy: str, keys: dict[str, Any]) -> Any:
-    """Every net in one set of ranks."""
+    """The losses of every net, all in one set of ranks."""
     return {name: routed_losses(context, name, strategy, keys, STEPS) for name in names}
 
 
@@ -92,7 +94,7 @@ def test_what_not_every_step_or_rank_uses(strategy: str, plain: dict[str, list[f
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1_torch"])
 def test_what_some_micro_batches_use(strategy: str, plain: dict[str, list[float]]) -> None:
-    """Each rank has several of them, and a rank's rows are of one kind."""
+    """Each rank has several micro-batches, and the rows of a rank are of one kind."""
     keys = {"train.micro_batch_size": 2}
     names = ["Towers", "Masked", "Layers"]
     for found in run_ranks(losses_of, 2, names, strategy, keys):
@@ -104,7 +106,9 @@ def test_what_some_micro_batches_use(strategy: str, plain: dict[str, list[float]
 def test_what_is_found_unused_follows_everything_but_requires_grad(
     plain: dict[str, list[float]],
 ) -> None:
-    """With ddp's own option: zeros that stay in its buckets are no gradients."""
+    """With ddp's `find_unused_parameters`: zeros that stay in its buckets do not count as
+    gradients.
+    """
     found_unused = {"strategy.replicate.find_unused_parameters": True}
     for size in (2, 8):
         keys = {**found_unused, "train.micro_batch_size": size}
@@ -132,7 +136,7 @@ def chance(context: RunContext, strategies: list[str]) -> Any:
 
 
 def test_layers_that_each_rank_drops_by_chance_of_its_own() -> None:
-    """There is no process to compare with: the strategies draw alike, and agree."""
+    """No single process draws like this; the strategies must agree with each other."""
     strategies = ["ddp", "zero1_torch", "fsdp", "fsdp_zero2"]
     for found in run_ranks(chance, 2, strategies):
         for losses, error, _ in found.values():
@@ -144,7 +148,7 @@ def test_layers_that_each_rank_drops_by_chance_of_its_own() -> None:
 
 
 def without_example(context: RunContext, strategy: str) -> Any:
-    """Nothing is known beforehand."""
+    """Train without an example batch, so that no route is known in advance."""
     torch.manual_seed(0)
     net = ROUTED["Towers"]()
     given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 8}

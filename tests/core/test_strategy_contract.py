@@ -1,4 +1,4 @@
-"""The table of a strategy's methods is whole, and replicas that differ have names of their own."""
+"""The documented table of a strategy's methods is complete, and replicas have distinct names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text("utf-8")
 
 
 def rows(title: str) -> set[str]:
-    """The names in the first column of a table of the contributing page."""
+    """The names in the first column of a table in CONTRIBUTING.md."""
     table = PAGE[PAGE.index(title) :].split("\n\n")[0]
     cells = [line.split("|")[1] for line in table.splitlines()[2:]]
     return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}

@@ -1,4 +1,4 @@
-"""The traffic that each strategy states is that of real ranks."""
+"""The traffic that each strategy states equals the traffic of real ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPERATIONS = {
 
 
 class Wire(TorchDispatchMode):
-    """Notes every exchange: the kind and the bytes of the whole tensor, in the order they come."""
+    """Records every exchange in order: its kind and the bytes of the whole tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             sent = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            # Losses, norms, counts, flags are numbers in fp64, gathered as a list of tensors; for
-            # ties stages ask in integers.
+            # Losses, norms, counts and flags are fp64 numbers, gathered as a list of tensors;
+            # stages exchange integers about tied parameters.
             number = sent and sent[0].dtype == torch.float64
             number = number and (sent[0].numel() == 1 or func.__name__.startswith("allgather_."))
             if sent and not number and sent[0].dtype != torch.int32:
                 name = func.__name__.partition(".")[0]
-                if name not in ("send", "recv_"):  # no messages of a technique's own
+                if name not in ("send", "recv_"):  # not the small control messages of a technique
                     self.seen.append((OPERATIONS.get(name, name), max(t.nbytes for t in sent)))
         return func(*args, **(kwargs or {}))
 
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def totals(seen, said, micro_batches):
-    """Bytes and messages by kind: of the ranks, and as stated."""
+    """Bytes and messages by kind: of the real ranks, and as stated."""
     sent, calls = Counter(), Counter()
     for kind, nbytes in seen:
         sent[kind] += nbytes
@@ -173,7 +173,7 @@ def test_real_ranks_exchange_what_is_stated(case):
         for kind, nbytes in sent.items():
             assert nbytes == pytest.approx(expected[kind], abs=16), kind
             if kind == "broadcast" and data is images:
-                continue  # one message for each buffer, whose number a profile does not have
+                continue  # one message per buffer; a profile does not know their number
             # Only DeepSpeed knows which gradients share a bucket.
             spare = 0.5 * calls[kind] if kind == "reduce" else 0
             assert messages[kind] == pytest.approx(calls[kind], abs=spare), kind
@@ -183,7 +183,7 @@ def test_real_ranks_exchange_what_is_stated(case):
     ("strategy", "width"), [("zero3", 32), ("zero3", 256), ("zero3_checkpointing", 32)]
 )
 def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(strategy, width):
-    """With a width of 256 biases and norms stay whole, and are gathered once a step."""
+    """With a width of 256 biases and norms are not sharded, and are gathered once a step."""
     make = partial(BlockLM, width=width)
     given = (make, text(), strategy, TWO)
     found = run_ranks(exchanged, 2, *given, force_group=True, timeout_s=120)
@@ -197,7 +197,7 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
     for seen, said, micro_batches, _ in found:
         sent, calls, expected, messages = totals(seen, said, micro_batches)
         assert sent.keys() == expected.keys() == {"all_gather", "reduce_scatter"}
-        # The head's and the embedding's: one parameter, gathered for each of them.
+        # The head's and the embedding's weight: one parameter, gathered for each of them.
         tied = 4 * make().embedding.weight.numel() * 2 * micro_batches
         assert sent["all_gather"] == pytest.approx(expected["all_gather"] + tied, rel=0.005)
         assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"], rel=0.005)
@@ -217,7 +217,7 @@ def words() -> TensorSamples:
 
 
 A_BOUNDARY = 4 * 8 * 16 * 32
-"""Bytes between two blocks of a step's eight rows, in fp32."""
+"""Bytes between two blocks for the eight rows of a step, in fp32."""
 
 
 @pytest.mark.skipif(not COUNTS_EXCHANGES, reason="torch before 2.14 has no such hooks")
@@ -235,13 +235,14 @@ A_BOUNDARY = 4 * 8 * 16 * 32
     ],
 )
 def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, times):
-    """As often as a stage boundary is passed forward to or back from a rank: a tp-th of it."""
+    """Each time a stage boundary crosses, a rank sends one part of `tp`."""
     at = {1: ["blocks.2"]}.get(times, ["blocks.1", "blocks.2", "blocks.3"])
     given = {**TWO, "strategy.cut.at": at}
     volumes = volumes_of(strategy, given, pp=2, tp=tp)
     for volume in volumes:
         assert volume.sent["send"] == volume.received["receive"] == times * A_BOUNDARY // tp
-    if strategy.endswith("tensor_sequence"):  # what crosses is not gathered on either side
+    # Sequence shards cross without a gather on either side
+    if strategy.endswith("tensor_sequence"):
         (alone, _) = volumes_of("tensor_sequence", TWO, tp=tp)
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             of_stages = sum(volume.sent[kind] for volume in volumes[::tp])

@@ -1,4 +1,4 @@
-"""The replay of a step, against the bytes that torch's own passes hold on real tensors."""
+"""The replay of a step, compared with the bytes that torch's passes hold in real tensors."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tracked:
-    """A middle stage of a pipeline, and the storages of its micro-batches between two actions."""
+    """A middle stage of a pipeline, and the storages of its micro-batches between actions."""
 
     def __init__(self, *, gradients):
         torch.manual_seed(0)

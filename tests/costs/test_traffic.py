@@ -1,4 +1,4 @@
-"""The traffic that each strategy states, against theory."""
+"""The traffic that each strategy states, compared with theory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from bigtrain.tensors.transfer import DiskTransfer, ScratchFile, pinned_bytes
 
 
 def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> Plan:
-    """A plan with dotted keys; one for a GPU that is not there is made like one for the CPU."""
+    """A plan with dotted keys; for a GPU that is missing, the plan is made as for the CPU."""
     job = job_from_keys(strategy, {"train.micro_batch_size": 1, **keys})
     return replace(make_plan(job, ranks, "cpu"), device_type=device)
 
@@ -135,7 +135,9 @@ def moves(found: tuple[Traffic, ...], micro_batches: int = 1) -> dict[str, int]:
 
 
 def test_state_on_the_host_is_a_gradient_over_and_a_value_back():
-    """ZeRO-Offload: 4 bytes each way for each parameter that a rank updates."""
+    """ZeRO-Offload: for each parameter that a rank updates, 4 bytes to the host and 4
+    bytes back.
+    """
     keys = {"strategy.offload.optimizer": "cpu"}
     elements = PSI + REST
     plan = plan_of("ddp", device="cuda", **keys)
@@ -145,7 +147,8 @@ def test_state_on_the_host_is_a_gradient_over_and_a_value_back():
         "to_host": 4 * elements // 8,
         "from_host": 4 * elements // 8,
     }
-    assert moves(stated(profile(), plan_of("ddp", **keys))) == {}  # a CPU is the host
+    # On a CPU the state is on the host already
+    assert moves(stated(profile(), plan_of("ddp", **keys))) == {}
 
 
 def test_parameters_on_the_host_come_for_each_gathering():
@@ -160,7 +163,8 @@ def test_deepspeeds_offload_moves_gradients_and_values():
     found = moves(stated(profile(), plan_of("zero2_offload", device="cuda")))
     assert found == {"to_host": 4 * share, "from_host": 4 * share}
     found = moves(stated(profile(), plan_of("zero3_offload", device="cuda")))
-    # The shards twice, and the gradient once over, back, and over as the optimizer wants it.
+    # The shards move twice; the gradient moves to the host, back, and again as the optimizer's
+    # input.
     assert found["from_host"] == pytest.approx((2 + 1) * 4 * share, rel=0.01)
     assert found["to_host"] == pytest.approx(2 * 4 * share, rel=0.01)
     assert moves(stated(profile(), plan_of("zero3_offload"))) == {}
@@ -171,7 +175,7 @@ def gpt_like() -> nn.Module:
 
 
 def alone(monkeypatch, make, batch, keys):
-    """The bytes that a step moves to and from the disk, and the stated ones."""
+    """The bytes that a step moves to and from the disk, and the stated bytes."""
     batch = tuple(t.clone() for t in batch)
     job = job_from_keys(
         "single", {"train.global_batch_size": len(batch[0]), "memory.track_steps": 0, **keys}
@@ -222,7 +226,7 @@ def test_activations_move_as_stated(monkeypatch, recompute):
 
 
 def test_activations_on_the_host_take_powers_of_two(monkeypatch):
-    """A run's peak on the host, counted as pinned memory, is the forecast."""
+    """Pinned memory is counted in powers of two; the run's host peak equals the forecast."""
     batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
     most = []
     close = ActivationOffloader.close
@@ -298,7 +302,7 @@ def test_the_state_goes_to_disk_and_back_once_a_step(monkeypatch):
 
 
 def test_no_strategy_states_what_it_does_not_do():
-    """Each exchange has a group, each copy has none."""
+    """Each exchange has a group of ranks; a copy has none."""
     for strategy in ("ddp", "zero1_torch", "fsdp", "zero1", "zero2", "zero3", "oss", "sharded_ddp"):
         for traffic in stated(profile(buffer_bytes=64), plan_of(strategy)):
             exchanged = traffic.kind in EXCHANGES
