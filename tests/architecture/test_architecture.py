@@ -330,7 +330,7 @@ def _is_section(kind: object) -> bool:
 def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = None) -> set[str]:
     """The keys that an expression reads.
 
-    `train.steps` is read by job.train.steps, self.job.train.steps, and train.steps of a TrainConfig.
+    job.train.steps, self.job.train.steps, and train.steps of a TrainConfig read `train.steps`.
     """
     scope = dict(scope or {})
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -48,7 +48,7 @@ def unchanged(model: Any, x: Tensor) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Four layers; `between` is called with the output of the second."""
+    """Four layers; `between` is called with the model and the output of the second layer."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def cut_of(case: Case, at: str) -> Any:
 
 
 def test_no_batch_is_kept() -> None:
-    """A batch of real numbers is gone when its step is over; only its shapes are remembered."""
+    """The real tensors of a batch are freed after its step; only its shapes are remembered."""
     _, traced_model, batches = traced(next(iter(CASES.values())))
     own = batches[0].map(torch.clone)
     traced_model.trace(own, training=True)
@@ -172,11 +172,11 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
 
 @pytest.mark.parametrize("make", [Settings, CheckedSettings])
 def test_a_configuration_is_cut_where_nobody_needs_what_changes_of_it(make: Any) -> None:
-    """transformers' classifiers settle `config.problem_type` in the last code of the first pass."""
+    """transformers' classifiers set `config.problem_type` in the last code of the first pass."""
     _, traced_model, batches = traced(Case(lambda: Configured(make), rows))
     points, refused = common_points(traced_model, batches[0])
     assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
-    assert traced_model.fake_model.get_submodule("").config.kind is None  # left as it was
+    assert traced_model.fake_model.get_submodule("").config.kind is None  # unchanged
 
 
 def drawn(model: nn.Module, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def test_different_parameters_on_the_same_memory_stay_together() -> None:
 
 
 class Steps:
-    """Counts outside of any module, where no traced_model looks."""
+    """A counter outside of any module, which the trace does not see."""
 
     taken = 0
 
@@ -259,7 +259,7 @@ def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
 
 
 class Alternates(nn.Module):
-    """Leaves out a layer in every other call, by a count that all of its code reads."""
+    """Skips a layer in every other call, by a count that all of its code reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,14 +348,14 @@ class Held:
 
 
 class Deep:
-    """A tensor in an object in an object."""
+    """A tensor in an object that is inside another object."""
 
     def __init__(self, x: Tensor) -> None:
         self.inner = Held(x)
 
 
 class Hiding(nn.Module):
-    """Returns a tensor, and the same out of reach."""
+    """Returns a tensor, and the same tensor inside nested objects."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -396,6 +396,7 @@ def test_a_gradient_hook_on_a_parameter_of_two_stages_is_refused() -> None:
 
 
 def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
+    """A placeholder that reaches an operation raises instead of being computed with."""
     model, micro_batch, cut = cut_of(Case(Chain, rows), "layers.2")
     stage = stages_of(cut, model)[1].train()
     bias = stage.layers[0].bias
@@ -422,6 +423,7 @@ def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
 
 
 def test_a_ghost_says_what_the_real_tensor_would() -> None:
+    """A placeholder answers questions about shape, type and device as the real tensor would."""
     real = torch.randn(4, 6, dtype=torch.float64, requires_grad=True).t()
     placeholder = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
     for found in (

@@ -1,4 +1,4 @@
-"""The partition into stages, against every partition there is."""
+"""The partition into stages, compared with all possible partitions."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def random_pieces(dice, n):
 
 
 def cost(layers, cuts, bandwidth, factor, in_flight):
-    """Seconds and bytes of each stage, and bytes over the cuts: by the definition."""
+    """Seconds and bytes of each stage, and the bytes over each cut, by their definitions."""
     n = len(layers.seconds)
     seconds, held = [], []
     for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, n))):
@@ -40,6 +40,7 @@ def cost(layers, cuts, bandwidth, factor, in_flight):
 
 
 def every(layers, stages, *rest):
+    """Yield every partition with its `cost`."""
     n = len(layers.seconds)
     for cuts in itertools.combinations(range(1, n), stages - 1):
         yield cuts, *cost(layers, cuts, *rest)
@@ -56,7 +57,7 @@ def test_the_best_of_all_partitions(seed):
     rest = (bandwidth, 4.0, in_flight)
     rows = list(every(layers, stages, *rest))
     memory = None
-    if dice.random() < 0.7:  # what some partition needs, so that there is one that fits
+    if dice.random() < 0.7:  # the memory of some partition, so that one fits
         memory = dice.choice(rows)[2]
         rows = [row for row in rows if all(h <= m for h, m in zip(row[2], memory, strict=True))]
     best = min(max(row[1]) for row in rows)
@@ -91,6 +92,7 @@ def test_a_shared_tensor_counts_once_in_each_stage():
 
 
 def test_sending_is_part_of_a_stage():
+    """The seconds of sending count as seconds of the stage."""
     layers = LayerCosts(seconds=[1.0] * 4, crossing=[0, 10, 100, 10], params=[], saved=[])
     in_flight = [1, 1]
     free = partition(

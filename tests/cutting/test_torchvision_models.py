@@ -1,11 +1,11 @@
 """Every classification and segmentation model of torchvision, cut into 2 and into 4 stages.
 
-Up to `NUMBERS` parameters a model is run in float32 on small images: the loss, every gradient and
-every buffer in training, and the output in evaluation, against the whole model. A larger model
-takes seconds for each of these, so its stages run on fake tensors: shapes and types of the loss,
-of every buffer and of the output, for 4 stages also which parameters get a gradient, against the
-whole model. Of each family of models one at least is compared in numbers, if need be a large one
-(`LARGE`). One of each family is always tested, the others are marked `full`.
+A model of up to `NUMBERS` parameters runs in float32 on small images, and is compared with the
+whole model: the loss, every gradient and buffer in training, and the output in evaluation. A larger
+model would take seconds for each of these, so its stages run on fake tensors and only shapes and
+types are compared: of the loss, the buffers and the output, and for 4 stages also which parameters
+get a gradient. Of each family at least one model is compared in numbers, even if it is large
+(`LARGE`). One of each family is tested in every run, the others are marked `full`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES = {"vit": 224, "maxvit": 224, "inception": 299, "googlenet": 32, "alexnet"
 
 
 def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RegNet computes its widths with tensors, and reads them."""
+    """RegNet computes its widths with tensors and reads them, so it cannot be built on meta."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with torch.device("cpu"):
@@ -61,7 +61,9 @@ def described(name: str) -> nn.Module:
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """With values that keep numbers in range, made faster than the model's own."""
+    """Fill the model with values that keep activations in range, faster than its own
+    initialization.
+    """
     model = model.to_empty(device=CPU)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -84,7 +86,7 @@ def example(name: str) -> MicroBatch:
 
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
-    """Cuts into stages with equal FLOPs and bytes."""
+    """The cut into stages with equal FLOPs and bytes."""
     found, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
     there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
@@ -100,7 +102,7 @@ def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) ->
 
 
 def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
-    """Stage after stage; the loss in training, else the output."""
+    """Run the stages in order; return the loss in training, otherwise the output."""
     boundary: Any = ()
     for stage in stages:
         expected = stage.train(training).incoming(micro_batch)
@@ -121,7 +123,7 @@ def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:
 def run(
     model: nn.Module, micro_batch: MicroBatch, loss: Any, cut: Cut | None, *, backward: bool = True
 ) -> dict[str, Tensor]:
-    """All that comes out of a step of training, and of an evaluation."""
+    """All results of a training step and of an evaluation, by name."""
     stages = [] if cut is None else stages_of(cut, model, loss)
     torch.manual_seed(0)
     if cut is None:

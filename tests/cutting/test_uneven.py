@@ -1,4 +1,4 @@
-"""A cut that leaves one rank most of the work is said, with the tensor that is behind it."""
+"""A cut that gives one rank most of the work is reported, with the tensor that forces it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chosen(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-de
 
 
 class Lists(nn.Module):
-    """Its blocks leave tensors in an attribute of the model, which the head reads."""
+    """Its blocks store tensors in an attribute of the model, which the head reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in found.uneven
     assert "the model cannot be cut before 'blocks." in found.uneven
     assert ".key' returns is passed on past it" in found.uneven
-    Blueprint.of(model)  # with the cache switched off nothing is in the way
+    Blueprint.of(model)  # without the cache every block can be cut
     found = chosen(model, CutRequest(stages))
     assert found.uneven == ""
 
@@ -72,7 +72,7 @@ def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
 @pytest.mark.parametrize(
     ("make", "request_", "said"),
     [
-        (Lists, CutRequest(2), ""),  # a list in the model's own code is no obstacle
+        (Lists, CutRequest(2), ""),  # a list in the outermost forward can be cut
         (OneHeavyLayer, CutRequest(2), "between 'head' and the end no module is called"),
         (Lists, CutRequest(2, at=("head",)), "strategy.cut.at asks for it. Leave it out to"),
         (CachingLM, CutRequest(1), ""),

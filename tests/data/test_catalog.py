@@ -15,7 +15,7 @@ from bigtrain.losses.tasks import ClassificationTask
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A user's own module."""
+    """A user's module with data sources."""
     module = types.ModuleType("mine")
     monkeypatch.setitem(sys.modules, "mine", module)
 

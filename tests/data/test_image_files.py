@@ -1,4 +1,4 @@
-"""Damaged image files are refused with their path and the fix, before anything is trained."""
+"""Damaged image files are refused with their path and the fix, before training starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def small(written, tmp_path):
-    """Makes a copy of a data set, which a test may damage."""
+    """A function that copies a data set, so that a test may damage the copy."""
 
     def make(name):
         for file in (written / name).rglob("*"):
@@ -89,7 +89,7 @@ def test_the_same_seed_writes_the_same_bytes(written, tmp_path):
 
 
 def test_small_cifar10_is_stored_by_channels(written):
-    """Its images are parts of photographs, whose neighbouring pixels are similar."""
+    """Its images are crops of photographs, whose neighbouring pixels are similar."""
     images = torch.cat([opened("cifar10", written / "cifar10").validation[i][0] for i in range(9)])
     near, far = images.diff(dim=-1).abs().mean(), (images - images.flip(-1)).abs().mean()
     assert near < 0.5 * far
@@ -234,7 +234,7 @@ def test_many_files_are_looked_at_in_part(tmp_path):
 @pytest.mark.parametrize("kind", ["bomb", "pipe", "device", "folder", "text", "no header"])
 def test_what_is_no_harmless_image_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "odd.png"
-    if kind == "bomb":  # a few bytes that expand to ten gigabytes
+    if kind == "bomb":  # a small file that expands to ten gigabytes
         size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
         chunks = [(b"IHDR", size), (b"IDAT", b"x"), (b"IEND", b"")]
         packed = [

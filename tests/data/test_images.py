@@ -45,7 +45,7 @@ def write_cifar10(root, monkeypatch):
             entry = {"data": pixels(4, 3072), "labels": [1, 9, 0, 4]}
         (folder / name).write_bytes(pickle.dumps(entry))
         sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    # The real class checks the sums of the real files; here those of the small ones.
+    # The real class checks the hashes of the real files; here it gets those of the small ones.
     trains = [[f"data_batch_{n}", sums[f"data_batch_{n}"]] for n in range(1, 6)]
     monkeypatch.setattr(datasets.CIFAR10, "train_list", trains)
     monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
@@ -107,7 +107,7 @@ def test_packed_mnist_is_read_where_it_is(tmp_path):
     packed, beside = opened("mnist", tmp_path), opened("mnist", raw)
     assert sorted(raw.iterdir()) == before
     assert torch.equal(packed.validation[3][0], beside.validation[3][0])
-    for file in before:  # a plain file goes before a packed one
+    for file in before:  # a plain file is preferred to a packed one
         file.with_suffix("").write_bytes(gzip.decompress(file.read_bytes()))
         file.write_bytes(b"not looked at")
     assert torch.equal(opened("mnist", tmp_path).validation[3][0], packed.validation[3][0])
@@ -203,7 +203,7 @@ def test_augmentation_does_not_depend_on_the_ranks(name, tmp_path, monkeypatch):
     assert torch.equal(alone[1], spread[1])
     places = [order.batch_at(epoch * len(data.train)).indices for epoch in range(2)]
     same = alone[1][[places[1].index(i) for i in places[0]]]
-    assert not torch.equal(alone[0], same)  # another epoch, another crop
+    assert not torch.equal(alone[0], same)  # a different epoch, a different crop
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "image_folder", "voc"])

@@ -16,13 +16,13 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
 
-# Python 3.12 and later say that forking a process with threads is risky; torch's loader forks.
+# Python 3.12 and later warn that forking a process with threads is risky; torch's loader forks.
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 @dataclass
 class Numbers(Dataset):
-    """Sample i is (i with noise, i), the noise standing for augmentation."""
+    """Sample i is (i with noise, i); the noise represents random augmentation."""
 
     size: int
     noise: bool = False
@@ -42,7 +42,7 @@ def steps(dataset, batch, number, *, seed=3, drop_last=False, **options):
 
 
 def rows(step):
-    """The (target, input) pairs of one rank's step, padding left out."""
+    """The (target, input) pairs of one rank's step, without padding."""
     found = []
     for part in step.micro_batches:
         if part.padding:
@@ -54,7 +54,7 @@ def rows(step):
 
 
 def everything(dataset, batch, number, ranks, **options):
-    """Each step's samples over all ranks."""
+    """The samples of each step, over all ranks."""
     each = [
         steps(dataset, batch, number, dp_rank=rank, dp_size=ranks, **options)
         for rank in range(ranks)
@@ -276,7 +276,7 @@ def test_bad_numbers_are_refused():
 
 
 class Drawn(Numbers):
-    """Sample i with noise from the generators that are not torch's."""
+    """Sample i with noise from the generators of Python and numpy."""
 
     def __getitem__(self, index):
         return torch.tensor([random.random(), np.random.rand()]), torch.tensor(index)

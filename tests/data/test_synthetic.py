@@ -90,7 +90,7 @@ def test_digits_are_split_the_same_for_every_seed():
         )
     )
     wanted = sorted((int(t), tuple(x.tolist())) for x, t in zip(pixels, labels, strict=True))
-    assert got == wanted  # every image once, with its own label
+    assert got == wanted  # every image once, with its label
     assert data.validation.targets.bincount().min() > 20
 
 

@@ -43,7 +43,7 @@ def opened(path, models_length=None, **args):
 
 
 def content(samples):
-    """The bytes of all samples and the target of the last one."""
+    """The bytes of all samples, and the target of the last one."""
     inputs = b"".join(bytes(samples[i][0].tolist()) for i in range(len(samples)))
     return inputs + bytes(samples[len(samples) - 1][1][-1:].tolist())
 
@@ -255,7 +255,7 @@ def test_the_draft_of_a_process_that_was_killed_is_removed_by_the_next(folder, c
     assert process.stdout.readline() == b"begun\n"
     drafts = [path for path in cache.iterdir() if ".draft-" in path.name]
     assert len(drafts) == 1
-    prepare_data("text", str(folder), {})  # the surviving process keeps it
+    prepare_data("text", str(folder), {})  # the process is still alive, so its draft stays
     assert drafts[0].exists()
     process.kill()
     process.communicate()

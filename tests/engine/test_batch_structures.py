@@ -1,4 +1,4 @@
-"""Batches that are mappings of a class of their own, as tokenizers make them: forecast and run."""
+"""Batches that are custom mappings, such as a tokenizer's output: forecast and training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Encoding(UserDict):
-    """Beside its items it has an attribute, which moves with it."""
+    """Has an attribute in addition to its items; the attribute is kept when the batch is moved."""
 
     def __init__(self, items: dict[str, Any], origin: str) -> None:
         super().__init__(items)
@@ -31,7 +31,7 @@ class Encoding(UserDict):
 
 
 class Stored(MutableMapping):
-    """Keeps its items where a shallow copy shares them."""
+    """Stores its items in a dict that a shallow copy shares."""
 
     def __init__(self, items: dict[str, Any]) -> None:
         self._items = dict(items)
@@ -53,7 +53,7 @@ class Stored(MutableMapping):
 
 
 class Reader(nn.Module):
-    """Looks two inputs up in the batch; one of them is a number of floating point."""
+    """Reads two entries of the batch; one of them is a floating-point number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,8 @@ def test_a_batch_of_its_own_class_is_forecast_as_a_plain_one(make):
     assert engine.prediction.peak == plain.prediction.peak
     measured = engine.meter.peak_bytes()
     assert measured == plain.meter.peak_bytes()
-    assert measured == pytest.approx(engine.prediction.peak.bytes, rel=0.01)  # views of one tensor
+    # Both inputs are views of one tensor
+    assert measured == pytest.approx(engine.prediction.peak.bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("make", KINDS)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and damage that is noticed."""
+"""Checkpoint files are complete or absent, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_only_the_newest_are_kept_and_latest_points_at_the_last(tmp_path):
 
 
 def test_after_a_resume_from_an_older_step_what_is_written_stays(tmp_path):
-    for step in (100, 200, 150, 175):  # at 200 the run was resumed from 100
+    for step in (100, 200, 150, 175):  # after step 200 the run was resumed from step 100
         path = write(tmp_path, step, keep=2)
         assert newest_checkpoint(tmp_path) == path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-150", "step-175"]
@@ -227,11 +227,11 @@ def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
     kept[0] = kept[1] = 0
     set_random_state(state)
     assert kept == {0: 10, 1: 11}
-    kept = {0: 7}  # one GPU less than then
+    kept = {0: 7}  # one GPU fewer than at the save
     set_random_state(state)
     assert kept == {0: 10}
     kept = {0: 7, 1: 8}
-    set_random_state({**state, "cuda": state["cuda"][1]})  # as older checkpoints have it
+    set_random_state({**state, "cuda": state["cuda"][1]})  # the format of older checkpoints
     assert kept == {0: 11, 1: 8}
 
 

@@ -1,4 +1,4 @@
-"""Which jobs have a chunked loss, and with which head."""
+"""The jobs that use a chunked loss, and the head that it is applied to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bigtrain.models.spec import ModelSpec
 
 
 def spec_of(**keys: Any) -> ModelSpec:
-    """The model of a job with these keys of its `model` section."""
+    """The model of a job with these keys in its `model` section."""
     return ModelSpec.of(ModelConfig(**keys))
 
 

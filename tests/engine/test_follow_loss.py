@@ -1,6 +1,6 @@
-"""A user's own loss: micro-batches contribute what one process with the whole batch computes.
+"""A user's loss: the micro-batches' contributions add up to the loss of the whole batch.
 
-The oracle is the user's function on the model's output for the whole batch.
+The reference is the user's function applied to the model's output for the whole batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 def text() -> MicroBatch:
-    """Four rows, of which two are padded by different lengths."""
+    """Four rows, two of which are padded by different lengths."""
     inputs = tokens(4, ignored=False).inputs
     targets = tokens(4, ignored=False).targets.clone()
     targets[0, 2:] = -100
@@ -52,7 +52,7 @@ def labels(target: Tensor) -> Tensor:
 
 
 def by_rows(output: Tensor, target: Tensor) -> Tensor:
-    """The mean over rows of the mean over what is valid in each."""
+    """The mean over rows of the mean over each row's valid targets."""
     mask = valid(target).float()
     return ((each(output, target) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
@@ -146,7 +146,7 @@ LOSSES: dict[str, LossFunction] = {
 
 
 def contributions(loss: GlobalMeanLoss, model: nn.Module, batch: MicroBatch) -> Tensor:
-    """The sum of what uneven micro-batches give, their gradients in the model."""
+    """The sum of the losses of uneven micro-batches; their gradients are left in the model."""
     parts = [batch.part(0, 1), batch.part(1, 3), batch.part(3, 4)]
     counted = [MicroBatch(p.inputs, p.targets, loss.count(p.targets), p.rows) for p in parts]
     total = torch.zeros(())
@@ -198,7 +198,7 @@ def contrasted(output: Tensor, _: Tensor) -> Tensor:
 
 
 def chosen_by(output: Tensor) -> Tensor:
-    """How many places chose each of the classes."""
+    """The number of places that chose each of the classes."""
     return torch.histc(output.argmax(-1).float(), bins=13, min=0, max=12)
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_sum_of_means_is_refused_with_the_words_to_type(name: str) ->
     assert 'bigtrain.MeanLoss(fn, count_of="rows")' in str(refusal.value)
     by_rows_loss = MeanLoss(fn, count_of="rows")
     assert follow_loss(by_rows_loss, TinyLM(), text(), 2) is by_rows_loss
-    alone = MeanLoss(fn)  # of a single micro-batch any loss is right
+    alone = MeanLoss(fn)  # with a single micro-batch any loss is right
     assert follow_loss(alone, TinyLM(), text(), 1) is alone
 
 
@@ -299,7 +299,7 @@ def test_what_says_its_count_is_not_called(loss: Any) -> None:
 
 
 def branching(output: Tensor, target: Tensor) -> Tensor:
-    """Another loss where no target is padded; both divide by the valid targets."""
+    """Computes differently if no target is padded; both branches divide by the valid targets."""
     if bool((target == -100).any()):
         return flat(output, target)
     return flat(2 * output, target)
@@ -328,7 +328,7 @@ def test_a_branch_that_divides_by_something_else_is_refused_at_that_step() -> No
 
 
 class MakesItsLoss(nn.Module):
-    """Returns its own loss of padded, shifted labels, and a second one."""
+    """Returns its loss of padded, shifted labels, and a second loss."""
 
     def __init__(self, extra: float = 0.0) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class MakesItsLoss(nn.Module):
 
 
 class RoutesAndMakesItsLoss(MakesItsLoss):
-    """Rows are put in the order of their experts, as in grouped products, and back."""
+    """Sorts the rows by their experts, as for grouped matrix products, and restores the order."""
 
     def __init__(self) -> None:
         super().__init__(0.2)
@@ -382,7 +382,7 @@ def test_a_loss_of_the_model_itself(make: Callable[[], nn.Module]) -> None:
     assert isinstance(loss, GlobalMeanLoss)
     expected = float(taken(model(batch.inputs), None).detach())
     assert float(contributions(loss, model, batch)) == pytest.approx(expected, rel=1e-6)
-    # A validation has no totals: it is the model's own mean.
+    # A validation has no totals, so it returns the model's mean.
     assert float(loss(model(batch.inputs), one.targets).detach()) / 4 == pytest.approx(
         expected, rel=1e-6
     )
@@ -411,12 +411,13 @@ def test_ctc_divides_by_rows() -> None:
 @pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize("start", [0, 16])
 def test_the_library_counts_as_the_loss_does(start: int, *, with_example: bool) -> None:
-    """Padding lies unevenly: micro-batches weighted by their rows have another mean.
+    """Padding is uneven, so weighting micro-batches by their rows would give a different mean.
 
-    Of the last samples most rows have no valid target: their own mean is no number.
+    Most of the last rows have no valid target, so their mean alone is NaN.
     """
     batch = tokens(22).inputs[start:][:6], tokens(22).targets[start:][:6]
-    how = {"example": batch} if with_example else {}  # of other rows than a micro-batch: followed
+    # It has a different number of rows than a micro-batch
+    how = {"example": batch} if with_example else {}
     keys = {"train__micro_batch_size": 1, "train__accumulation_steps": 6, "memory__predict": False}
     with bigtrain.prepare(
         TinyLM, lambda o, t: flat(o, t), sgd, strategy="single", **how, **keys
@@ -431,7 +432,7 @@ def test_an_example_of_other_rows_is_followed() -> None:
         with bigtrain.prepare(
             TinyLM, CrossEntropy(), sgd, strategy="single", example=example, **keys
         ) as engine:
-            if not keys:  # the first batch says what a micro-batch is
+            if not keys:  # the first batch determines the micro-batch
                 engine.step((tokens(8).inputs, tokens(8).targets))
             return engine.prediction.peak.bytes if engine.prediction.peak else None
 

@@ -1,4 +1,6 @@
-"""Checkpoints that are written beside training hold the state of the step at which they began."""
+"""Checkpoints that are written during training contain the state of the step at which
+they began.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _PATIENCE_S = 30.0
 
 
 def gate_of_writes() -> threading.Event:
-    """Nothing is written until it is set."""
+    """An event; nothing is written before it is set."""
     gate, plain = threading.Event(), write._Writer._write_all
 
     def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -39,7 +41,7 @@ def gate_of_writes() -> threading.Event:
 
 
 def train(context: RunContext, folder: Path, strategy: str, keys: dict[str, Any]) -> Any:
-    """Save after each of two steps; beside the second one, where that is asked for."""
+    """Save after each of two steps; the second save runs during training if that is configured."""
     gate = gate_of_writes()
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     copies_all = job.checkpoint.asynchronous and job.checkpoint.snapshot_bytes is None
@@ -55,7 +57,7 @@ def train(context: RunContext, folder: Path, strategy: str, keys: dict[str, Any]
         assert not (copies_all and path.exists())
         engine.step((batch.inputs, batch.targets))
         gate.set()
-        engine.save(folder)  # waits for the first
+        engine.save(folder)  # this save waits for the first one
         assert path.exists()
         engine.saver.wait()
         assert newest_checkpoint(folder) == folder / "step-2"
@@ -86,14 +88,14 @@ def test_it_is_the_state_of_the_step_at_which_it_began(tmp_path, ranks, strategy
         assert states(tmp_path / "beside" / step) == states(at_once / step)
     size = sum(file.stat().st_size for file in (at_once / "step-2").glob("*.safetensors"))
     most = keys.get("checkpoint.snapshot_bytes")
-    if most is None:  # each byte by one rank
+    if most is None:  # each byte is written by one rank
         assert 0.5 * size < sum(copied) <= size
     else:
         assert all(one <= most for one in copied)
 
 
 def fail(context: RunContext, folder: Path) -> Any:
-    """The second save finds a disk that is full when the run has gone on."""
+    """The second save meets a full disk after the run has continued."""
     job = job_from_keys("ddp", {"train.global_batch_size": 8, "checkpoint.asynchronous": True})
     batch = tokens(4, ignored=False)
     gate, plain = threading.Event(), write._Writer._write_all

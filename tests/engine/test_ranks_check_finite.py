@@ -1,4 +1,4 @@
-"""`train.check_finite=false`: the same numbers, and a step that is not finite goes on."""
+"""`train.check_finite=false`: the same numbers, and training continues after a non-finite step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = {"ddp": BF16, "fsdp": BF16, "zero2": BF16, "oss": {}, "fsdp released": R
 
 
 def both(context, strategy, keys):
-    """What a run gives with the check and without."""
+    """The results of a run with the check and without it."""
     samples, loss, runs = tokens(22), CrossEntropy(), []
     rows = MicroBatch(samples.inputs[:2], samples.targets[:2], loss.count(samples.targets[:2]), 2)
     keys = {"train.global_batch_size": 8, **UNSEEN, **keys}
@@ -66,7 +66,7 @@ def test_so_they_are_in_a_pipeline(strategy):
 
 
 class Overflowing(TinyLM):
-    """Its loss is no number at its second step."""
+    """Its loss is NaN at its second step."""
 
     def forward(self, tokens):
         self.calls = getattr(self, "calls", 0) + 1
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_finite_goes_on_and_its_figures_say_so(strategy):
         assert [step for step, *_ in results] == [1, 2, 3]
         assert all(math.isfinite(number) for number in results[0])
         assert not any(math.isfinite(number) for number in results[1][1:])
-        # What was updated by no numbers gives none; DeepSpeed leaves such an update out.
+        # An update by NaN makes the weights NaN; DeepSpeed skips such an update.
         skipped = strategy.startswith("zero")
         assert all(math.isfinite(number) is skipped for number in results[2][1:])
 
@@ -112,7 +112,7 @@ def alone(*, check):
 
 
 class Signed(CrossEntropy):
-    """Infinite, of a sign for each rank."""
+    """Infinite, with a different sign on each rank."""
 
     def __call__(self, output, target, count=None):
         sign = 1 - 2 * torch.distributed.get_rank()

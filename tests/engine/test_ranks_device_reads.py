@@ -1,4 +1,4 @@
-"""How often a step waits for the device: a frozen table, by strategy."""
+"""The number of times that a step waits for the device: a frozen table by strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bigtrain.tensors.tree import tree_tensors
 
 
 class OwnLoss(CrossEntropy):
-    """A user's: it counts one batch at a time."""
+    """A user's loss, which counts one batch at a time."""
 
     queue_count = None
 
@@ -42,7 +42,7 @@ LOSS, NORM, BOTH = "read", "update", "read_with"
 def reads(
     context: RunContext, strategies: Sequence[str], micro_batches: int, *, check: bool = True
 ) -> dict[str, list[str]]:
-    """Where the third step of each strategy waits."""
+    """The places at which the third step of each strategy waits for the device."""
     places = {}
     for strategy in strategies:
         keys = {"train.accumulation_steps": micro_batches, "train.micro_batch_size": 2}
@@ -93,7 +93,7 @@ def test_alone_a_step_waits_as_often(check, places):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_engines_of_others_wait_as_often(check):
-    # DeepSpeed is given the norm as a number, before its step.
+    # DeepSpeed receives the norm as a number, before its step.
     once = () if check else ("oss", "sharded_ddp")
     for rank in run_ranks(partial(reads, check=check), 2, ENGINES, 2):
         found = {name: len(places) for name, places in rank.items()}
@@ -106,7 +106,7 @@ def test_of_a_pipeline_the_rank_with_the_loss_waits_once_more(micro_batches, che
     first, last = run_ranks(partial(reads, check=check), 2, PIPELINES, micro_batches, pp=2)
     for name in PIPELINES:
         found = [waits(first[name]), waits(last[name])]
-        # Where stages are laid as a V, the first rank has the last one, too.
+        # In a V schedule the first rank also has the last stage.
         ends = found[::-1] if name in ("zbv", "dualpipev") else found
         assert ends == ([[NORM], [LOSS, NORM]] if check else [["read_with"], [BOTH]]), name
 
@@ -166,5 +166,5 @@ def test_an_evaluation_waits_for_its_end_only():
 
 
 def waits(places: list[str]) -> list[str]:
-    """The functions that wait, of a step."""
+    """The functions that wait in a step."""
     return [place.rpartition(" ")[2] for place in places]

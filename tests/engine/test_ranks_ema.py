@@ -1,4 +1,6 @@
-"""A moving average of the weights under every kind of strategy, beside a plain torch loop's."""
+"""A moving average of the weights under every kind of strategy, compared with a plain
+torch loop.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ ROWS, STEPS, DECAY = 8, 4, 0.7
 
 
 class Net(nn.Module):
-    """Blocks alike, a weight that is used twice, a frozen layer and a buffer."""
+    """Equal blocks, a weight that is used twice, a frozen layer and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,9 @@ class Net(nn.Module):
 
 
 class Plain(Net):
-    """Without what depends on how rows are spread over ranks, and with all trained."""
+    """Without features that depend on the distribution of rows over ranks; all layers are
+    trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +76,12 @@ class Tied(Plain):
 
 
 def decay_of(step: int) -> float:
-    """It rises, as a warm-up of the average has it."""
+    """A decay that rises, as during a warm-up of the average."""
     return min(DECAY, step / 4)
 
 
 def plain_average(make: Any, decay: Any, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Averages and weights of a plain torch loop, by name."""
+    """The averages and the weights of a plain torch loop, by name."""
     torch.manual_seed(0)
     model = make()
     optimizer, average = sgd(model.parameters()), copy.deepcopy(model)
@@ -116,7 +120,9 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
 
 
 def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
-    """Train with an average; swap it in, evaluate, save, resume in another engine, and go on."""
+    """Train with an average, swap it in, evaluate, save, resume in a second engine, and
+    continue.
+    """
     found: dict[str, Any] = {}
     for name, make, decay in (("plain", Plain, decay_of), ("tied", Tied, DECAY)):
         path = Path(folder) / name
@@ -215,7 +221,7 @@ def test_an_average_goes_on_under_another_strategy_and_begins_anew_where_there_i
             expected = weights_of(engine)
         begun = weights_of(engine)
     with engine_of(RunContext.alone(), "single", Plain, {}) as engine:
-        engine.load(saved)  # without an average: the weights and the optimizer alone
+        engine.load(saved)  # the checkpoint has no average, only weights and optimizer
         assert all(torch.equal(begun[name], t) for name, t in weights_of(engine).items())
         engine.step(batch(5))
         average = bigtrain.ema(engine, DECAY)

@@ -1,4 +1,6 @@
-"""What the engine promises on several ranks: first weights, validation, gradients, checkpoints."""
+"""Guarantees of the engine on several ranks: initial weights, validation, gradients,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_validation_is_the_same_on_any_number_of_ranks():
 
 
 def test_accumulation_counts_gradients_once(tmp_path):
-    """Between accumulated micro-batches DDP holds one copy of the gradients, not two."""
+    """Between accumulated micro-batches DDP holds one copy of the gradients instead of two."""
     peaks = {}
     for rows in (4, 1):
         found = run_ranks(gradient_bytes, 2, rows)
@@ -97,7 +99,7 @@ def gradient_bytes(context, rows):
 
 
 def saved(context, folder, how):
-    """Two steps after one that is saved: by whom saved it, or by who reads it."""
+    """Two steps after a save, by the engine that saved or by one that loaded the checkpoint."""
     keys = {"train.global_batch_size": 12, "train.micro_batch_size": 12 // context.world_size // 3}
     job = job_from_keys("ddp", keys)
     with Engine(TinyConv, CrossEntropy(class_dim=1), sgd, job, context) as engine:
@@ -117,6 +119,6 @@ def saved(context, folder, how):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_engine_continues_bit_for_bit_where_another_stopped(tmp_path, ranks):
-    """With several micro-batches a step, whose sums a new process adds up in the same order."""
+    """With several micro-batches a step, which a new process must add up in the same order."""
     first = run_ranks(saved, ranks, tmp_path, "save")
     assert run_ranks(saved, ranks, tmp_path, "load") == first

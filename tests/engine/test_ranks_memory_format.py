@@ -21,7 +21,7 @@ LAST = {"train.memory_format": "channels_last"}
 
 
 class Convolutions(nn.Module):
-    """Without BatchNorm: its sums are so sensitive that other kernels show."""
+    """Without BatchNorm, whose sums are so sensitive that a different kernel changes the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def trained(context, strategy, keys):
 
 
 def peaks(context, strategy):
-    """Predicted, tracked, and whether the weights lie with their channels last."""
+    """The predicted and the measured peak, and whether the weights are stored channels last."""
     samples, loss = images(4), CrossEntropy()
     inputs, targets = samples.inputs, samples.targets
     size = len(targets) * context.world_size

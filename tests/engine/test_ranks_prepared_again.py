@@ -1,4 +1,4 @@
-"""A module that is given to `prepare` twice: it is whole, or refused."""
+"""A module that is passed to `prepare` twice is trained as a whole or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of a training batch that was right: that of a plain loop, whatever the ranks."""
+"""The accuracy on a training batch equals that of a plain loop for any number of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = (
 
 
 def shares(context, strategy, words=()):
-    """`top1` of each step of a run, which validates between its steps."""
+    """`top1` of each step of a run that validates between its steps."""
     job = load_job(None, strategy, [*KEYS, *words])
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
     with parts.engine(context) as engine:
@@ -36,7 +36,7 @@ def shares(context, strategy, words=()):
 
 
 def by_plain_loop():
-    """The same from a plain torch loop on the whole global batch."""
+    """`top1` of each step of a plain torch loop on the whole global batch."""
     job = load_job(None, "single", KEYS)
     parts = open_setup(job, make_plan(job, 1, "cpu"))
     model = parts.blueprint.twin().materialize("cpu", seed=job.train.seed)
@@ -86,7 +86,7 @@ def test_ranks_micro_batches_and_stages_count_the_global_batch(strategy, plain):
     stages = 2 if any(word in strategy for word in ("1f1b", "gpipe", "pipeline")) else 1
     found = run_ranks(shares, 2, strategy, TWO[strategy], pp=stages)
     assert found[0] == found[1]
-    assert found[0] == pytest.approx(plain, abs=1 / 24 + 1e-9)  # a tie may fall either way
+    assert found[0] == pytest.approx(plain, abs=1 / 24 + 1e-9)  # a tie may be decided either way
     assert sum(a != b for a, b in zip(found[0], plain, strict=True)) <= 1
 
 

@@ -1,4 +1,4 @@
-"""Two engines in one process: a GAN's two networks in turn, as a plain loop trains them."""
+"""Two engines in one process: the two networks of a GAN, trained alternately as in a plain loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def networks() -> tuple[nn.Module, nn.Module]:
 
 
 def draws(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Real points, and noise for each of the two networks' steps."""
+    """Real points, and noise for the step of each network."""
     draw = torch.Generator().manual_seed(step)
     sizes = (2, 4, 4)
     real, one, other = (torch.randn(ROWS, size, generator=draw) for size in sizes)
@@ -63,7 +63,7 @@ def plain_loop() -> list[tuple[float, float]]:
 
 
 def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
-    """The losses of both, or the line that refuses them."""
+    """The losses of both networks, or the message of the refusal."""
     generator, critic = networks()
     own = slice(context.dp_rank * ROWS // context.dp_size, None)
     own = slice(own.start, own.start + ROWS // context.dp_size)
@@ -124,7 +124,7 @@ def test_what_cannot_be_inside_another_loss_is_refused(strategy, why):
 
 
 def prepared_twice(context: Any) -> list[str]:
-    """What is said of a second engine without the first, and of one with another mesh."""
+    """The messages for a second engine without `beside`, and for one with a different mesh."""
     del context
     said = []
     placement = RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="python")

@@ -1,4 +1,4 @@
-"""Which kernels a run asks torch for, and that what others had asked for is back afterwards."""
+"""The kernels that a run requests from torch, and the return to the earlier settings afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data without a task: the loss is the job's, the data's, or what targets and outputs tell."""
+"""Data without a task: the loss comes from the job, the data, or the targets and outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class OwnLoss(Net):
-    """Returns its loss beside its logits."""
+    """Returns its loss in addition to its logits."""
 
     def forward(self, x: Tensor) -> Any:
         logits = self.net(x)
@@ -74,7 +74,7 @@ def odd() -> Data:
 
 
 class Stream(IterableDataset):
-    """Says how long it is, and can only be read from its beginning."""
+    """Has a length, but can only be read from the beginning."""
 
     def __len__(self) -> int:
         return 24
@@ -169,7 +169,7 @@ class Image(nn.Module):
 
 
 class Sized(Image):
-    """Asks for a value, which no fake tensor has."""
+    """Reads a value, which a fake tensor does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * float(x.sum())

@@ -1,4 +1,6 @@
-"""Caches: whole or not at all, made anew where damaged, and nothing left of what has died."""
+"""Cache files are complete or absent, rebuilt if damaged, and drafts of dead processes are
+removed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""JSON and YAML with bounds: what stands for too much, too deep or twice is refused in a moment."""
+"""JSON and YAML with bounds: huge expansions, deep nesting and duplicate keys are refused
+quickly.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, against the format and against the format's own library."""
+"""The header of a safetensors file, checked against the format and the safetensors library."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_length_that_is_none(tmp_path: Path, length: int, reason: str) -> None
     assert reason in refused(path)
     if length == 100_000_001:
         with path.open("r+b") as file:
-            file.truncate(200_000_000)  # even where the file would be long enough
+            file.truncate(200_000_000)  # even if the file is long enough
         assert reason in refused(path)
 
 

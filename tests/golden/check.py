@@ -1,11 +1,11 @@
-"""Every number that is known without running: compared with the files that lie beside this one.
+"""Compare every number that is known before a run with the JSON files in this folder.
 
     python tests/golden/check.py                  compare all, with the first differences
-    python tests/golden/check.py --quick          a representative part
-    python tests/golden/check.py --only planner   one part
-    python tests/golden/check.py --write          write the files anew
+    python tests/golden/check.py --quick          compare a representative part
+    python tests/golden/check.py --only planner   compare one part
+    python tests/golden/check.py --write          write the files again
 
-A change that claims to change no number leaves all of them equal.
+A change that is meant to leave all numbers equal must leave all of the files equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PARTS = ("forecasts", "planner", "listing", "messages")
 EVERY = {"forecasts": 131, "planner": 14, "listing": 9, "messages": 5}
-"""Of how many cases the quick part has one; prime to the lengths of the rows of cases."""
+"""The quick part has every n-th case; n is prime to the lengths of the rows of cases."""
 MOST_SHOWN = 20
 FIXED = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -39,11 +39,11 @@ FIXED = {
     "TERM": "dumb",
     "PYTHONHASHSEED": "0",
 }
-"""What a machine, a terminal or a user could make different."""
+"""Environment variables that would change the results, for example a terminal's width."""
 
 
 def main() -> int:
-    """Compare or write; returns 1 where anything differs."""
+    """Compare or write; return 1 if anything differs."""
     options = _options()
     os.environ.update(FIXED)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI_"))]:
@@ -82,7 +82,9 @@ def _options() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _workers(jobs: int, folder: str) -> Iterator[Any]:
-    """Processes that compute cases; where there is to be none, this one, silent meanwhile."""
+    """A pool of processes that compute cases; with `jobs` 0 this process, with its
+    output hidden.
+    """
     if jobs:
         with multiprocessing.get_context("spawn").Pool(jobs, _start, (folder,)) as pool:
             yield pool
@@ -92,12 +94,12 @@ def _workers(jobs: int, folder: str) -> Iterator[Any]:
     try:
         yield _ThisProcess(shown)
     finally:
-        os.chdir(HERE)  # the folder is about to be removed
+        os.chdir(HERE)  # the folder is removed next
         sys.stdout, sys.stderr = shown, said
 
 
 class _ThisProcess:
-    """As a pool of no processes; what is printed between two parts is seen."""
+    """The interface of a pool, computed in this process; output between two parts is shown."""
 
     def __init__(self, shown: Any) -> None:
         self._silent, self._shown = sys.stdout, shown
@@ -115,7 +117,7 @@ class _ThisProcess:
 
 
 def _start(folder: str) -> None:
-    """A worker: quiet, on one thread, in an empty folder of its own."""
+    """Prepare a worker: no output, one thread, and an empty folder."""
     sys.path.insert(0, str(HERE.parent))
     own = Path(folder) / f"worker-{os.getpid()}"
     own.mkdir()
@@ -133,7 +135,9 @@ def _names(part: str) -> list[str]:
 
 
 def _compute(asked: tuple[str, str]) -> tuple[str, Any]:
-    """One case as JSON would read it back; floats with twelve digits, folders by their kind."""
+    """One case as JSON would return it; floats have twelve digits, folders are replaced
+    by names.
+    """
     part, name = asked
     import torch
 
@@ -152,7 +156,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _write(part: str, found: dict[str, Any]) -> None:
-    """Sorted; a case has a line for each of its fields."""
+    """Write the cases sorted, with one line for each field."""
     cases = []
     for name in sorted(found):
         fields = found[name] if isinstance(found[name], dict) else {"": found[name]}
@@ -165,7 +169,7 @@ def _write(part: str, found: dict[str, Any]) -> None:
 
 
 def _compare(part: str, found: dict[str, Any], *, whole: bool) -> int:
-    """Show the first differences of a part; returns how many cases differ."""
+    """Show the first differences of a part; return the number of differing cases."""
     written = json.loads((HERE / f"{part}.json").read_text("utf-8"))
     wanted = written if whole else {name: written.get(name) for name in found}
     differing = []
@@ -188,7 +192,7 @@ def _compare(part: str, found: dict[str, Any], *, whole: bool) -> int:
 
 
 def _leaves(was: Any, now: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """The fields in which two values differ, as deep as they are alike in kind."""
+    """Yield the fields in which two values differ, as deep as both have the same type."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted(was.keys() | now.keys()):
             if was.get(key, _leaves) != now.get(key, _leaves):

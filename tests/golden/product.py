@@ -1,4 +1,4 @@
-"""All that the golden files need of the product: its imports, and calls that return plain values.
+"""All that the golden files need from the product: its imports, and calls that return plain values.
 
 Nothing else under tests/golden imports bigtrain.
 """
@@ -36,11 +36,11 @@ GPT = [
     "data.name=synthetic",
     "data.args={kind: language, vocabulary: 61, samples: 64}",
 ]
-"""The job of the one net that is the product's own."""
+"""The job of `gpt`, the only net here that the product provides."""
 
 
 def refused(call: Callable[[], object]) -> str | None:
-    """What a call refuses its input with; None where it does not."""
+    """The message with which a call refuses its input; None if it accepts."""
     try:
         call()
     except BigtrainError as error:
@@ -53,14 +53,14 @@ def refused(call: Callable[[], object]) -> str | None:
 def rank_forecasts(
     net: str, strategy: str, ranks: int, keys: Mapping[str, Any], share: float | None = None
 ) -> dict[str, Any]:
-    """What is known of a run before it is built, on each pp rank; or why it is refused.
+    """Forecasts of a run before it is built, for each pp rank, or the reason for a refusal.
 
     Args:
         net: 'gpt', which is opened as `bigtrain train` does, or one of NETS.
         strategy: a preset.
-        ranks: that are started.
-        keys: of the job, dotted.
-        share: of the peak without a budget, which is then the budget of recomputation.
+        ranks: number of ranks.
+        keys: dotted keys of the job.
+        share: a share of the peak without a budget, used as the budget of recomputation.
     """
     try:
         if share is None:
@@ -71,7 +71,7 @@ def rank_forecasts(
         )
     except BigtrainError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    except Exception as error:  # noqa: BLE001 - what fails today is written down as it fails
+    except Exception as error:  # noqa: BLE001 - a changed failure must show, too
         return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
 
 
@@ -84,7 +84,7 @@ def _peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list
 def _resolved(
     net: str, strategy: str, ranks: int, keys: Mapping[str, Any]
 ) -> tuple[ResolvedPlan, Workload]:
-    """The plan with its choices, and what a forecast is given."""
+    """The plan with its choices, and the input of a forecast."""
     if net == "gpt":
         words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
         job = load_job("default", strategy, [*GPT, *words])
@@ -121,7 +121,7 @@ def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> 
 
 
 def _kept(resolved: ResolvedPlan) -> dict[str, str]:
-    """What modules keep, the names by choice."""
+    """The names of the modules by the choice of what they save."""
     found: dict[str, list[str]] = {}
     for name, choice in resolved.policies.items():
         found.setdefault(choice, []).append(name)
@@ -178,7 +178,7 @@ def _profile(profile: Any) -> str:
 
 
 def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
-    """Of each stage what the techniques state, in their order."""
+    """For each stage, the traffic that the techniques state, in their order."""
     return [
         [
             f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.overlaps}, "
@@ -191,7 +191,9 @@ def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
 
 
 def planner_document(arguments: Sequence[str]) -> dict[str, Any]:
-    """What `bigtrain plan --json` says to these arguments, the best plan's file and what to do."""
+    """The document of `bigtrain plan --json`, the file of the best plan, and the advice if
+    none fits.
+    """
     options = plan_arguments([*arguments])
     job = load_job(options.job, "single", options.overrides)
     question, margin = make_question(job, load_cluster(options.cluster), options)
@@ -205,7 +207,7 @@ def planner_document(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def loaded(words: Sequence[str], config: str | None, strategy: str | None) -> str | None:
-    """The refusal of a job's words, names of files included."""
+    """The refusal of a job's words and file names."""
     return refused(lambda: load_job(config, strategy, words))
 
 
@@ -220,7 +222,7 @@ def planned(strategy: str, keys: Mapping[str, Any], ranks: int) -> str | None:
 
 
 def opened(strategy: str, words: Sequence[str], ranks: int) -> str | None:
-    """The refusal of a job as `bigtrain train` opens it, the planner's options apart."""
+    """The refusal of a job as `bigtrain train` opens it, without the planner's options."""
 
     def call() -> None:
         job = load_job("default", strategy, words)

@@ -1,4 +1,4 @@
-"""Elastic state: what a commit keeps, what comes back, and who has it afterwards."""
+"""Elastic state: what a commit contains, what is restored, and which ranks have it afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> 
 
 
 def taken(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
-    """All that a training goes on with, as numbers."""
+    """The numbers of which a resumed training consists."""
     state = optimizer.state_dict()
     moments = [one["momentum_buffer"].tolist() for one in state["state"].values()]
     options = [group["lr"] for group in state["param_groups"]]
@@ -51,7 +51,7 @@ def taken(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) ->
 
 
 def interrupted(context: RunContext) -> dict[str, Any]:
-    """A function that is called again after each of the two interrupts."""
+    """A function that is called again after each of two interrupts."""
     hvd.init_with(context)
     me = hvd.rank()
     parts = made(me)
@@ -88,8 +88,8 @@ def interrupted(context: RunContext) -> dict[str, Any]:
 
 def test_a_function_goes_on_from_its_commit_after_an_interrupt():
     first, second = run_ranks(interrupted, 2)
-    assert first == second  # rank 0's state from the first call on
-    # The batch is rank 0's; nothing of what came after the commit is left; then all of it is.
+    assert first == second  # both have rank 0's state after the first call
+    # The batch is rank 0's; steps after the commit are discarded; later all steps are kept.
     assert [call[0] for call in first["calls"]] == [0, 5, 7]
     assert [call[1] for call in first["calls"]] == [[], ["kept"], ["kept"]]
     assert [call[3] for call in first["calls"]] == [5, 3, 3]
@@ -99,7 +99,7 @@ def test_a_function_goes_on_from_its_commit_after_an_interrupt():
 
 
 def two_nodes(context: RunContext, folder: str) -> list[Any]:
-    """Each rank has a file of its own, as the first ranks of two nodes; rank 1's is newer."""
+    """Each rank has a separate file, as if on two nodes; that of rank 1 is newer."""
     hvd.init_with(context)
     me = hvd.rank()
     parts = made(me)
@@ -150,7 +150,7 @@ def test_samples_of_an_epoch_come_once_on_changing_ranks(alone, monkeypatch):
         assert len(sampler) == 6
         seen += list(sampler)
     assert sorted(seen) == list(range(24))
-    # What does not divide is filled up from the front, however little is left.
+    # The last batch is filled up from the front, even if few samples are left.
     many = [list(on(rank, 5, {"epoch": 0, "processed_num": 23})) for rank in range(5)]
     assert len({tuple(one) for one in many}) == 1
     assert len(many[0]) == 1
@@ -164,7 +164,7 @@ def test_samples_of_an_epoch_come_once_on_changing_ranks(alone, monkeypatch):
 
 
 class Odd:
-    """Something that cannot be read back without running its code."""
+    """An object that cannot be unpickled without running its code."""
 
 
 def test_what_a_file_cannot_hold_is_refused(alone, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Horovod's exchanges: each against the plain computation on the tensors of all ranks."""
+"""Horovod's collectives, each compared with the plain computation on the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MOVES = [torch.float8_e4m3fn]
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Small whole numbers, so that every type adds them up exactly."""
+    """Small integers that depend on the rank, so that every type adds them up exactly."""
     drawn = torch.Generator().manual_seed(rank)
     whole = torch.randint(-3 if dtype.is_signed else 0, 4, shape, generator=drawn)
     return whole.to(dtype) * (1 + 2j) if dtype.is_complex else whole.to(dtype)
 
 
 def answers(call: Callable[[], Any]) -> str:
-    """What is said where a call is refused."""
+    """The message of a refusal."""
     try:
         call()
     except (ConfigError, AttributeError) as error:
@@ -56,7 +56,7 @@ def reduced(context: RunContext) -> dict[str, Any]:
     mine = of_rank(me, (4, 2))
     out["scaled"] = hvd.allreduce(mine, prescale_factor=2.0, postscale_factor=0.25, op=hvd.Sum)
     out["fp16"] = hvd.allreduce(mine / 3, compression=hvd.Compression.fp16)
-    turned = mine.clone().t()  # not in one piece
+    turned = mine.clone().t()  # not contiguous
     assert hvd.allreduce_(turned, op=hvd.Sum) is turned
     out["in place"] = turned
     out["no dims"] = hvd.allreduce(torch.tensor(float(me)), name="no dims")
@@ -147,7 +147,7 @@ def moved(context: RunContext) -> dict[str, Any]:
     out["none"] = hvd.broadcast_object([me, {"a": None}], root_rank=2)
     many = [of_rank(me, (2, 2)), of_rank(me, (me + 1,))]
     out["grouped"] = hvd.grouped_allgather(many)
-    # Begun together, and waited for in another order than that in which they began.
+    # Started together, and waited for in a different order.
     asked = {
         "sum": hvd.allreduce_async(of_rank(me, (2,)), op=hvd.Sum, name="sum"),
         "rows": hvd.allgather_async(of_rank(me, (1,)), name="rows"),
@@ -164,7 +164,7 @@ def moved(context: RunContext) -> dict[str, Any]:
     out["async", "written"] = own
     if me == 0:
         late = hvd.allreduce_async(torch.ones(1), name="late")
-        out["early"] = hvd.poll(late)  # the others come half a second later
+        out["early"] = hvd.poll(late)  # the other ranks start half a second later
         until = time.monotonic() + 10
         while not hvd.poll(late) and time.monotonic() < until:
             time.sleep(0.01)
@@ -225,7 +225,7 @@ def leaf(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def weighed(rank: int, out: torch.Tensor) -> torch.Tensor:
-    """A loss of one rank's own."""
+    """A loss that differs between ranks."""
     return (out * leaf(20 + rank, tuple(out.shape)).detach()).sum()
 
 
@@ -278,7 +278,7 @@ def test_gradients_are_those_of_horovod():
 
 
 def uneven(context: RunContext) -> dict[str, Any]:
-    """Rank 1 is the first to have no more data, rank 0 the last."""
+    """Rank 1 is the first to run out of data, rank 0 the last."""
     hvd.init_with(context)
     me = hvd.rank()
     out: dict[str, Any] = {"sums": []}
@@ -390,9 +390,9 @@ def differing(context: RunContext) -> dict[str, str]:
         "inner": lambda: hvd.allgather(torch.ones(2, 2 + me)),
     }
     found = {name: answers(call) for name, call in calls.items()}
-    with pytest.raises(RuntimeError, match="asks for"):  # as scripts for Horovod catch it
+    with pytest.raises(RuntimeError, match="asks for"):  # the exception that Horovod scripts catch
         hvd.allgather(torch.ones(2, 2 + me))
-    # Ranks that were refused together go on together.
+    # Ranks that were refused together continue together.
     found["after"] = str(float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum)))
     return found
 
@@ -546,6 +546,6 @@ def test_nodes_are_told_apart_by_their_names():
         (0, 2),
         (1, 1),
     ]
-    # Two agents of torchrun on one host are two nodes.
+    # Two agents of torchrun on one host count as two nodes.
     places = hvd.session._places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
     assert [one.node for one in places] == [0, 0, 1, 1]

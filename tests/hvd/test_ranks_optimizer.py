@@ -1,4 +1,4 @@
-"""Horovod's interface: on real ranks the same numbers as one process has."""
+"""Horovod's optimizer: on real ranks the same numbers as in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def left():
-    """No session of another test."""
+    """End a session that another test has left open."""
     hvd.shutdown()
     yield
     hvd.shutdown()
@@ -39,7 +39,7 @@ def rows(step: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(
     context: RunContext, passes: int, options: dict[str, Any], fusion: int = 2**26
 ) -> list[torch.Tensor]:
-    """The weights after a few steps in which each rank has its share of 24 rows."""
+    """The weights after a few steps in which each rank has a share of 24 rows."""
     hvd.init_with(context)
     optimizer_module.FUSION_BYTES = fusion
     model = net(hvd.rank())
@@ -90,7 +90,7 @@ def exchanged(context: RunContext) -> dict[str, Any]:
     mine = torch.full((3,), float(hvd.rank() + 1))
     model = net(hvd.rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 * (hvd.rank() + 1))
-    if hvd.rank() == 1:  # as one that has read a checkpoint
+    if hvd.rank() == 1:  # like a rank that has read a checkpoint
         inputs, targets = rows(0, slice(0, 24))
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
@@ -124,7 +124,7 @@ def test_what_goes_between_the_ranks():
 
 
 def twice(context: RunContext) -> str:
-    """A second backward pass before the step, where one was said."""
+    """Run a second backward pass before the step, although one was declared."""
     hvd.init_with(context)
     model = net(0)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -166,7 +166,7 @@ def test_what_is_not_here_is_refused_with_what_is(monkeypatch):
 
 
 def two_rows(seed: int) -> nn.Module:
-    """Parameters of exactly two rows, which can be unpacked like pairs."""
+    """Parameters with exactly two rows, which could be mistaken for pairs when unpacked."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
 
@@ -227,7 +227,7 @@ def test_parameters_come_over_whatever_holds_them():
 
 
 def states_sent(context: RunContext, kind: str) -> dict[str, Any]:
-    """Rank 1 has trained, as one that has read a checkpoint; rank 0 has made its optimizer only."""
+    """Rank 1 has trained, as if it had read a checkpoint; rank 0 has only made its optimizer."""
     hvd.init_with(context)
     me = hvd.rank()
     model = net(0)
@@ -318,7 +318,7 @@ def words_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-    """The weights by each of some options; SGD without momentum takes sparse gradients."""
+    """The weights for each set of options; SGD without momentum accepts sparse gradients."""
     hvd.init_with(context)
     found = []
     for chosen in options:
@@ -370,7 +370,7 @@ def test_sparse_gradients_and_groups_give_the_same_weights():
 
 
 def steps_of(context: RunContext) -> dict[str, Any]:
-    """What a script may do out of turn."""
+    """Unusual orders of backward passes and steps in a script."""
     hvd.init_with(context)
     me, found = hvd.rank(), {}
     model = net(0)
@@ -385,18 +385,18 @@ def steps_of(context: RunContext) -> dict[str, Any]:
     with pytest.raises(ConfigError) as error:
         optimizer.zero_grad()
     found["zero"] = str(error.value)
-    optimizer.step()  # after fewer passes than were said, as at the end of an epoch
+    optimizer.step()  # after fewer passes than declared, as at the end of an epoch
     found["short"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
     found["passes"] = optimizer.backward_passes_per_step
     backward()
-    optimizer.load_state_dict(optimizer.state_dict())  # as after a step that was given up
+    optimizer.load_state_dict(optimizer.state_dict())  # as after an abandoned step
     optimizer.zero_grad()
     backward()
     optimizer.synchronize()
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer.step()  # without skip_synchronize: they are not averaged again
+    optimizer.step()  # without skip_synchronize; they must not be averaged again
     for before, parameter in zip(once, model.parameters(), strict=True):
         assert torch.equal(before, parameter.grad)
     found["weights"] = [p.detach().clone() for p in model.parameters()]
@@ -420,7 +420,8 @@ def test_steps_out_of_turn():
         assert found["passes"] == 1
         for gradient, parameter in zip(found["short"], model.parameters(), strict=True):
             assert torch.allclose(gradient, parameter.grad, rtol=0, atol=1e-12)
-    for rank, found in enumerate((first, second)):  # each alone: rank 1 is not in the set
+    # Each alone, as rank 1 is not in the process set
+    for rank, found in enumerate((first, second)):
         alone = net(0)
         alone(rows(rank, slice(0, 4))[0]).sum().backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
@@ -429,7 +430,7 @@ def test_steps_out_of_turn():
 
 
 def trained_later(context: RunContext) -> list[str]:
-    """Parameters that are added, or unfrozen, behind the call."""
+    """Parameters that are added or unfrozen after the optimizer was made."""
     hvd.init_with(context)
     found = []
     for is_added in (True, False):
@@ -462,7 +463,7 @@ def test_gradients_that_would_not_be_averaged_are_refused():
 
 
 def evaluated(context: RunContext) -> list[Any]:
-    """Metrics where no gradients are kept, as validation has them."""
+    """Metrics exchanged without gradients, as in validation."""
     hvd.init_with(context)
     found = []
     for mode in (torch.no_grad, torch.inference_mode):

@@ -1,4 +1,4 @@
-"""Scripts as Horovod's public ones are written: their figures are those of a plain loop."""
+"""Scripts like Horovod's public examples: their figures equal those of a plain loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def script(name: str) -> ModuleType:
 
 
 def started(name: str, *words: str) -> str:
-    """What a script prints on two ranks."""
+    """The output of a script on two ranks."""
     command = [interpreter(), "-c", START, str(SCRIPTS / f"{name}.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -56,10 +56,10 @@ def started(name: str, *words: str) -> str:
 
 
 class PlainLoop:
-    """As many models as ranks, in one process: gradients are averaged by hand, buffers are not."""
+    """One model per rank in a single process: gradients are averaged by hand, buffers are not."""
 
     def __init__(self, make: type[nn.Module], lr: float, **options: float) -> None:
-        torch.manual_seed(0)  # of rank 0, whose weights all have
+        torch.manual_seed(0)  # rank 0's seed, as all ranks have its weights
         first = make()
         self.models = [make() for _ in range(RANKS)]
         for model in self.models:
@@ -118,13 +118,13 @@ def test_epochs_of_digits(tmp_path):
 def test_images_with_several_passes_and_a_resume(tmp_path):
     images = script("hvd_images")
     started("hvd_images", str(tmp_path), "2")
-    started("hvd_images", str(tmp_path), "3")  # goes on from the second epoch's checkpoint
+    started("hvd_images", str(tmp_path), "3")  # continues from the second epoch's checkpoint
     found = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
     loop = PlainLoop(images.resnet, images.BASE_LR, momentum=0.9, weight_decay=5e-5)
     train, held = images.images(44, 1), images.images(16, 2)
     expected = []
     for epoch in range(3):
-        if epoch == 2:  # rank 0's checkpoint has its statistics; the others take them over
+        if epoch == 2:  # the checkpoint has rank 0's statistics, which all ranks load
             loop.models[1].load_state_dict(loop.models[0].state_dict())
         losses, held_losses = [], []
         parts = loaders(train, images.BATCH * images.PASSES, epoch)
@@ -170,7 +170,7 @@ def test_a_synthetic_benchmark(tmp_path):
 
 
 def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
-    """The losses of rank 0, and the weights at the end, of a plain loop without a fault."""
+    """The losses of rank 0 and the final weights of a plain loop without a fault."""
     import random
 
     loop = PlainLoop(elastic.net, elastic.LR, momentum=0.9)
@@ -191,7 +191,7 @@ def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
 
 
 def checked(folder: Path, resets: list[int], life: int) -> None:
-    """The figures of a run that was killed are those of a plain loop."""
+    """Assert that the figures of a killed run equal those of a plain loop."""
     losses, weights = elastic_steps(script("hvd_elastic"))
     found = json.loads((folder / "figures.json").read_text())
     assert (found["life"], found["resets"]) == (life, resets)
@@ -202,7 +202,7 @@ def checked(folder: Path, resets: list[int], life: int) -> None:
 
 @pytest.mark.launcher
 def test_torchrun_starts_an_elastic_script_again_at_its_last_commit(tmp_path):
-    """Rank 1 is killed after step 5, and step 4 was the last commit."""
+    """Rank 1 is killed after step 5, and the last commit was at step 4."""
     line = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node={RANKS} "
     line += f"--max-restarts=1 {SCRIPTS / 'hvd_elastic.py'} {tmp_path} 5"
     done = run(["sh", "-c", f"cd {tmp_path} && exec {line}"])

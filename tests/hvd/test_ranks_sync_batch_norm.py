@@ -1,4 +1,4 @@
-"""Batch normalisation over the ranks: as torch's in one process with all samples."""
+"""Batch normalization over all ranks equals torch's in one process with all samples."""
 
 from __future__ import annotations
 
