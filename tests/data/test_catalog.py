@@ -1,3 +1,5 @@
+"""Data sources by name or import path: listed ones, a user's functions and classes, refusals."""
+
 import subprocess
 import sys
 import types

@@ -1,3 +1,5 @@
+"""Data sets of images: reading, validation split, augmentation, downloads and refusals."""
+
 import gzip
 import hashlib
 import pickle

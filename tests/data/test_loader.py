@@ -1,3 +1,5 @@
+"""The loader: samples of a step do not depend on ranks, micro-batches or worker processes."""
+
 import itertools
 import os
 import random

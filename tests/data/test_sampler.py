@@ -1,3 +1,5 @@
+"""The global order of samples: a seeded permutation, divided among ranks and resumable."""
+
 import itertools
 import math
 

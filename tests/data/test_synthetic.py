@@ -1,3 +1,5 @@
+"""Synthetic data sets and the digits of scikit-learn."""
+
 import importlib.util
 
 import pytest

@@ -1,3 +1,5 @@
+"""Text as sequences of bytes: joined files, the cache, validation and refusals."""
+
 import io
 import math
 import os

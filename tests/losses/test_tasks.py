@@ -1,3 +1,5 @@
+"""The losses and figures of the tasks: parts add up to the whole batch's, refusals."""
+
 import functools
 import math
 from collections import OrderedDict, namedtuple

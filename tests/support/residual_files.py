@@ -1,3 +1,5 @@
+"""Peak records for the tests of the safety margin."""
+
 from __future__ import annotations
 
 from bigtrain.machine.residuals import (
