@@ -1,4 +1,4 @@
-"""The words of the commands: versions, jobs by their place, one name for one thing."""
+"""The words of the commands: versions, jobs by position or option, and the nearest known word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration file: taken as it is, "auto" filled in, contradictions refused."""
+"""A DeepSpeed configuration file: used unchanged, "auto" filled in, contradictions refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
     zero = found["zero_optimization"]
     assert (zero["stage"], zero["overlap_comm"]) == (2, True)
     assert zero["reduce_bucket_size"] == 1952
-    assert "stage3_prefetch_bucket_size" not in zero  # there is nothing to fill in
+    assert "stage3_prefetch_bucket_size" not in zero  # the file does not have this key
 
 
 def test_a_batch_of_the_file_that_does_not_divide_is_to_be_changed_there(tmp_path):
@@ -175,7 +175,7 @@ CONTRADICTED = (
     *("optim.clip_norm=null", "optim.lr=0.25", "optim.betas=[0.9,0.95]", "optim.name=adamw"),
     *("train.precision=fp32", "optim.warmup_steps=3"),
 )
-"""Overrides on the command line that contradict the files."""
+"""Words of the command line that contradict the file."""
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
@@ -244,7 +244,7 @@ def test_a_value_that_is_none_is_changed_in_the_file(changes, words, tmp_path):
     with pytest.raises(ConfigError, match=words) as said:
         load_job(None, None, [f"strategy.deepspeed={path}"])
     assert str(said.value).startswith(f"{path}: ")
-    assert "Set " not in str(said.value)  # a word of the command line would contradict the file
+    assert "Set " not in str(said.value)  # setting it on the command line would contradict the file
 
 
 def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):

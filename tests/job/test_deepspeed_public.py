@@ -1,4 +1,4 @@
-"""DeepSpeed files of public repositories: each runs, or is refused by the line that says why."""
+"""DeepSpeed files of public repositories: each runs, or is refused with the right message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = (
 
 
 def resolved(path: str) -> str | None:
-    """The line that refuses a file; None where it can be run on two ranks."""
+    """The message with which a file is refused; None if it can run on two ranks."""
     try:
         make_plan(load_job(None, None, [f"strategy.deepspeed={path}", *SMALL]), 2, "cpu")
     except ConfigError as refused:
@@ -37,7 +37,7 @@ def resolved(path: str) -> str | None:
 
 
 def variants(file: PublicFile) -> dict[str, tuple[dict[str, Any], str | None]]:
-    """The file, and where its fp16 is what refuses it, the same with bf16."""
+    """The file, and if it is refused because of fp16, also the file with bf16."""
     found = {"as published": (file.config, file.as_published)}
     if file.as_published is not None and "fp16" in file.as_published:
         found["in bf16"] = (file.with_bf16, file.in_bf16)
@@ -45,7 +45,7 @@ def variants(file: PublicFile) -> dict[str, tuple[dict[str, Any], str | None]]:
 
 
 TRAINING = [n for n, f in FILES.items() if None in [said for _, said in variants(f).values()]]
-"""Those that run, as they are or with bf16 for fp16."""
+"""The files that run, either unchanged or with bf16 in place of fp16."""
 
 
 def test_there_are_thirty_of_them_from_many_repositories():
@@ -80,7 +80,7 @@ def test_what_has_no_use_is_named_in_one_line(tmp_path):
 
 
 def two_steps(context, path):
-    """Losses of two steps of a small model, as `bigtrain train` does them."""
+    """The losses of two steps of a small model, trained as by `bigtrain train`."""
     job = load_job(None, None, [f"strategy.deepspeed={path}", *SMALL, "memory.predict=false"])
     plan = make_plan(job, context.world_size, "cpu")
     parts = open_setup(job, plan)

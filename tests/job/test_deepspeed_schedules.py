@@ -1,4 +1,4 @@
-"""The schedulers of DeepSpeed files: their rates are those of DeepSpeed's own classes."""
+"""The schedulers of DeepSpeed files give the same rates as DeepSpeed's classes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def by_deepspeed(kind: str, params: dict[str, Any]) -> list[float]:
-    """The rates that DeepSpeed's class has an optimizer step with."""
+    """The rates with which an optimizer steps under DeepSpeed's scheduler class."""
     load_deepspeed("cpu")
     schedules = import_module("deepspeed.runtime.lr_schedules")
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=RATE)
@@ -133,7 +133,7 @@ def test_auto_is_what_the_job_says(tmp_path):
     assert found == pytest.approx(expected, rel=1e-12)
     without = schedule_of(path, dict(job.optim), 0, STEPS)
     assert without is not None
-    assert without.rate(0, 3e-3) == 3e-3  # a job without a warm-up has none
+    assert without.rate(0, 3e-3) == 3e-3  # a job without a warm-up starts at the full rate
 
 
 def test_a_run_that_is_longer_than_its_decay_is_refused(tmp_path):
@@ -152,7 +152,7 @@ def test_a_momentum_that_cycles_is_refused_where_there_are_betas(tmp_path):
     with pytest.raises(ConfigError, match='cycle_momentum is true .*"cycle_momentum": false'):
         load_job(None, None, keys(path))
     path = written(tmp_path, scheduler=section, optimizer={"type": "SGD"})
-    assert load_job(None, None, keys(path)).optim.lr == 0.25  # DeepSpeed cycles none there, too
+    assert load_job(None, None, keys(path)).optim.lr == 0.25  # DeepSpeed does not cycle it either
 
 
 def test_the_file_stands_above_the_job_and_words_agree_or_are_refused(tmp_path):

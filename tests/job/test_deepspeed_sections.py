@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed's has a verdict: handed on, held against the job, named, or refused."""
+"""Every key of DeepSpeed has a verdict: passed on, compared with the job, reported, or refused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 KNOWN = {*tables.COMPARED, *tables.PASSED, *tables.NOT_USED, *tables.REFUSED}
 ZERO_KNOWN = {*tables.ZERO_PASSED, *tables.ZERO_NOT_USED, *tables.ZERO_REFUSED}
 OLD = {"bfloat16", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
-"""Old names are replaced by current ones before the tables are used."""
+"""Names that DeepSpeed replaces by current ones before the tables are used."""
 
 
 class Asked(dict[str, Any]):
-    """A configuration that notes which keys are looked for."""
+    """A configuration that records the keys that are looked up."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -38,7 +38,7 @@ class Asked(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self  # `in` is asked of it
+        return self  # `in` then calls `__contains__`
 
     def __copy__(self) -> Asked:
         return self

@@ -1,4 +1,4 @@
-"""Keys of public scripts are answered with the job's own, and a YACS file with all words of it."""
+"""Keys of other tools are answered with bigtrain's keys, and a YACS file with all words of it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ TRAIN: {AUTO_RESUME: true, BATCH_SIZE: 32, DATASET: ./data/some where/, IM_SIZE:
 
 
 def pasted(tmp_path, text):
-    """The job that the words in the refusal of a YACS file make."""
+    """The job that results from the words in the refusal of a YACS file."""
     path = tmp_path / "resnet50.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as said:

@@ -1,4 +1,4 @@
-"""The typed job and the batch arithmetic."""
+"""The typed job, and the arithmetic of batch sizes."""
 
 from __future__ import annotations
 

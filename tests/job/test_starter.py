@@ -1,4 +1,4 @@
-"""The files of `bigtrain init` run unchanged."""
+"""The files that `bigtrain init` writes run unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.job.starter import FILES
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A new folder below another new one, and the output."""
+    """A new folder inside another new one, and the output of the command."""
     place = tmp_path_factory.mktemp("starter")
     done = forked_cli(("init", "new/first one"), cwd=place, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Strategies by words: their meaning, their order, and the messages if they clash."""
+"""Strategies written as words: their meaning, their order, and the messages if they clash."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ALIASES = {
         "offload": {"name": "offload", "optimizer": "cpu", "parameters": "cpu"},
     },
 }
-"""The meaning of presets that combine others, before they were written as words."""
+"""The meaning of presets that combine others, recorded before they were written as words."""
 SMALL = [
     "model.args={num_layers: 2, width: 16, num_heads: 2, sequence_length: 16}",
     *("data.name=synthetic", "data.args.kind=language", "train.global_batch_size=8"),
@@ -147,7 +147,7 @@ def test_words_lie_over_the_job_and_keys_over_the_words(tmp_path: Path) -> None:
     job = load_job(config, f"1f1b+fsdp+{mesh}", ["strategy.recompute.every=2", "train.seed=4"])
     assert (job.mesh.pp, job.train.seed, job.strategy.name) == (4, 4, "1f1b+fsdp+mine")
     assert [*roles(job)] == ["cut", "replicate", "recompute"]
-    # A file's own keys override those of its words.
+    # A file's keys override those of its words.
     own = write(tmp_path, "strategy: 1f1b_fsdp\nmesh: {pp: 4}\n")
     assert load_job(None, own).mesh.pp == 4
     own = write(tmp_path, "strategy: {name: fsdp+selective, recompute: {every: 2}}\n")
@@ -278,7 +278,7 @@ def test_a_path_with_a_plus_in_it_is_a_file(tmp_path: Path) -> None:
 
 
 def techniques(plan: Plan) -> dict[str, object]:
-    """Names and options, with a schedule's default for a number that is left out."""
+    """Names and options; a schedule's default replaces a number that is left out."""
     found = {role: (t.name, t.model_dump()) for role, t in plan.techniques.items()}
     if "cut" in found:
         found["cut"][1].update(stages_per_rank=plan.techniques["cut"].per_rank(), at=())
@@ -291,7 +291,7 @@ def offered(role: Role, *, pp: int, dp: int) -> list[Variant]:
 
 
 def candidates() -> list[Candidate]:
-    """One for each strategy that the planner may name."""
+    """One candidate for each strategy that the planner may name."""
     presets = [variant.label for variant in offered("replicate", pp=1, dp=2)]
     found = [
         candidate_of(1, 2, replicate, 2, 1, None, 1, place)
@@ -318,7 +318,7 @@ def test_what_the_planner_calls_a_plan_is_typed_back(one: Candidate) -> None:
     typed = load_job(None, words, [*SMALL, *mesh])
     try:
         wanted = make_plan(planned, one.pp * one.dp, "cpu")
-    except ConfigError as error:  # refused either way, with the same words
+    except ConfigError as error:  # both forms are refused, with the same message
         with pytest.raises(ConfigError, match=re.escape(str(error))):
             make_plan(typed, one.pp * one.dp, "cpu")
         return

@@ -1,4 +1,4 @@
-"""Cross entropy in chunks with the output projection: the same numbers, without the logits."""
+"""Cross entropy in chunks with the output projection: equal numbers without storing all logits."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_autocast_and_bf16_parameters_are_as_close_as_bf16_is():
 
 
 def test_the_sum_over_many_chunks_in_bf16_loses_nothing():
-    """2048 equal shares: in bf16 the sum would stand still after 256 of them."""
+    """2048 equal summands: a bf16 sum would stop growing after 256 of them."""
     hidden = torch.ones(2048, 4, dtype=torch.bfloat16)
     weight = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
     target = torch.zeros(2048, dtype=torch.int64)
@@ -174,7 +174,7 @@ def test_the_sum_over_many_chunks_in_bf16_loses_nothing():
 
 
 def test_the_gradients_go_to_inputs_and_weights_in_turn_and_once():
-    """As a pipeline that splits its backward pass has it."""
+    """The two parts of a backward pass that a pipeline splits, each exactly once."""
     tensors = inputs()
     expected = gradients(plainly(**tensors), tensors)
     total = chunked_cross_entropy(**tensors, chunk_size=300) * 0.3
@@ -196,7 +196,7 @@ def test_the_rows_of_a_chunk():
 
 
 class Returns(TinyLM):
-    """What comes out of the head, in another form."""
+    """Returns the head's output in a different form."""
 
     def __init__(self, form: str = "dict") -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
 
 
 def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
-    """A block that is computed again keeps what was given; that may not keep the loss's graph."""
+    """A recomputed block stores its inputs, which must not keep the loss's graph alive."""
     from bigtrain.losses.chunked_cross_entropy import current_targets
 
     batch = tokens(4)

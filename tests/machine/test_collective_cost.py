@@ -1,4 +1,4 @@
-"""The time of an exchange: rings on one node, stages over several."""
+"""The seconds of a collective: rings inside a node, stages over several nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S = 1 << 30
 
 
 def cluster(devices: int = 8, *, nodes: bool = True) -> Cluster:
-    """Links that reach what they are said to."""
+    """A cluster whose links reach their full stated rates."""
     found = load_cluster("a100-node").model_dump()
     found["node"]["devices"] = devices
     found["inside"] = {"latency": ALPHA, "bandwidth": RATE, "efficiency": 1.0}
@@ -124,7 +124,7 @@ def test_the_volume_of_a_ring():
 
 
 def test_measured_figures_give_the_measured_times():
-    """cpu.yaml: an all-reduce of one number took 2.3e-4 s, and a large one 1.3 GB/s of each."""
+    """cpu.yaml: an all-reduce of one number took 2.3e-4 s, and a large one 1.3 GB/s per rank."""
     here = load_cluster("cpu")
     assert collective_seconds("all_reduce", 4, 2, 1, here) == pytest.approx(2.3e-4, rel=0.1)
     assert S / collective_seconds("all_reduce", S, 2, 1, here) == pytest.approx(1.3e9, rel=0.01)
@@ -150,9 +150,9 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
     assert seconds(1e4) == pytest.approx(5e-4)
     assert seconds(5.05e5) == pytest.approx(7.5e-4)
     assert seconds(3e4, calls=3) == pytest.approx(3 * 5e-4)
-    # Ranks that have computed before each of them wait for one another.
+    # Ranks that have computed before each collective wait for one another.
     assert seconds(3e4, calls=3, work=True) == pytest.approx(3 * 2e-3)
-    # Other numbers of ranks take as much longer as the formula says; beyond the curve it is all.
+    # For other numbers of ranks the curve is scaled as by the formula, also beyond its end.
     plain = cluster()
     share = collective_seconds("all_reduce", 1e6, 2, 1, plain) / collective_seconds(
         "all_reduce", 1e6, 4, 1, plain

@@ -1,4 +1,4 @@
-"""Which names of a library are there, and in which of its versions: said, or refused."""
+"""Which names a library has, and in which versions: reported, or refused if one is missing."""
 
 from __future__ import annotations
 

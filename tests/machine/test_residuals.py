@@ -1,4 +1,4 @@
-"""What runs leave behind for the predictions of later ones, and the margin that is read off."""
+"""Records of runs that correct the predictions of later runs, and the safety margin from them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "bigtrain"
 
@@ -112,13 +112,13 @@ def test_without_runs_the_stated_defaults_apply():
         ([1100] * 20, 0.1, "margin 10.0 %: 99 % of 20 ranks on this device needed no more"),
         # Up to 100 ranks it is the highest of all.
         ([1000] * 99 + [1200], 0.2, "margin 20.0 %: 99 % of 100 ranks"),
-        # Of 101 one may lie above, and that is 1 %; of 201 two.
+        # Of 101 ranks one may be above, which is 1%; of 201 two.
         ([1000] * 100 + [1200], 0.0, "margin 0.0 %: 99 % of 101 ranks"),
         ([1000] * 99 + [1030, 1200], 0.03, "margin 3.0 %: 99 % of 101 ranks"),
         ([1000] * 198 + [1010, 1030, 1200], 0.01, "margin 1.0 %: 99 % of 201 ranks"),
-        # A place between two ranks is that of the higher: 0.99 * 101 = 99.99.
+        # A quantile between two ranks is the higher one: 0.99 * 101 = 99.99.
         ([1000] * 100 + [1030, 1200], 0.03, "margin 3.0 %: 99 % of 102 ranks"),
-        # Below the prediction is not above it.
+        # A measurement below the prediction counts as 0.
         ([10] * 30, 0.0, "margin 0.0 %: 99 % of 30 ranks"),
     ],
 )
@@ -146,7 +146,7 @@ def test_bytes_beside_the_tensors_are_the_same_quantile():
     record_residuals([entry(1000, process_bytes=size) for size in (1500, 1700, None, 400)])
     assert on_cpu("torch").non_tensor_bytes == 700
     record_residuals([entry(1000, process_bytes=1600)] * 98)
-    assert on_cpu("torch").non_tensor_bytes == 600  # of 101 that have told
+    assert on_cpu("torch").non_tensor_bytes == 600  # of the 101 ranks with this figure
 
 
 def test_engines_and_devices_are_kept_apart():
@@ -242,7 +242,7 @@ def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
 
 
 def test_a_file_that_cannot_be_read_is_not_replaced(cache):
-    (cache / "residuals.json").mkdir(parents=True)  # reading it fails, also for the superuser
+    (cache / "residuals.json").mkdir(parents=True)  # reading a folder fails, even for the superuser
     record_residuals([entry()])
     assert on_cpu("torch").ranks == 0
     assert RESIDUALS.path.is_dir()
@@ -315,7 +315,7 @@ def test_a_report_gives_entries_for_ranks_with_both_figures():
 
 
 def step_entry(ratio=1.0, **other):
-    """A run whose step took a second."""
+    """A record of a run whose step took a second."""
     values = {"when": "2030", "engine": "torch", "strategy": "ddp", "device": "cpu"}
     values |= {"basis": "blocks", "ranks": 2, "measured_seconds": 1.0}
     return StepRecord(**{**values, "predicted_seconds": ratio, **other})
@@ -332,7 +332,7 @@ def test_seconds_are_kept_by_engine_and_by_what_they_go_by():
         f"a ± is shown after {MIN_RUNS} runs"
     )
     assert step_uncertainty("torch", "rates", "cpu").startswith("1 earlier run of torch by rates")
-    assert on_cpu("torch").ranks == 1  # bytes are kept beside them
+    assert on_cpu("torch").ranks == 1  # records of bytes stay in the same file
 
 
 def test_the_uncertainty_of_seconds_is_a_quantile_from_ten_runs_on():
@@ -368,7 +368,7 @@ def test_a_run_on_a_busy_machine_says_nothing_of_seconds(
 
 
 def train(folder, *words, ranks=1):
-    """Three steps of a small model; what is kept afterwards."""
+    """Train a small model for three steps; return the records that are left afterwards."""
     text = folder / "corpus.txt"
     text.write_text("how vexingly quick daft zebras jump. " * 100)
     (folder / "net.py").write_text(MODEL)
@@ -397,7 +397,7 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
             "tracked_bytes": rank["peak_bytes"],
             "process_bytes": rank["process_peak_bytes"],
         }
-    assert memory["step"]["measured_seconds"] is None  # all of its three steps were tracked
+    assert memory["step"]["measured_seconds"] is None  # memory was tracked in all three steps
     assert "predicted step: none (the rates of this machine are not known" in done.stdout
     assert "memory was tracked in every step" in done.stdout
     rate_cache._store(RATES)

@@ -1,4 +1,4 @@
-"""Buffers that compiled programs make where no dispatch mode looks."""
+"""Buffers that compiled programs allocate without a dispatch mode seeing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from bigtrain.memory.tracker import StorageTracker
 
 
 def make(rows: int) -> torch.Tensor:
-    """As a program of inductor does: with the functions that it looks up when it is loaded."""
+    """Allocate like a program of inductor, with the functions that it looks up when it
+    is loaded.
+    """
     return torch._C._dynamo.guards._empty_strided_cpu((rows, 4), (4, 1), torch.float32)
 
 

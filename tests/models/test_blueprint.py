@@ -1,4 +1,4 @@
-"""Initial weights: functions of seed and name only, and the same as a whole construction's."""
+"""Initial weights depend only on seed and name, and equal those of a complete construction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigtrain.models.blueprint import Blueprint, describe, initial_seed
 
 
 def made(make: Callable[[], nn.Module], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every value of a model that must have been deferred."""
+    """Every value of a model, whose construction must have been deferred."""
     blueprint = describe(make)
     assert blueprint.deferred, blueprint.reason
     assert all(tensor.is_meta for tensor in values(blueprint.model).values())
@@ -60,7 +60,7 @@ def test_values_depend_on_seed_and_name_only() -> None:
         reversed_order.materialize("cpu", seed=3, only=[name])
     assert same(whole, values(reversed_order.model))
 
-    # Another model, in which only one name is the same.
+    # A different model with only one name in common.
     other = made(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)), seed=3)
     assert torch.equal(whole["0.weight"], other["0.weight"])
 
@@ -86,7 +86,7 @@ def test_tied_parameters_stay_one_object() -> None:
 
 
 class Special(nn.Parameter):
-    """A parameter of a subclass with attributes."""
+    """A subclass of Parameter with attributes."""
 
 
 def odd() -> nn.Module:
@@ -129,7 +129,7 @@ def test_references_that_others_hold_stay_valid() -> None:
 
     blueprint = describe(lambda: nn.LSTM(3, 4))
     model = blueprint.materialize("cpu", seed=0)
-    # nn.RNN holds its weights a second time, and by weak references.
+    # nn.RNN refers to its weights a second time, by weak references.
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
     output, _ = model(torch.randn(2, 1, 3))
     assert output.shape == (2, 1, 4)
@@ -171,7 +171,7 @@ def test_every_initialiser_draws_as_it_does_on_the_cpu(name: str) -> None:
 
     mine = made(one(make))["x"]
     torch.default_generator.manual_seed(initial_seed(0, "x"))
-    assert torch.equal(mine, make())  # a seed, then the initialiser: no other number is drawn
+    assert torch.equal(mine, make())  # no other number is drawn between seed and initialiser
 
 
 def test_an_initialiser_of_many_draws_does_what_it_says() -> None:
@@ -387,7 +387,7 @@ def test_statistics_are_those_of_the_formula() -> None:
 
 
 class Hooked(nn.Module):
-    """Registers hooks on its parameters in its constructor, as users do; an RNN among them."""
+    """Its constructor registers hooks on parameters, as users do, including those of an RNN."""
 
     def __init__(self) -> None:
         super().__init__()

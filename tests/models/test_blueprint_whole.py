@@ -1,4 +1,4 @@
-"""Constructors that cannot be deferred: they are run whole, and it is said why."""
+"""Constructors that cannot be deferred run completely, and the reason is reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Swallows(nn.Linear):
 
 
 class Pretrained(nn.Linear):
-    """As the models of transformers are, which look at the device before they initialise."""
+    """Skips its initialization on the meta device, as the models of transformers do."""
 
     __module__ = "transformers.modeling_utils"
 

@@ -1,4 +1,4 @@
-"""Models by name and by import path: their structure and refusals."""
+"""Models by name and by import path: their structure, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from bigtrain.models.gpt import PRESETS
 CLASSIFICATION = torchvision.models.list_models(module=torchvision.models)
 SEGMENTATION = torchvision.models.list_models(module=torchvision.models.segmentation)
 
-# The name says how many parameters, in millions; tied, and counted by hand from the table.
+# The name states the parameters in millions, with tied weights, counted by hand from the table.
 NAMED_SIZES = {
     "gpt": 3,
     "gpt-10m": 10,
@@ -91,7 +91,7 @@ def test_the_job_gpt2_trains_gpt2_on_bytes() -> None:
     defaults = model_defaults(job.model.name, num_classes=256, sequence_length=1024)
     config = GPTConfig.from_preset(job.model.name, {**defaults, **job.model.args})
     assert config.num_parameters == 124_439_808
-    job = load_job("gpt2", overrides=["model.args.vocab_size=256"])  # where bytes alone are meant
+    job = load_job("gpt2", overrides=["model.args.vocab_size=256"])  # for bytes only
     config = GPTConfig.from_preset(job.model.name, {**defaults, **job.model.args})
     assert config.num_parameters == 124_439_808 - (50257 - 256) * 768
 
@@ -325,10 +325,10 @@ def test_the_data_fills_in_what_was_left_out() -> None:
     assert model_defaults("lenet", num_classes=7, sequence_length=None) == {"num_classes": 7}
     assert model_defaults("resnet18", num_classes=7, sequence_length=3) == {"num_classes": 7}
     language = model_defaults("gpt2", num_classes=256, sequence_length=64)
-    assert language == {"sequence_length": 64}  # its vocabulary is larger, and stays
+    assert language == {"sequence_length": 64}  # its vocabulary is larger than the data's and stays
     larger = model_defaults("gpt2", num_classes=60000, sequence_length=None)
     assert larger == {"vocab_size": 60000}
-    for name in ("gpt", "gpt-10m"):  # models of bytes take the vocabulary of the data
+    for name in ("gpt", "gpt-10m"):  # models of bytes use the vocabulary of the data
         own = model_defaults(name, num_classes=64, sequence_length=None)
         assert own == {"vocab_size": 64}
     assert model_defaults("gpt", num_classes=None, sequence_length=None) == {}

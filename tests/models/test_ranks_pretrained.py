@@ -1,4 +1,4 @@
-"""Models that begin with the weights of a file: on every rank, whatever holds which part."""
+"""Models start from the weights of a file, on every rank and with any division of parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SMALL = "shufflenet_v2_x0_5"
 
 
 def saved(path, name="lenet", wrapped="", **args):
-    """A state dict of other weights than initial ones; written as torch does."""
+    """Write a state dict with weights that differ from initial ones; `wrapped` nests it under a
+    key.
+    """
     torch.manual_seed(7)
     state = make_model(name, args).state_dict()
     state = {f"{wrapped}{n}": t + 0.25 if t.is_floating_point() else t for n, t in state.items()}
@@ -38,7 +40,7 @@ def opened(strategy, words, ranks=1):
 
 
 def beginning(context, strategy, words):
-    """The weights before the first step, and the losses of two."""
+    """The weights before the first step, and the losses of two steps."""
     parts = opened(strategy, words, context.world_size)
     with parts.engine(context) as engine:
         state = {n: t.clone() for n, t in whole_tensors(engine.runner.state()).items()}

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, and the kernels of the optimizers."""
+"""The learning rate as a function of the step, and the implementations of the optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer's step inside the backward pass: on one process, and what is refused."""
+"""The optimizer's step inside the backward pass: on one process, and the refusals."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_settings_that_are_loaded_or_replaced_count():
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in the group, for all parameters together."""
+    """Counts its steps in the group, once for all parameters."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {"lr": 0.1, "step": 0})

@@ -1,4 +1,4 @@
-"""AdamW in little memory: the numbers of torch's and torchao's, roundings, and what it holds."""
+"""AdamW in little memory, compared with torch's and torchao's: numbers, rounding, memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def torchs(parameters):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_in_full_precision_it_is_torchs(dtype):
-    shape = (3, CHUNK_ELEMENTS // 2 + 5)  # more than one piece, and no whole number of them
+    shape = (3, CHUNK_ELEMENTS // 2 + 5)  # more than one chunk, and a partial one
     ours, _ = after_steps(lambda p: LeanAdamW(p, **KEYS), shape=shape, dtype=dtype)
     theirs, _ = after_steps(torchs, shape=shape, dtype=dtype)
     for mine, other in zip(ours, theirs, strict=True):
@@ -86,7 +86,8 @@ def test_a_step_needs_a_few_mebibytes_beside_the_states():
 
 def test_stochastic_rounding_is_right_on_average_and_takes_neighbours():
     generator = torch.Generator().manual_seed(0)
-    value = torch.full((100_000,), 1.0 + 2**-10)  # an eighth of the way from 1 to the next
+    # An eighth of the distance from 1 to the next bf16 number
+    value = torch.full((100_000,), 1.0 + 2**-10)
     rounded = stochastically_rounded(value, generator)
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.double().mean()) == pytest.approx(1.0 + 2**-10, abs=1e-4)
@@ -136,14 +137,14 @@ def test_rounding_repeats_and_moves_no_other_generator():
 
 @pytest.mark.parametrize(("bits", "slots"), [(8, 2 * (1 + 4 / 256)), (4, 2 * (0.5 + 4 / 128))])
 def test_few_bits_are_torchaos(bits, slots):
-    """Torchao's own update, not compiled, from the same numbers."""
+    """Compared with torchao's update, uncompiled, from the same numbers."""
     from torchao import optim
 
     kind = {8: optim.AdamW8bit, 4: optim.AdamW4bit}[bits]
     with mock.patch("torch.compile", lambda function, **_: function):
         theirs, _ = after_steps(lambda p: kind(p, **KEYS))
     ours, optimizer = after_steps(lambda p: LowBitAdamW(p, bits, **KEYS))
-    # A number in the middle between two codes may fall to either side.
+    # A number halfway between two codes may be rounded to either.
     close = (ours[0] - theirs[0]).abs() < 1e-5
     assert float(close.float().mean()) > 0.999
     torch.testing.assert_close(ours[1], theirs[1])

@@ -1,4 +1,4 @@
-"""Updates in pieces: the cuts, any optimizer on them, their state, and the fp32 copies."""
+"""Updates in pieces: the partition, any optimizer on pieces, their state, and fp32 copies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_chunk_is_a_32nd_of_a_share_and_not_tiny():
 
 
 class Chunked(StateStore):
-    """Nothing moves; only a chunk at a time."""
+    """A store that moves nothing, but lets the update process a chunk at a time."""
 
     chunked = True
 
@@ -189,14 +189,14 @@ def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     update.step()
     after = whole_tensors(update.masters())["0.weight"]
     assert after.dtype == torch.float32
-    # The change is too small for bf16, and there nevertheless.
+    # The change is too small for bf16, but the fp32 copy has it.
     expected = before - 0.01 * (2**-12 + 0.1 * before)
     assert torch.allclose(after, expected, rtol=0, atol=1e-8)
     assert torch.equal(low[0].weight, after.bfloat16())
     update.load_master("0.weight", InMemory(before + 1))
     assert torch.equal(whole_tensors(update.masters())["0.weight"], before + 1)
     held = sum(t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape)
-    assert held == 2 * before.numel()  # the values and their momentum
+    assert held == 2 * before.numel()  # the fp32 values and their momentum
 
 
 def test_parameters_without_gradient_or_elements_are_left_alone():

@@ -1,4 +1,4 @@
-"""The optimizer's step inside the backward pass: the same numbers on ranks, fewer gradients."""
+"""The optimizer's step inside the backward pass on ranks: the same numbers, fewer gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight decay that leaves out norms and biases is the same however the parameters are cut."""
+"""Weight decay without norms and biases is the same for every division of the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every optimizer trains, resumes, and needs what is predicted, on one rank and on several."""
+"""Every optimizer trains, resumes, and needs the predicted memory, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW = {"train.precision": "bf16", "optim.master_weights": False}
 
 
 def train(context, strategy, keys, folder, model=TinyLM, steps=4):
-    """Losses of a run, those after its checkpoint again, and both peaks of rank 0."""
+    """Losses of a run, losses after loading its checkpoint, and both peaks of rank 0."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
     samples, loss, made = tokens(40), CrossEntropy(), optimizer_factory(job.optim, 1)
     rows = make_plan(job, context.world_size, "cpu").batch.micro_size
@@ -45,7 +45,7 @@ def train(context, strategy, keys, folder, model=TinyLM, steps=4):
 
 
 def wide():
-    """Matrices large enough for few bits."""
+    """A model with matrices large enough for 4- and 8-bit state."""
     return TinyLM(width=64)
 
 
@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_and_the_memory_is_foretold(case, tmp_path):
     losses, again, (measured, predicted) = found
     assert losses[2:] == again
     assert losses[-1] < losses[0]
-    # The tables of the codes are not foretold: 4 KiB of a run.
+    # The forecast omits the tables of the codes: 4 KiB for a run.
     assert abs(measured.bytes - predicted.bytes) <= 4096
     assert measured.breakdown.optimizer == predicted.breakdown.optimizer
 

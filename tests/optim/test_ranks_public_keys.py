@@ -1,4 +1,4 @@
-"""Keys of optimizers that public scripts set: torch's numbers, however the parameters are cut."""
+"""Optimizer keys of public scripts: torch's numbers, for every division of the parameters."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CASES = {
 
 
 def all_cases(context, strategy, keys):
-    """A record for each case, made by the job's keys."""
+    """A record for each case; the optimizers are made from the job's keys."""
     made = [optimizer_factory(OptimConfig(**given)) for given, _ in CASES.values()]
     data = tokens(22)
     return [train(context, TinyLM, data, strategy, keys, 4, optimizer) for optimizer in made]
 
 
 def by_torch(context, keys):
-    """The same by torch's own optimizers in one process, with check against a plain loop."""
+    """The same with torch's optimizers in one process, checked against a plain loop."""
     checked = {**keys, "train.check_first_steps": 4}
     data = tokens(22)
     return [train(context, TinyLM, data, "single", checked, 4, make) for _, make in CASES.values()]
@@ -61,7 +61,8 @@ def expected():
     ],
 )
 def test_every_engine_has_torchs_numbers(strategy, ranks, tolerance, expected):
-    keys = {} if tolerance == 1e-4 else {"train.precision": "fp64"}  # DeepSpeed has no fp64
+    # DeepSpeed does not support fp64
+    keys = {} if tolerance == 1e-4 else {"train.precision": "fp64"}
     pp = 2 if strategy == "1f1b" else 1
     for records in run_ranks(all_cases, ranks, strategy, keys, pp=pp):
         for case, one, other in zip(CASES, expected, records, strict=True):

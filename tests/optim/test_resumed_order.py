@@ -1,4 +1,4 @@
-"""A resumed run goes on as it was, in whatever order the numbers of a parameter lie in memory."""
+"""A resumed run continues exactly, for any memory layout of a parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.ranks.context import RunContext
 
 
 class Net(nn.Module):
-    """Weights with their channels last, and one that is a transposed view."""
+    """Weights in channels-last order, and one that is a transposed view."""
 
     def __init__(self) -> None:
         super().__init__()

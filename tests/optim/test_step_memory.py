@@ -1,4 +1,4 @@
-"""An optimizer's own step says what it needs beside what it is given."""
+"""The memory of an optimizer's step in addition to its inputs, found by running the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def memory(make, device_type="cpu"):
 
 
 def copies(make, groups, device_type="cpu", dtype=torch.float32):
-    """Of a piece of `SIZE` numbers, how many the step has at its highest."""
+    """The step's memory peak on pieces of `SIZE` numbers, in units of such a piece."""
     timeline = memory(make, device_type).timeline(groups, dtype)
     assert timeline is not None
     return timeline.peak().bytes / COPY
@@ -33,7 +33,8 @@ def copies(make, groups, device_type="cpu", dtype=torch.float32):
     [
         (partial(torch.optim.SGD, lr=0.1), 0, 0),
         (partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), 1, 1),
-        (partial(torch.optim.AdamW, lr=0.1), 2, 3),  # what the one before had last is still there
+        # The last temporary of the previous parameter is still alive
+        (partial(torch.optim.AdamW, lr=0.1), 2, 3),
         (partial(torch.optim.AdamW, lr=0.1, foreach=True), 1, 4),
         (partial(torch.optim.AdamW, lr=0.1, fused=True), 0, 0),
         (partial(torch.optim.RMSprop, lr=0.1, foreach=True), 1, 4),
@@ -74,7 +75,7 @@ def test_each_group_is_updated_with_its_own_options():
 def test_every_optimizer_runs_without_numbers(name, foreach):
     make = partial(getattr(torch.optim, name), lr=0.1, foreach=foreach)
     found = copies(make, [[(SIZE,)]])
-    # One by one, ASGD copies nothing before its step `t0`, from which on it averages.
+    # For one parameter at a time: ASGD makes no copy before step `t0`, when it begins to average.
     assert found < 0.02 if (name, foreach) == ("ASGD", False) else found >= 0.9
 
 

@@ -1,4 +1,4 @@
-"""An optimizer made of whole parameters, put on pieces; and what its step needs."""
+"""An optimizer built for whole parameters and applied to pieces, and the needs of its step."""
 
 from __future__ import annotations
 

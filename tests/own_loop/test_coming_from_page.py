@@ -1,4 +1,4 @@
-"""The page for users of other tools: each line of ours runs, or is read as a job or a command."""
+"""The page for users of other tools: each bigtrain line runs, or is read as a job or a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PYTHON = re.compile(r"^(\w+ = )?(engine\.|bigtrain\.prepare|print\()")
 
 
 def ours() -> list[str]:
-    """What stands in backticks in the last cells of the tables."""
+    """The code in backticks in the last column of the tables."""
     rows = re.findall(r"^\|.*\| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
     return [code for cell in rows for code in re.findall(r"`([^`]+)`", cell)]
 
@@ -26,7 +26,7 @@ WORDS = sorted({code for code in ours() if re.match(r"(--strategy |[a-z]+\.[a-z_
 
 
 def test_lines_of_python_run(tmp_path: Path) -> None:
-    """In the script of the page; each `prepare` makes an engine in the place of the last one."""
+    """In the page's script; each `prepare` makes an engine that replaces the previous one."""
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     lines = [code for code in dict.fromkeys(ours()) if PYTHON.match(code)]
     assert len(lines) > 8

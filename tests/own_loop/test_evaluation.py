@@ -1,4 +1,4 @@
-"""Figures and outputs in a custom loop, in one process: `evaluate` and `predict`."""
+"""Figures and outputs in a custom loop on one process: `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def spread(outputs: Tensor, targets: Tensor) -> tuple[float, int]:
-    """A metric over something other than rows: of the first class alone."""
+    """A metric weighted by something other than rows: by the targets of the first class."""
     of_first = outputs[targets == 0]
     return float(of_first.abs().sum()), of_first.numel()
 
@@ -53,7 +53,7 @@ def plain(model: nn.Module) -> dict[str, float]:
 
 @pytest.mark.parametrize("trained", [False, True], ids=["first", "after steps"])
 def test_a_loop_measures_what_a_plain_loop_does_on_all_rows(trained: bool) -> None:
-    """Of batches of different sizes, whether a step came before or not."""
+    """With batches of different sizes, before the first step and after steps."""
     with bigtrain.prepare(net, F.cross_entropy, sgd, metrics=METRICS) as engine:
         for _ in range(3 if trained else 0):
             engine.step((X, Y))

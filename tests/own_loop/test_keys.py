@@ -1,4 +1,4 @@
-"""Keys in `prepare`: followed, or refused with what to write in their place."""
+"""Keys in `prepare`: followed, or refused with the code to write instead."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_keys_that_are_followed_are_followed() -> None:
         before = engine.model.weight.detach().clone()
         engine.step((x, y))
         assert engine.model.weight.dtype == torch.float64
-        assert (engine.model.weight - before).norm() < 5e-3  # the decay is not clipped
+        # Weight decay is not affected by clipping
+        assert (engine.model.weight - before).norm() < 5e-3
         assert engine.meter.measured().peak is None
         assert engine.job.checkpoint.keep == 7
         assert engine.context.seed == 5

@@ -1,6 +1,6 @@
 """Learning rates in a custom loop: torch's schedulers on engine.optimizer, and `learning_rate`.
 
-In one process, held against a plain loop of torch; under strategies: `test_ranks_schedules.py`.
+In one process, compared with a plain torch loop; `test_ranks_schedules.py` tests strategies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def opened(optimizer: Any = in_two_groups, **more: Any) -> bigtrain.Engine:
 
 
 def plain_rates(schedule: str) -> tuple[list[list[float]], list[float]]:
-    """Rates and momenta before each step, and the loss of each, of a plain loop."""
+    """The rates and momenta before each step of a plain loop, and the loss of each step."""
     model = linear()
     with opened() as engine:
         model.load_state_dict(engine.model.state_dict())
@@ -57,12 +57,12 @@ def plain_rates(schedule: str) -> tuple[list[list[float]], list[float]]:
 def test_a_scheduler_on_the_engines_optimizer_does_what_it_does_in_a_plain_loop(
     schedule: str, tmp_path: Path
 ) -> None:
-    """Saved after two steps by one run and gone on with by another."""
+    """Two steps are run and saved by one engine, and continued by a second one."""
     expected, plain = plain_rates(schedule)
     settings, losses = [], []
     for turn in range(2):
         with opened() as engine, warnings.catch_warnings():
-            warnings.simplefilter("error")  # a scheduler warns where no optimizer has stepped
+            warnings.simplefilter("error")  # a scheduler warns if it steps before the optimizer
             scheduler = SCHEDULES[schedule](engine.optimizer)
             engine.attach(scheduler=scheduler)
             if turn:
@@ -149,7 +149,7 @@ def test_settings_that_the_loop_sets_come_to_the_optimizer_and_back(tmp_path: Pa
         engine.step((X, Y))
         assert torch.equal(engine.model.bias, bias)
         assert engine.runner.optimizer.param_groups[0]["weight_decay"] == 0.5
-        engine.runner.optimizer.param_groups[0]["lr"] = 0.25  # by those who reach below
+        engine.runner.optimizer.param_groups[0]["lr"] = 0.25  # set on the inner optimizer directly
         assert engine.step((X, Y)).lr == 0.25
         engine.save(tmp_path)
     with opened() as engine:

@@ -120,7 +120,7 @@ def test_when_a_mapping_goes_by_name() -> None:
     assert goes_by_name(lambda x, y=1, z=2: None, tensors)
     assert goes_by_name(lambda **kwargs: None, tensors)
     assert goes_by_name(lambda x=None, **kwargs: None, tensors)
-    assert not goes_by_name(lambda x: None, tensors)  # has nothing for y
+    assert not goes_by_name(lambda x: None, tensors)  # it has no parameter for y
     assert not goes_by_name(lambda batch: None, tensors)
     assert not goes_by_name(lambda batch=None, **kwargs: None, tensors)
     assert not goes_by_name(lambda batch, y: None, tensors)

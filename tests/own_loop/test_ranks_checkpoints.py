@@ -1,4 +1,4 @@
-"""Checkpoints in a custom loop: paths as text, the newest, equal errors on all ranks."""
+"""Checkpoints in a custom loop: paths as text, the newest one, and equal errors on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Net(nn.Linear):
 
 
 def kept(context: RunContext, folder: str) -> list[Any]:
-    """With text instead of paths; wrong arguments come first, and the loop continues."""
+    """Text instead of paths; wrong arguments come first, and the loop continues after
+    their errors.
+    """
     job = job_from_keys("ddp", {"train.global_batch_size": 8, **UNSEEN})
     said: list[Any] = []
     with Engine(Net, F.cross_entropy, sgd, job, context) as engine:

@@ -1,4 +1,4 @@
-"""`evaluate` and `predict` under strategies: every rank has the figures of all rows."""
+"""`evaluate` and `predict` under strategies: every rank returns the figures of all rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigtrain.ranks.context import RunContext
 
 
 class Larger(nn.Module):
-    """Shows which mode a model is in."""
+    """Doubles its input in evaluation mode only, so that a wrong mode changes the figures."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training else 2 * x
@@ -49,7 +49,9 @@ def rows(number: int) -> tuple[Tensor, Tensor]:
 
 
 def measured(context: RunContext, strategy: str) -> dict[str, Any]:
-    """Uneven batches, more on the first replica, none on the last; outputs of each rank's rows."""
+    """Uneven batches, more on the first replica, none on the last; and outputs of each
+    rank's rows.
+    """
     job = job_from_keys(strategy, {"train.global_batch_size": 12, **UNSEEN})
     x, y = rows(12)
     size = 12 // context.dp_size

@@ -1,4 +1,6 @@
-"""`engine.loader`: every row once an epoch over all ranks, gone on with under other strategies."""
+"""`engine.loader`: every row once an epoch over all ranks, also when resumed by another
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ ROWS, BATCH = 22, 8
 
 
 class Rows(Dataset[Any]):
-    """Each row tells its number: in its first feature."""
+    """A dataset whose first feature is the number of the row."""
 
     def __len__(self) -> int:
         return ROWS
@@ -52,7 +54,9 @@ def seen(step: Any) -> list[int]:
 def run(
     context: RunContext, strategy: str, folder: Path, first: int, last: int, workers: int
 ) -> tuple[list[list[int]], list[float], dict[str, float]]:
-    """Steps from `first` to before `last`, after those of an engine before it."""
+    """Run the steps from `first` to before `last`, resuming from the engine before if
+    there is one.
+    """
     job = job_from_keys(strategy, {"train.global_batch_size": BATCH, **UNSEEN})
     x, y = collated([Rows()[n] for n in range(BATCH // context.dp_size)])
     example = MicroBatch(x, y, len(x), len(x))
@@ -91,13 +95,13 @@ def plain(orders: list[list[int]]) -> list[float]:
 
 
 def together(found: list[Any], replicas: int) -> list[list[int]]:
-    """The rows of each step over the replicas."""
+    """The rows of each step, over all replicas."""
     firsts = found[:: len(found) // replicas] if replicas < len(found) else found
     return [sorted(n for rank in firsts for n in rank[0][s]) for s in range(len(found[0][0]))]
 
 
 def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> None:
-    """Alone, on two replicas, in a pipeline: the rows and losses of one plain loop."""
+    """In one process, on two replicas and in a pipeline: the rows and losses of one plain loop."""
     turns = [("single", 1, 0, 2, 1), ("ddp", 2, 2, 4, 2), ("1f1b", 2, 4, 8, 1)]
     rows: list[list[int]] = []
     losses: list[float] = []
@@ -126,7 +130,9 @@ def test_evaluation_sees_every_row_once(tmp_path: Path) -> None:
 
 
 def uneven(context: RunContext, strategy: str) -> list[float]:
-    """torch's own loader, whose last batch is smaller; and one whose ranks have other numbers."""
+    """torch's loader with a smaller last batch, and one that gives ranks different numbers
+    of rows.
+    """
     job = job_from_keys(
         strategy, {"train.global_batch_size": 8, "train.micro_batch_size": 1, **UNSEEN}
     )

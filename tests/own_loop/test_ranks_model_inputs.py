@@ -1,4 +1,4 @@
-"""A dict of inputs by name, and a custom forward, with a cut and sharded model."""
+"""A dict of inputs passed by name, and a custom forward, with a cut or sharded model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Tagger(nn.Module):
-    """A mask, that goes with the inputs, reaches every block."""
+    """A mask, which is one of the inputs, reaches every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,9 @@ def own(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float]]:
-    """Losses by name and by an own function, and how far off the forecast of memory was."""
+    """Losses with inputs by name and with a custom function, and the error of the memory
+    forecast.
+    """
     found = []
     inputs, targets = batch()
     for forward in (None, own):
@@ -110,4 +112,4 @@ def test_inputs_by_name_equal_a_plain_loop(strategy: str) -> None:
     for by_name, by_function in run_ranks(trained, 2, strategy, **axis):
         for losses, off in (by_name, by_function):
             assert losses == pytest.approx(expected, rel=2e-5)
-            assert off < 0.03  # of some kilobytes
+            assert off < 0.03  # the peak is only a few kilobytes

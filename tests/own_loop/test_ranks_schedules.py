@@ -1,6 +1,6 @@
-"""A scheduler on the engine's optimizer under strategies, held against a plain loop of torch.
+"""A scheduler on the engine's optimizer under strategies, compared with a plain torch loop.
 
-Two parameter groups of which a stage or a share may have none; resumed in the middle of it.
+Two parameter groups, one of which may be empty on a stage or shard; resumed halfway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALF = STEPS // 2
 
 
 def net() -> nn.Module:
-    """Its first layer has no bias, its last one no weight of two dims beside one."""
+    """A net whose first layer has no bias, so its stage has no parameter of the second group."""
     return nn.Sequential(
         nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
     )
@@ -64,7 +64,7 @@ def plain() -> tuple[list[float], list[float]]:
 def scheduled(
     context: RunContext, strategy: str, keys: dict[str, Any], folder: Path
 ) -> tuple[list[float], list[float], list[int]]:
-    """As `plain`, under a strategy; saved half-way and gone on with by another engine."""
+    """As `plain`, under a strategy; saved halfway and continued by another engine."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     rates, losses, counts = [], [], []
     given = batches()
@@ -121,7 +121,7 @@ CASES = [
     ("fsdp", 2, {"optim.release_gradients": True}),
 ]
 OWN_NUMBERS = ("parameter_server_async", "local_sgd")
-"""Of these only the rates are compared."""
+"""For these only the rates are compared."""
 CHEAP = ("ddp", "fsdp", "1f1b", "zero2", "tensor")
 
 
@@ -146,7 +146,7 @@ def test_a_scheduler_moves_what_updates(
 
 
 def axes(strategy: str, ranks: int) -> dict[str, int]:
-    """How `run_ranks` connects the ranks of a strategy."""
+    """The mesh axes with which `run_ranks` connects the ranks of a strategy."""
     if "1f1b" in strategy or strategy.startswith("pipeline"):
         return {"pp": 2}
     return {"tp": ranks} if strategy == "tensor" else {}

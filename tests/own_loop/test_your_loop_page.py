@@ -1,4 +1,4 @@
-"""Every block of the page on custom loops, run in order as one script."""
+"""Every code block of the page on custom loops, run in order as one script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def printed(folder: Path, strategy: str, ranks: int) -> str:
 
 
 def figures(text: str) -> list[tuple[float, ...]]:
-    """Of each epoch: steps, loss, rate, norm, accuracy."""
+    """For each epoch: steps, loss, rate, norm, accuracy."""
     rows = re.findall(r"^(\d+) (\S+) (\S+) (\S+) (\S+)$", text, re.MULTILINE)
     return [tuple(map(float, row)) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Jobs with a cut model on ranks: BatchNorm, and what `prepare` needs."""
+"""BatchNorm in a cut model on ranks, and the example that `prepare` needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def images() -> TensorSamples:
 
 
 def statistics(context: RunContext, strategy: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """One step on eight images; the running statistics after it, and the validation."""
+    """The running statistics after one step on eight images, and the validation."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss = CrossEntropy()
     samples = images()

@@ -1,4 +1,6 @@
-"""Stages that train nothing, losses that ask for values, and outputs that change after a return."""
+"""Stages without trained parameters, losses that read values, and outputs changed after
+a return.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ STEPS = 4
 
 
 def chains(context: RunContext, strategy: str, names: list[str]) -> Any:
-    """Every net in one set of ranks."""
+    """The results of every net, all in one set of ranks."""
     return {frozen: chain_losses(context, frozen, strategy, {}, STEPS) for frozen in names}
 
 
@@ -39,7 +41,7 @@ def test_stages_without_trained_parameters(
         for frozen, (losses, error, held) in found.items():
             assert error is None, frozen
             assert losses == pytest.approx(plain[frozen], abs=2e-6), frozen
-            assert held  # its parameters are saved, frozen or not
+            assert held  # parameters are saved, including frozen ones
 
 
 def test_deepspeed_refuses_a_stage_that_trains_nothing() -> None:
@@ -56,7 +58,7 @@ def resumed(context: RunContext, folder: str) -> Any:
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_their_checkpoints_go_on_under_other_strategies(tmp_path: Path, pp: int) -> None:
-    """Saved by a pipeline of two; read by one, and by replicas."""
+    """Saved by a pipeline of two stages; read by one process and by replicas."""
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in ("first", "last")}
     run_ranks(resumed, 2, str(tmp_path), pp=2)
     for found in run_ranks(resumed, 2, str(tmp_path), pp=pp):

@@ -1,4 +1,4 @@
-"""Pipelines of every schedule: the numbers of one process, failures, micro-batches in flight."""
+"""Pipelines of every schedule: numbers of one process, failures, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def check(results: list[tuple[Any, ...]], expected: tuple[Any, ...]) -> None:
             assert found.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10)
-        # The stages' own buffer counts micro-batches, which the whole model does not.
+        # A stage's buffer counts micro-batches, while the whole model counts batches.
         assert mine[3].keys() == state.keys()
         for name, tensor in state.items():
             if name != "model.seen":
@@ -184,17 +184,17 @@ def test_four_ranks(schedule: str, per_rank: int) -> None:
     ],
 )
 def test_replicas_of_a_pipeline(schedule: str, strategy: str) -> None:
-    # The second replica has one smaller micro-batch, which the first must go along with.
+    # The second replica has one smaller micro-batch; the first must take part in its collectives.
     results = run_ranks(run, 4, schedule, EVEN, strategy, stages_for(schedule), 0.5, pp=2, dp=2)
     check(results, alone(EVEN, replicas=2, clip=0.5))
 
 
 def resumed(context: RunContext, strategy: str) -> tuple[Any, ...]:
-    """Two steps, their state into new stages, the third step there."""
+    """Run two steps, load their state into new stages, and run the third step there."""
     first = pipeline(context, "1f1b", strategy, 1, None)
     batches = steps([*EVEN, *EVEN], context.dp_rank)
     record(first, batches[:2])
-    first.predict(batches[0][0])  # which leaves parameters gathered
+    first.predict(batches[0][0])  # a prediction leaves parameters gathered
     state = saved(whole_tensors(first.state()))
     second = pipeline(context, "1f1b", strategy, 1, None)
     with torch.no_grad():
@@ -232,7 +232,7 @@ def predicted(context: RunContext) -> list[Any]:
         found.append(
             [out if out is None else (out[0].tolist(), out[1].tolist()) for out in outputs]
         )
-    context.barrier()  # a rank that is done must not leave while another one still reads from it
+    context.barrier()  # a rank must not exit while another still receives from it
     return found
 
 
@@ -277,7 +277,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks() -> None:
 
 
 class Held:
-    """How many graphs of a stage are alive, seen by the tensors it has saved."""
+    """Counts the living graphs of a stage, by the tensors that they have saved."""
 
     def __init__(self) -> None:
         self.alive = 0
@@ -314,7 +314,7 @@ def in_flight(context: RunContext, schedule: str, per_rank: int) -> dict[int, tu
     inputs = weakref.ref(batches[0].inputs)
     runner.forward_backward(batches)
     del batches
-    assert inputs() is None  # no step keeps its batch alive
+    assert inputs() is None  # the step must not keep its batch alive
     return {index: (held.most, held.alive) for index, held in helds.items()}
 
 
