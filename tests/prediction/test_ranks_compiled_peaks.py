@@ -1,4 +1,6 @@
-"""The predicted peak of compiled blocks equals the tracked one; what cannot be compiled is said."""
+"""The predicted peak of compiled blocks equals the tracked one, or the reason why not is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from bigtrain.prediction.predict import Prediction, predict
 
 BATCH = 4
 SCALARS = 64
-"""Bytes of losses and counts that wait between micro-batches, in no forecast."""
+"""Bytes of losses and counts that wait between micro-batches, which no forecast includes."""
 
 
 class ConvBlock(nn.Module):

@@ -1,4 +1,4 @@
-"""The peak of what users type for an optimizer: default, foreach and fused, on every engine."""
+"""The peak with every form of optimizer: default, foreach and fused, on every engine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ OPTIMIZERS: dict[str, Any] = {
     "asgd": partial(torch.optim.ASGD, lr=1e-3),
 }
 FUSED = ("sgd", "momentum", "adamw", "adam", "adagrad")
-"""Of which torch has fused kernels on a CPU."""
+"""Optimizers for which torch has fused kernels on a CPU."""
 NOT_SHARDED = {"sgd fused", "momentum fused", "adagrad fused", "rprop", "rprop foreach"}
-"""What torch's own kernels do not do on DTensors."""
+"""Optimizers that torch cannot run on DTensors."""
 STRATEGIES: dict[str, dict[str, int]] = {
     **dict.fromkeys(("ddp", "zero1_torch", "fsdp_zero2", "fsdp", "zero1", "zero2", "zero3"), {}),
     "1f1b": {"pp": 2},
@@ -43,7 +43,7 @@ STRATEGIES: dict[str, dict[str, int]] = {
 
 
 def variants() -> dict[str, Any]:
-    """Each optimizer as it is, foreach, and fused where there is such a kernel."""
+    """Each optimizer in its default form, foreach, and fused if there is such a kernel."""
     found = {}
     for name, make in OPTIMIZERS.items():
         found[name] = make
@@ -78,11 +78,11 @@ class Blocks(nn.Module):
 
 
 def peaks_of(context, strategy, names, keys):
-    """(optimizer, how the model is given, predicted, measured) of each; and why not."""
+    """For each optimizer: (name, how the model is given, predicted, measured); and the note."""
     batch = torch.randn(16, WIDTH), torch.arange(16) % 8
     found = []
     for name in names:
-        for model in (Blocks, Blocks()):  # described and made tensor by tensor, or built already
+        for model in (Blocks, Blocks()):  # built tensor by tensor by the engine, or built already
             row = peaks(context, model, batch, strategy, keys, variants()[name])
             found.append((name, "made" if model is Blocks else "given", *row))
     return found
@@ -114,16 +114,16 @@ def is_above(row) -> bool:
 
 
 CHEAP: dict[str, tuple[list[str], dict[str, Any]]] = {
-    # The gradients are there twice when DDP's buckets are built anew: no state is there yet, but
-    # for Adagrad's.
+    # While DDP builds its buckets again, gradients exist twice, and no state exists except for
+    # Adagrad's.
     "ddp": (["sgd", "adagrad", "adamw foreach"], {"train.micro_batch_size": 4}),
-    # Flat pieces of all parameters, updated by kernels that go through them one by one.
+    # Flat pieces of all parameters, updated by kernels that process them one by one.
     "zero1_torch": (["adamw", "rmsprop"], {}),
     "zero1": (["adamw"], {"train.micro_batch_size": 8}),
-    # Highest while the engine is made; Adagrad's state is there from then on.
+    # The peak is in the engine's construction, when Adagrad allocates its state.
     "zero2": (["sgd", "adamw", "adagrad"], {}),
     "zero3": (["sgd", "adamw"], {}),
-    # The buffer that a block was gathered in outlasts the copy out of the next one's.
+    # The buffer in which a block was gathered outlives the copy out of the next block's buffer.
     "fsdp_zero2": (["sgd", "adamw"], {}),
     "tensor": (["sgd"], {}),
 }

@@ -1,4 +1,4 @@
-"""The predicted peak equals the tracked one, part by part, on every rank."""
+"""The predicted peak equals the tracked one, kind by kind, on every rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_peak_is_predicted_part_by_part(case):
 
 
 class Unpredictable(nn.Module):
-    """The forward pass hands the numbers of its tensors to something that is not torch."""
+    """The forward pass converts its tensors to numpy, which fake tensors cannot do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def trained(context, keys):
 
 
 class LargeEnd(nn.Module):
-    """More weights in no block than in all of them, and few activations."""
+    """More weights outside of blocks than in all blocks, and few activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ ALONE: dict[str, dict[str, Any]] = {
 def peaks_alone(context, strategy, keys):
     models = [(wide, text()), (TinyConv, images()), (LargeEnd, large_end_batch())]
     if keys == ALONE["bf16"]:
-        models.pop()  # highest when the norm of bf16 gradients is forecast, and shards are fp32
+        models.pop()  # its peak is in the norm of bf16 gradients, and shards are fp32
     return [peaks(context, *model, strategy, keys, adamw) for model in models]
 
 
@@ -167,10 +167,10 @@ def test_on_one_rank_fully_shard_copies_without_buffers_of_an_exchange(case, str
 
 
 def test_at_the_peak_is_what_one_process_has_no_moment_for():
-    # fsdp: what is in no block is freed before its gradients are reduced, and a block whose input
-    # needs no gradient comes after it. zero2: a gradient that is larger than the bucket is there
-    # while the shard that it is reduced into is made. zero3: what gloo copies of what is reduced,
-    # and the parameter that is gathered until then.
+    # fsdp: parameters outside of blocks are freed before their gradients are reduced, and a block
+    # whose input needs no gradient comes after them. zero2: a gradient larger than the bucket
+    # exists while its shard is allocated. zero3: gloo's copies of reduced gradients, and a
+    # parameter gathered until then.
     for strategy in ("fsdp", "zero2", "zero3"):
         rows = settled(
             lambda own=strategy: run_ranks(peaks_of_large_ends, 2, own),
@@ -181,7 +181,7 @@ def test_at_the_peak_is_what_one_process_has_no_moment_for():
 
 
 def sliced_gpt() -> nn.Module:
-    """Heads and words that three ranks cannot share out evenly."""
+    """Three ranks cannot divide its heads and words evenly."""
     return GPT(GPTConfig(num_layers=3, width=64, num_heads=4, vocab_size=257, sequence_length=32))
 
 

@@ -1,4 +1,4 @@
-"""The peak of recurrent layers, whose kernels keep a workspace for the backward pass."""
+"""The peak of recurrent layers, whose kernels save a workspace for the backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = {
 
 
 class Recurrent(nn.Module):
-    """A row of numbers, read many times."""
+    """A recurrent layer that reads each row of numbers several times."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model taken apart and put together again takes what it takes as a whole."""
+"""A forecast composed from recorded sections of a model equals that of the whole model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Images(nn.Module):
 
 
 class ByNumber(nn.Module):
-    """Calls its blocks by their numbers, so that none can be left out."""
+    """Calls its blocks by index, so that none can be removed to shorten the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ByNumber(nn.Module):
 
 
 class Twice(ByNumber):
-    """Goes through its blocks two times, so that they are no sections."""
+    """Runs through its blocks twice, so that they are not sections."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers, *self.layers):
@@ -84,7 +84,7 @@ class Twice(ByNumber):
 
 
 class Looks(ByNumber):
-    """Looks at a value."""
+    """Reads a value, which fake tensors do not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x if float(x.sum()) > 0 else -x)
@@ -123,7 +123,7 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any]:
-    """The profile as a run has it, the one put together, and the plan."""
+    """The profile of a real run, the composed profile, and the plan."""
     make, example, loss = MODELS[name]
     strategy = words.split()[0]
     keys = {"train.global_batch_size": 8 * rows, "train.micro_batch_size": rows, **WORDS[words]}
@@ -139,13 +139,15 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     kept = chosen = library.model_sections(plan, rows, "keep")
     if choice != "keep":
         chosen = library.model_sections(plan, rows, choice)
-        if len(kept.sections) == 2:  # no blocks: all of it is one section
+        if len(kept.sections) == 2:  # no blocks: the whole model is one section
             kept = chosen
     return exact, put_together(kept, chosen, again=choice != "keep"), plan
 
 
 def put_together(kept: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
-    """As the planner does it: what is before and after the blocks is of the run that keeps all."""
+    """As in the planner: sections before and after the blocks are from the run that saves
+    everything.
+    """
     sections = (kept.sections[0], *chosen.sections[1:-1], kept.sections[-1])
     names = [section.name for section in sections if section.name]
     return compose_profile(kept.base, sections, recomputed=names if again else ())
@@ -217,7 +219,7 @@ def test_a_model_is_shortened_where_neighbours_are_alike():
     assert found is not None
     short, order = found
     assert [name for name, _ in independent_blocks(short)] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert order == (0, 1, 1, 1, 1, 2)  # the last stands for itself
+    assert order == (0, 1, 1, 1, 1, 2)  # the last block represents only itself
 
 
 def test_tied_parameters_are_told_apart_for_stages():
@@ -262,7 +264,7 @@ def test_losses_may_differ_where_micro_batches_wait():
 
 
 def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
-    """Where a loss goes in rounds: it is the same as behind all of the blocks."""
+    """With a loss in chunks the section after the blocks is the same for one block as for all."""
     with torch.device("meta"):
         model = gpt()
     loss = replace(CHUNKED, chunk_size=16 * 97 * 4)
@@ -290,7 +292,7 @@ def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
     ("words", "blocks"), [("single", [3, 1]), ("zero1_torch bf16", [3, 1]), ("ddp bf16", [3, 3])]
 )
 def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, monkeypatch):
-    """Unless autocast lets go of its copies at a moment of the loss: then all of it is run."""
+    """Unless autocast frees its copies at a moment inside the loss: then the whole model is run."""
     strategy, _, precision = words.partition(" ")
     keys = {"train.global_batch_size": 8, **({"train.precision": precision} if precision else {})}
     plan = make_plan(job_from_keys(strategy, keys), 1 if strategy == "single" else 2, "cpu")
@@ -315,7 +317,7 @@ def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, 
     whole = found()
     for mine, real in zip(short.sections, whole.sections, strict=True):
         assert (mine.name, mine.tensors) == (real.name, real.tensors)
-        if precision != "bf16" or strategy != "ddp":  # what goes together goes in any order
+        if precision != "bf16" or strategy != "ddp":  # simultaneous storages are in any order
             assert mine.passes == real.passes
         assert (mine.forward.nbytes == real.forward.nbytes).all()
         assert (mine.backward.nbytes == real.backward.nbytes).all()

@@ -1,4 +1,4 @@
-"""Sections in a row against bytes counted tick by tick."""
+"""Concatenated sections, compared with bytes that are counted tick by tick."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bigtrain.prediction.sections import (
 
 
 def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
-    """A section whose storages live from one moment to any later one that an anchor can say."""
+    """A section whose storages live until any later moment that an anchor can express."""
     lengths = tuple(rng.randint(3, 7) for _ in range(windows))
     own = list(Anchor)[:windows]
     found = []
@@ -39,7 +39,7 @@ def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
 
 
 def counted(passes: Sequence[SectionPass]) -> list[int]:
-    """Bytes at each tick: every section is asked of each of its moments and of what it keeps."""
+    """Bytes at each tick, counted by checking every storage of every section."""
     windows = len(passes[0].lengths)
     order = [(n, 0) for n in range(len(passes))]
     order += [(n, 1) for n in reversed(range(len(passes)))]
@@ -54,7 +54,8 @@ def counted(passes: Sequence[SectionPass]) -> list[int]:
                 past = [m for m in moments[: now + 1] if m[0] == n]
                 born = any(m[1:] >= (s.window, s.birth) for m in past)
                 dead = ends and any(m[1:] >= (s.until, s.death) for m in past)
-                # What dies after the last tick of a window is gone when the next begins.
+                # A storage that dies after the last tick of a window is freed when the next window
+                # begins.
                 gone = ends and s.death > one.lengths[s.until]
                 last = (n, int(s.until), one.lengths[s.until]) if gone else None
                 over = last is not None and last in moments[:now]
@@ -112,7 +113,7 @@ def test_what_other_sections_let_go_of():
         (11, "temporary", 5, 12 + 1),
     ]
     sent, _, _ = concatenate_sections(rows, begins=False, is_sent=True)
-    assert (5, "temporary", 4, 13) in sent.spans  # the last section is another rank's
+    assert (5, "temporary", 4, 13) in sent.spans  # the last section is on another rank
 
 
 def test_what_crosses_an_end_stays_until_the_end():

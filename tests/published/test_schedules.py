@@ -1,6 +1,6 @@
-"""What is published of schedules, and the closed forms of `formulas`, against the schedules here.
+"""Published figures of schedules and the formulas of `formulas`, compared with the schedules here.
 
-`schedules.orders` plays torch's own tables (torch 2.15) through; nothing there knows a formula.
+`schedules.orders` simulates torch's schedule tables (torch 2.15), without using any formula.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from published.formulas import in_flight_together, micro_batches_in_flight
 
 
 def played(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):
-    """The step as it runs where each stage takes these seconds."""
+    """Simulate a step in which each stage takes these seconds."""
     seconds = [StageSeconds(forward, inputs, weights)] * (pp * v)
     return simulate_step(schedule_orders(schedule, pp, v, micro_batches), seconds)
 
 
 def held(schedule, pp, micro_batches, v):
-    """Micro-batches' worth of its activations, of each rank."""
+    """The micro-batches whose activations each rank holds at its peak."""
     return [
         in_flight_together(actions) / v
         for actions in schedule_orders(schedule, pp, v, micro_batches)
@@ -36,7 +36,7 @@ def held(schedule, pp, micro_batches, v):
 
 
 def grid(schedule, rounds=(1, 2, 3, 4, 5, 6, 8, 12, 16)):
-    """What the schedule takes of (ranks, micro-batches, stages on a rank)."""
+    """The combinations of (ranks, micro-batches, stages per rank) that the schedule accepts."""
     counts = (
         (1,)
         if schedule in SINGLE_STAGE_SCHEDULES
@@ -56,7 +56,7 @@ def grid(schedule, rounds=(1, 2, 3, 4, 5, 6, 8, 12, 16)):
 
 TABLE = {
     # pp, m: share of 1F1B; interleaved and its peaks; LoopedBFS and its peak; interleaved zero
-    # bubble, ZBV and DualPipeV, which wait alike, and their peaks
+    # bubble, ZBV and DualPipeV, which have equal bubbles, and their peaks
     (2, 4): (".200", ".111", [2.5, 1.5], 4, ".040", (2, 2, 2.5)),
     (4, 8): (".273", ".158", [5.5, 4.5, 3.5, 2.5], 8, ".059", (4, 4, 4.5)),
     (4, 16): (".158", ".086", [5.5, 4.5, 3.5, 2.5], 16, ".030", (4, 4, 4.5)),
@@ -67,7 +67,9 @@ SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
 @pytest.mark.parametrize(("pp", "m"), TABLE)
 def test_the_table_of_all_schedules(pp, m):
-    """Two stages a rank and F = I = W: figures found earlier, on torch's tables, by other code."""
+    """Two stages per rank and F = I = W: figures computed earlier, from torch's tables, by
+    other code.
+    """
     one, interleaved, peaks, looped_peak, split, split_peaks = TABLE[pp, m]
 
     def share(schedule, v):
@@ -80,13 +82,13 @@ def test_the_table_of_all_schedules(pp, m):
     assert held("looped_bfs", pp, m, 2) == [looped_peak] * pp
     for schedule, peak in zip(SPLIT, split_peaks, strict=True):
         assert held(schedule, pp, m, 2) == [peak] * pp
-    # 1F1B falls with the rank, the split schedules do not.
+    # In 1F1B the peak falls with the rank; in the split schedules it does not.
     assert held("1f1b", pp, m, 1) == [pp - rank for rank in range(pp)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_closed_forms_of_what_is_in_flight(schedule):
-    """On every rank, for every combination that the schedule takes: as it is played."""
+    """On every rank, for every combination that the schedule accepts, as in the simulation."""
     cases = list(grid(schedule))
     assert len(cases) > 10
     for pp, m, v in cases:
@@ -96,7 +98,7 @@ def test_closed_forms_of_what_is_in_flight(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_closed_forms_of_the_bubble(schedule):
-    """As it is played, for unequal seconds, too, where the schedule has a form for them."""
+    """As in the simulation, also for unequal seconds if the formula covers them."""
     draw = random.Random(7)
     tried = refused = 0
     for pp, m, v in grid(schedule):
@@ -127,7 +129,9 @@ def test_the_forms_refuse_what_the_schedules_refuse():
 
 
 def test_gpipe_and_1f1b():
-    """(K-1)/(M+K-1), section 2.3 of arXiv 1811.06965; 1F1B, PipeDream-Flush, the same bubble."""
+    """(K-1)/(M+K-1), section 2.3 of arXiv 1811.06965; 1F1B (PipeDream-Flush) has the
+    same bubble.
+    """
     for pp, m in ((2, 2), (4, 16), (8, 8)):
         for schedule in ("gpipe", "1f1b"):
             assert played(schedule, pp, m, 1).share == pytest.approx((pp - 1) / (m + pp - 1))
@@ -141,11 +145,11 @@ def test_gpipe_and_1f1b():
 
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_interleaved(v):
-    """Its bubble is a v-th of 1F1B's, section 2.2 of arXiv 2104.04473; what it holds is more by
-    1 + (p-1)/(pv), section 4.2.3 of arXiv 2205.05198, on the first rank.
+    """Its bubble is a v-th of 1F1B's, section 2.2 of arXiv 2104.04473; on the first rank it holds
+    1 + (p-1)/(pv) times as much, section 4.2.3 of arXiv 2205.05198.
     """
     for pp, m in ((2, 4), (4, 16)):
-        whole = 3 * m  # a rank's own work, whatever the stages
+        whole = 3 * m  # the work of a rank, for any number of stages
         idle = played("interleaved_1f1b", pp, m, v, 1 / v, 1 / v, 1 / v).seconds - whole
         assert idle == pytest.approx(3 * (pp - 1) / v)
         first = held("interleaved_1f1b", pp, m, v)[0]
@@ -155,9 +159,9 @@ def test_interleaved(v):
 def test_zero_bubble():
     """F = I = W; bubble over work, memory over 1F1B's: the authors' table, and torch's schedules.
 
-    Printed: 1F1B (p-1)/m, ZB1P (p-1)/3m, ZBV 0; memory 1, 1, 1. The first two are as printed. With
-    ZBV no rank waits between its first and its last action, but each begins an F after the one
-    before it: counted from the first to the last action of all, (p-1)F/v, or (p-1)/6m of the work.
+    Printed: 1F1B (p-1)/m, ZB1P (p-1)/3m, ZBV 0; memory 1, 1, 1. The first two agree. With ZBV
+    no rank waits between its first and its last action, but each begins an F later than the previous
+    one: from the first to the last action of all ranks that is (p-1)F/v, or (p-1)/6m of the work.
     """
     for pp, m in ((2, 8), (4, 12), (8, 32)):
 
@@ -171,13 +175,13 @@ def test_zero_bubble():
         most = max(held("1f1b", pp, m, 1))
         assert held("interleaved_zero_bubble", pp, m, 1) == [most] * pp
         assert held("zbv_zero_bubble", pp, m, 2) == [most] * pp
-        # Unequal seconds: (p-1)(F + B - 2W) with B = I + W, where W is the least of the three.
+        # Unequal seconds: (p-1)(F + B - 2W) with B = I + W, where W is the smallest of the three.
         step = played("interleaved_zero_bubble", pp, m, 1, 3, 5, 2)
         assert step.seconds - step.busy[0] == (pp - 1) * (3 + 5 + 2 - 2 * 2)
 
 
 def test_only_zbv_has_no_bubble_where_ranks_need_not_end_together():
-    """Two steps without a wait for all ranks between: its idle time is that of one."""
+    """In two steps without a wait for all ranks between, the idle time is that of one step."""
     pp, m = 4, 12
 
     def twice(schedule, v):
@@ -193,11 +197,11 @@ def test_only_zbv_has_no_bubble_where_ranks_need_not_end_together():
 
 
 def test_sources_disagree_on_dualpipev():
-    """Two published bubbles, neither of which is what torch's table takes with nothing overlapped.
+    """Two published bubbles, neither of which equals that of torch's table without overlap.
 
-    DeepSeek's (PP/2-1)(F&B + B - 3W) with PP = 2p chunks, F&B being a forward and a backward
-    together; MindSpeed's (PP-1)(F&B + B - W) - F with PP = p (both read). The first is torch's
-    where the forward pass costs nothing beside a backward pass: F&B = B.
+    DeepSeek's (PP/2-1)(F&B + B - 3W) with PP = 2p chunks, where F&B is a forward and a backward
+    pass together; MindSpeed's (PP-1)(F&B + B - W) - F with PP = p (both read). The first equals
+    torch's if the forward pass takes no time during a backward pass: F&B = B.
     """
     for pp, m in ((2, 4), (4, 8), (8, 32)):
         step = played("dualpipev", pp, m, 2)
@@ -210,5 +214,5 @@ def test_sources_disagree_on_dualpipev():
         assert deepseek(together=3) == 2 * (pp - 1) != idle
         assert deepseek(together=2) == idle
         assert (pp - 1) * (3 + 2 - 1) - 1 != idle
-        # PP + 1 chunks of activations, which is p + 1/2 of a rank's.
+        # PP + 1 chunks of activations, which are p + 1/2 of a rank's.
         assert held("dualpipev", pp, m, 2) == [(2 * pp + 1) / 2] * pp

@@ -1,6 +1,6 @@
-"""Table 2 of Korthikanti et al. 2022 (arXiv 2205.05198) on tensor-parallel ranks, as torch saves.
+"""Table 2 of Korthikanti et al. 2022 (arXiv 2205.05198) on tensor-parallel ranks, as in torch.
 
-No GPU is wanted, and no ranks: fake tensors say what CUDA's kernels save on one of them.
+Neither a GPU nor ranks are needed: fake tensors tell what CUDA's kernels save on one of the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = {
 
 
 def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int, a: int) -> int:
-    """Bytes that autograd saves of the layer in slices on one of `t` ranks, by CUDA's kernels."""
+    """Bytes that autograd saves for the sliced layer on one of `t` ranks, with CUDA's kernels."""
     columns = {"qkv": Slices.even(0, 3 * h, 3 * h // a), "up": Slices.even(0, 4 * h)}
     slices = {f"{n}.{kind}": own for n, own in columns.items() for kind in ("weight", "bias")}
     slices["projection.weight"] = Slices.even(1, h, h // a)
@@ -48,7 +48,7 @@ def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int,
 @pytest.mark.parametrize("name", ["22B", "175B"])
 @pytest.mark.parametrize("t", [2, 8])
 def test_what_autograd_saves_of_a_layer_in_slices(name, t):
-    """Tensor parallelism, and with sequence parallelism, to the byte: and of norms 16sb bytes.
+    """With tensor and with sequence parallelism, to the byte; the norms save 16sb bytes more.
 
     Without sequence parallelism each rank has both norms of all tokens.
     """

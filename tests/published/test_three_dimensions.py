@@ -1,7 +1,7 @@
-"""Where tensor parallelism, pipelines and replicas are best, by Narayanan et al. 2021.
+"""The best use of tensor parallelism, pipelines and replicas, by Narayanan et al. 2021.
 
-Figures 13 to 15 (arXiv 2104.04473) say which of five plans of 64 devices is the fastest. What is
-published of figure 10 forecasts do not say: `benchmarks/published_plans.py`.
+Figures 13 to 15 (arXiv 2104.04473) say which of five plans of 64 devices is fastest. The forecasts
+do not reproduce figure 10: see `benchmarks/published_plans.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of words of two ranks, compared through a store."""
+"""Tables of job words of two ranks, compared through a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bigtrain.ranks.agreement import Agreement, flattened, in_words
 
 
 def compare(zero, one):
-    """Rank 1's end, as rank 0 waits for it in a thread."""
+    """Compare as rank 1, while rank 0 waits in a thread."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""What is refused as ranks meet, and what one process has instead."""
+"""Refusals while ranks connect, and the context of a single process."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "init_process_group", note)
     with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
         context.barrier()
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # for groups that are made later, too
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # also for groups that are made later
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     name = next(name for _, name in socket.if_nameindex())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
@@ -216,7 +216,7 @@ def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) ->
 def both(
     environ: dict[str, str], *own: dict[str, str], path: Path | None = None
 ) -> list[Rendezvous]:
-    """Two ranks of one node that meet, in threads."""
+    """Two ranks of one node that connect, in threads."""
     with ThreadPoolExecutor() as pool:
         meetings = [
             pool.submit(
@@ -302,7 +302,7 @@ def test_alone_works_without_any_group() -> None:
 
 
 def failed(monkeypatch, identities: dict[int, str | None], rank: int, message: str) -> Exception:
-    """What a rank says where the backend could not connect ranks with these devices."""
+    """The error of a rank if the backend could not connect ranks with these devices."""
     meeting = Rendezvous(dist.HashStore(), "localhost")
     device = torch.device("cuda", 0)
     for other, identity in identities.items():
@@ -324,7 +324,7 @@ def test_ranks_that_share_a_gpu_are_named_where_nccl_says_invalid_usage_alone(mo
         assert f"ranks {pair} have the same GPU: cuda:0 of both is one device" in str(error)
         assert "visible with CUDA_VISIBLE_DEVICES=0" in str(error)
         assert "mesh.backend=gloo" in str(error)
-    # The one that shares with nobody does not blame itself.
+    # A rank that shares its GPU with no other does not blame itself.
     error = failed(monkeypatch, {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}, 1, INVALID)
     assert isinstance(error, LaunchError)
     assert "NCCL_DEBUG=WARN" in str(error)
@@ -340,7 +340,7 @@ def test_a_rank_that_did_not_come_in_time_is_told_from_that(monkeypatch, identit
 
 
 def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:
-    """NCCL makes a communicator with it: tied parameters alone are of two stages of three."""
+    """NCCL makes a communicator for it, while tied parameters concern only two stages of three."""
     asked: list[tuple[object, torch.device]] = []
 
     def all_reduce(tensor: torch.Tensor, group: object) -> None:

@@ -105,12 +105,12 @@ def test_one_rank_says_what_all_have_found(
     assert is_first_to_report(environ)
     assert not is_first_to_report({**environ, "RANK": "1"})
     assert is_first_to_report({**environ, "MASTER_PORT": "2"})
-    # The same command again from the same shell: an earlier launch has not spoken for this one.
+    # The same command again from the same shell: an earlier launch must not silence this one.
     for said in tmp_path.iterdir():
         os.utime(said, (time.time(), process_start_time() - 60))
     assert is_first_to_report(environ)
     assert not is_first_to_report({**environ, "RANK": "1"})
-    # What the ranks have agreed on is said whatever the file says.
+    # A message that all ranks have agreed on is printed whatever the file contains.
     error = ConfigError("agreed")
     mark_reporting_rank(error)
     monkeypatch.setenv("RANK", "1")
@@ -136,7 +136,7 @@ def test_the_traceback_is_left_for_torchrun(
 
 
 class Ranks:
-    """Watches of several ranks in one process, which note their end and do not really end."""
+    """Watches of several ranks in one process, which record their end instead of exiting."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.ended: list[int] = []
@@ -184,7 +184,7 @@ def test_a_lost_rank_is_named_once(
     ranks.watches[2]._closing.set()
     ranks.watches[2]._socket.shutdown(2)
     assert ranks.wait_for_ends(3) == [1, 1, 1]
-    # How much is free changes from one moment to the next.
+    # The free memory changes from one moment to the next.
     said, expected = capsys.readouterr().err, lost_rank_message(0, 2) + "\n"
     said, expected = (re.sub(r"[\d.]+ \w+ free", "free", text) for text in (said, expected))
     assert said.startswith(expected)
@@ -213,7 +213,7 @@ def test_a_spare_rank_is_missed_and_ends_nobody(
     silent = ranks.watches[0].silent_rank(0.02)
     assert silent is None or silent[0] != 3
     assert ranks.ended == []
-    # Any other rank is needed.
+    # Every other rank is needed.
     ranks.watches[1]._closing.set()
     ranks.watches[1]._socket.shutdown(2)
     assert ranks.wait_for_ends(2) == [1, 1]
@@ -232,7 +232,7 @@ def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
 
 
 def silent_for(watch: FailureListener, seconds: float) -> int:
-    """The rank that is silent for so long, after as many calls as that takes."""
+    """The rank that has been silent for so long, asked in as many calls as that takes."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
         found = watch.silent_rank(0.02)
@@ -277,7 +277,7 @@ def test_noise_from_a_stranger_does_not_end_the_watching(
         stranger.settimeout(2.0)
         stranger.sendall(noise)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""  # sent away
+            assert stranger.recv(1) == b""  # the hub has closed the connection
     assert ranks.watches[1].report("ValueError: odd", 2) is None
     assert ranks.wait_for_ends(1) == [2]
     ranks.close()

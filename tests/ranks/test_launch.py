@@ -72,7 +72,7 @@ def test_more_ranks_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -
         check_resources(33)
     check_resources(32)
     monkeypatch.setattr(launch, "free_host_bytes", lambda: 100 * MIB)
-    check_resources(1)  # what one takes it finds out
+    check_resources(1)  # a single rank finds out its memory itself
 
 
 def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
@@ -196,7 +196,7 @@ def die(number=signal.SIGKILL):
 
 
 class Launched:
-    """A launch of ranks that are short programs without torch."""
+    """A launch whose ranks are short programs without torch."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
@@ -208,7 +208,7 @@ class Launched:
         return start_ranks(num_ranks, [], script, **options)
 
     def lives(self) -> list[tuple[int, int, list[str]]]:
-        """Number, ranks and words of each."""
+        """For each life: its number, its ranks and its words."""
         rows = [json.loads(line) for line in (self._folder / "said").read_text().splitlines()]
         return [(life, ranks, words) for life, rank, ranks, words in sorted(rows) if rank == 0]
 

@@ -60,7 +60,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         (BATCH, "python", (0, 0, 1, 1)),
         ({**BATCH, "SLURM_STEP_ID": "4294967290"}, "python", (0, 0, 1, 1)),
         ({**BATCH, "SLURM_STEP_ID": "4294967291"}, "python", (0, 0, 1, 1)),
-        # A launcher inside another one: the nearer one counts.
+        # With a launcher inside another one, the inner one counts.
         ({**SRUN, **TORCHRUN}, "torchrun", (3, 1, 4, 2)),
         ({**SRUN, **OPENMPI}, "openmpi", (1, 0, 2, 1)),
         ({**SRUN, **MPICH}, "mpich", (1, 1, 2, 2)),

@@ -1,4 +1,4 @@
-"""What a process manager answers, and what is said where it does not."""
+"""The protocol of a process manager, and the messages if it does not answer."""
 
 from __future__ import annotations
 

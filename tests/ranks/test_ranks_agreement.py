@@ -1,4 +1,4 @@
-"""Ranks that were started differently are refused before anything trains, by key and values."""
+"""Ranks that were started differently are refused before training, with the key and both values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ WORDS = ["data.name=digits", "model.name=lenet", "train.steps=1", "train.global_
 def started(
     folder: Path, words: list[list[str]], places: tuple[str, str] = (".", ".")
 ) -> list[tuple[int, str]]:
-    """Exit status and errors of the command on ranks that are given these words, in places."""
+    """Exit status and errors of the command on ranks that are started with these words and
+    folders.
+    """
     ranks = []
     for rank, own in enumerate(words):
         environ = {

@@ -1,4 +1,4 @@
-"""The real launchers: what every rank learns, and what is left on screen when one fails."""
+"""Real launchers: the placement that every rank gets, and the output when a rank fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bigtrain.ranks.launcher_env import first_host
 pytestmark = pytest.mark.launcher
 
 LAUNCHERS = ["torchrun", "deepspeed", "srun", "openmpi", "mpich", "start_ranks"]
-# All ranks are to be gone this many seconds after they have met, and one has failed.
+# All ranks must have ended within this many seconds after they have met and one has failed.
 GONE_S = 30.0
 LOST = r"bigtrain: rank 0 lost rank 1: it ended without a message \(killed by the system\?"
 
@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 
 def with_each_launcher(others: list[str]) -> list[Any]:
-    """Every launcher with one of what the other ranks do in turn; the rest of the product full."""
+    """Every launcher with one behaviour of the other ranks; the rest of the product is full."""
     return [
         pytest.param(launcher, other, marks=[] if (n - m) % len(others) == 0 else pytest.mark.full)
         for n, launcher in enumerate(LAUNCHERS)
@@ -46,7 +46,7 @@ def launch(
     """Run hello.py on two ranks of this node.
 
     Launchers that are written in Python, and their ranks, are forked with their imports done; with
-    `real` they are the programs as they are installed, as the others always are.
+    `real` they are the installed programs, as the other launchers always are.
     """
     script = [HELLO, *arguments]
     python = [sys.executable, *script]
@@ -59,7 +59,7 @@ def launch(
         variables = request.getfixturevalue("cluster")
         return run([find("srun"), "-n2", "--overcommit", *python], variables)
     if launcher == "openmpi":
-        # Root may be all there is in a container, and a small machine has one core.
+        # A container may have only root, and a small machine only one core.
         options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
         return run([find("mpiexec.openmpi"), *options, *python])
     if launcher == "mpich":
@@ -77,7 +77,7 @@ def torchrun(*options: str, real: bool) -> list[str]:
     return [*program, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *options]
 
 
-# Those that train (test_ranks_train_launchers.py) find each other, too.
+# Those that train (test_ranks_train_launchers.py) also connect.
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -106,7 +106,7 @@ def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, oth
     finished.assert_all_gone()
     assert finished.status == 1
     assert finished.seconds_together < GONE_S
-    # Torchrun adds a traceback of its own, and shows the rank's inside its summary.
+    # torchrun adds its traceback, and shows the rank's inside its summary.
     shown = finished.output.split("Traceback (most recent call last):\n")[1:]
     assert f"Deliberate: rank {failing} fails on purpose" in shown[-1], finished.output
     own = [part for part in shown if "torch/distributed/launcher" not in part]
@@ -122,7 +122,7 @@ def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, o
     assert finished.status != 0
     assert finished.seconds_together < GONE_S
     assert "closed by peer" not in finished.output
-    # Where the launcher is quicker than the survivor, it says itself that a rank was killed.
+    # If the launcher is faster than the surviving rank, it reports the killed rank itself.
     told = re.search(LOST, finished.output) or re.search("[Ss]ignal 9|SIGKILL", finished.output)
     assert told, finished.output
     if launcher == "srun":
@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, o
 def test_the_users_fault_is_said_once(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, "--early")
     assert finished.output.count("bigtrain: train.steps=0 is too few. Use train.steps=1") == 1
-    # torchrun has no status but 0 and 1.
+    # torchrun's exit status is only 0 or 1.
     assert finished.status == (1 if launcher == "torchrun" else 2)
 
 
@@ -152,7 +152,7 @@ def test_the_same_failure_everywhere_is_shown_once(request: pytest.FixtureReques
 
 @pytest.mark.parametrize(("how", "status"), [("exit7", 1), ("exit75", 75)])
 def test_exit_statuses(request: pytest.FixtureRequest, how: str, status: int) -> None:
-    # The others leave by themselves after an orderly end, and are ended after another one.
+    # The others exit by themselves after a regular end, and are ended after an irregular one.
     others = "nothing" if how == "exit75" else "sleep"
     finished = launch(request, "start_ranks", "--fail", how, "--others", others)
     assert finished.status == status
@@ -202,7 +202,7 @@ def test_several_connections_in_one_launch(request: pytest.FixtureRequest) -> No
 
 
 def test_hydra_says_where_rank_0_is_over_several_hosts() -> None:
-    """Two names of this machine, each with a proxy of its own, are two hosts to mpiexec."""
+    """Two names of this machine, each with a separate proxy, are two hosts for mpiexec."""
     hosts = ["-launcher", "fork", "-hosts", "localhost,127.0.0.1", "-ppn", "1", "-n", "2"]
     finished = run([find("mpiexec.hydra"), *hosts, sys.executable, HELLO, "--times", "2"])
     assert finished.status == 0, finished.output

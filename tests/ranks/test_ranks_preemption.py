@@ -1,4 +1,6 @@
-"""A signal to one rank is known to all at the end of the step, and a later one is another."""
+"""A signal to one rank is known to all at the end of the step, and a second signal ends the
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ def asked(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
         nothing = notice.agreed()
         if context.rank == 1:
             signal.raise_signal(number)
-            signal.raise_signal(number)  # the same one: the launcher has passed it on
-        # Rank 0 is here before rank 1 has got it: they meet in the exchange.
+            signal.raise_signal(number)  # the same signal, forwarded by the launcher
+        # Rank 0 may arrive before rank 1 has received the signal: the exchange synchronizes them.
         stops = notice.agreed()
     restored = before == [signal.getsignal(n) for n in PREEMPTION_SIGNALS]
     return nothing, stops, notice.signal_name, restored

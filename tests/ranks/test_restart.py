@@ -1,4 +1,4 @@
-"""A process that begins anew: what stays open, and what does not."""
+"""A process that restarts by exec: which file descriptors stay open."""
 
 from __future__ import annotations
 

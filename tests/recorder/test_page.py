@@ -1,4 +1,4 @@
-"""Who waits for whom, from records made by hand."""
+"""Which rank waits for which, derived from records that are made by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_chain_is_followed_to_its_end():
     assert "rank 2 never came: it is in the optimizer's step (step 3)" in headline(
         WAITED, first, middle, absent
     )
-    # A circle: each waits for the other, in groups of their own.
+    # A circle: each waits for the other, in different groups.
     assert "never came" not in headline(WAITED, first, middle, last)
 
 
@@ -143,7 +143,8 @@ def test_the_page_is_printed_and_left_in_the_folder(tmp_path, capsys):
     written = json.loads(path.read_text())
     assert written["headline"].startswith("rank 1 failed: ValueError: odd. It is in")
     assert [rank.get("answered", True) for rank in written["ranks"]] == [False, True, False]
-    recorder.folder = tmp_path / "gone"  # no folder, no file, and the page all the same
+    # Without a folder there is no file, but the page is printed
+    recorder.folder = tmp_path / "gone"
     assert show_page(recorder, {1: recorder.record()}, WAITED).write(recorder.folder) is None
 
 
@@ -190,6 +191,6 @@ def test_what_broke_the_main_thread_stands_in_its_record():
     def broken() -> list[dict[str, Any]]:
         raise KeyError("entries")
 
-    recorder.exchanges = broken  # another version of torch
+    recorder.exchanges = broken  # as in a different version of torch
     assert recorder.record()["exchanges"] == [{"unreadable": "KeyError: 'entries'"}]
     assert make_page({0: recorder.record()}, WAITED).headline == "rank 0 waited"

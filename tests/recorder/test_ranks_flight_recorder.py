@@ -1,4 +1,4 @@
-"""Runs that go wrong in one rank: the page names the right one, and what it did."""
+"""Runs that fail in one rank: the page names the right rank and its activity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = [
 
 
 def fails(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
-    """A run that fails: what it printed, and the file."""
+    """Run a job that fails; return its output and the file of the page."""
     done = forked_cli(["train", "-n", str(ranks), *WORDS, *words], cwd=folder, timeout=60)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr, json.loads((folder / "runs/run/flight_recorder.json").read_text())
@@ -68,7 +68,7 @@ def test_rank_0_is_killed_and_the_hub_with_it(tmp_path):
     said, file = fails(tmp_path, *words, ranks=3)
     assert re.match("rank [12] waits for .* s; rank 0 ended without a message$", file["headline"])
     assert said.count("the last events of each rank") == 1
-    assert "rank 2: waits for " in said  # it has left its record, and does not speak
+    assert "rank 2: waits for " in said  # rank 2 has left its record in the folder
     assert file["lines"][0] == "rank 0: ended without a message"
 
 

@@ -124,7 +124,7 @@ def test_a_step_line_has_loss_rate_norm_speed_peak_and_the_time_left(
     first = "loss 1.2500  lr 0.0001  norm 0.512  1,234 tokens/s  peak 1000 B (25.0%)"
     assert line.text(result(1), 1000, None) == (first, "")
     assert line.text(result(2), 1000, None) == (first, "left 3 min 16 s")
-    # Three seconds each, over both steps.
+    # Three seconds per step, averaged over both steps.
     named, left = line.text(result(3, None), 2000, 1)
     assert named.endswith("  100.0 samples/s  peak 2.0 KiB on rank 1 (50.0%)")
     assert left == "left 4 min 51 s"

@@ -1,4 +1,4 @@
-"""Lines that are written once, whatever happens to the disk or to the run."""
+"""Log lines are written exactly once, whatever happens to the disk or the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def result(step: int) -> StepResult:
 
 
 class Log:
-    """A log of one process in a folder, and its output."""
+    """A log of one process in a folder, and its printed output."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ def test_steps_that_are_done_again_stand_there_once(log: Log, first: int) -> Non
             writer.step(result(step))
             writer.validation(step, {"loss": 1.0})
     with (log.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # the process died
+        file.write('{"step": 4, "lo')  # the process died while writing
     with log.open(first) as writer:
         for step in range(first + 1, 6):
             writer.step(result(step))

@@ -1,4 +1,4 @@
-"""The order of a pipeline's actions: against torch's own classes, and published figures."""
+"""The order of a pipeline's actions, compared with torch's classes and published figures."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -42,7 +42,7 @@ def test_every_micro_batch_goes_forward_and_backward_once(schedule, pp, micro_ba
         for number in range(micro_batches):
             kinds = {kind for s, kind, k in done if (s, k) == (stage, number)}
             assert kinds in ({"F", "B"}, {"F", "I", "W"})
-    whole = simulate_step(orders, [EQUAL] * stages)  # it would raise if a rank waited for ever
+    whole = simulate_step(orders, [EQUAL] * stages)  # it raises if a rank would wait forever
     assert whole.busy == pytest.approx([3.0 * micro_batches * per_rank(schedule)] * pp)
 
 

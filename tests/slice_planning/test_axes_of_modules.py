@@ -172,7 +172,7 @@ def test_logits_that_go_into_no_cross_entropy_are_needed_whole():
 
 
 class Cached(Heads):
-    """Keys and values are put behind those that were kept before: none, at first."""
+    """Keys and values are appended to a cache, which is empty at first."""
 
     def _parts(self, x):
         q, k, v = super()._parts(x)
@@ -189,7 +189,7 @@ def test_what_is_put_behind_nothing_stays_what_it_is():
 
 
 class Residual(nn.Module):
-    """Convolutions and a skip, as in ResNet."""
+    """Convolutions and a skip connection, as in ResNet."""
 
     def __init__(self, width, inner):
         super().__init__()
@@ -240,7 +240,7 @@ def test_grouped_convolution_is_sliced_by_groups_or_by_what_is_in_a_group():
 
 
 class Dense(nn.Module):
-    """Every layer sees what all before it made, side by side."""
+    """Every layer reads the concatenated outputs of all layers before it."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ def test_one_head_is_not_sliced_and_its_weights_are_by_themselves():
 
 def test_of_classes_that_share_a_weight_those_with_most_bytes_are_sliced():
     layers = (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-    # Of 16 hidden places and the 4 of the output 1428 numbers, of the 64 hidden places 1344.
+    # The 16 hidden places and the 4 of the output have 1428 numbers, the 64 hidden places 1344.
     assert lines(nn.Sequential(*layers), 3, 8) == {
         "0.weight": "0/16",
         "0.bias": "0/16",
@@ -279,7 +279,7 @@ def test_of_classes_that_share_a_weight_those_with_most_bytes_are_sliced():
         "4.weight": "0/4",
         "4.bias": "0/4",
     }
-    # Where the output is no row of logits, its 4 places are no class.
+    # If the output is not a row of logits, its 4 places are not a class.
     work = work_on(nn.Sequential(*layers), 3, 8, loss=nn.MSELoss())
     assert plan_slices(work, 2).lines() == {
         "2.weight": "0/64",
@@ -320,7 +320,7 @@ class Recomputed(nn.Module):
 
 
 class ByValues(nn.Module):
-    """Its second layer is used where a sum is above 0."""
+    """Its second layer is used only if a sum is above 0."""
 
     def __init__(self, then):
         super().__init__()
@@ -352,7 +352,7 @@ def test_what_needs_values_stays_whole_and_what_came_before_is_sliced_all_the_sa
 
 
 class Experts(nn.Module):
-    """Each token goes through the layers that its row of numbers names, one by one."""
+    """Each token goes through the layers that its row of numbers selects, one by one."""
 
     def __init__(self):
         super().__init__()

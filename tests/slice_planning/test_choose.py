@@ -1,4 +1,4 @@
-"""The choice of slices with prices and with a memory limit."""
+"""The choice of slices, with prices for exchanges and with a memory limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPT_WORK = work_on(
 
 
 def held_bytes(plan, model, state=4.0):
-    """Of the rank with most, without activations."""
+    """Bytes of the rank with the most, without activations."""
     total = 0.0
     for name, parameter in model.named_parameters():
         own = plan.slices.get(name)
@@ -61,7 +61,7 @@ def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
 def test_what_pays_is_sliced_and_what_does_not_is_not():
     # A block's MLP has twice the FLOPs of its attention's products, and sends equally many bytes.
     mlp = 2 * 4 * 64 * (2 * 128 * 512) * 3 / 2
-    each = mlp * 1e-12 / 2  # of its two exchanges
+    each = mlp * 1e-12 / 2  # the price of each of its two exchanges
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.9 * each, seconds_per_flop=1e-12))
     assert {name.split(".")[2] for name in plan.slices if name.startswith("blocks")} == {"mlp"}
 
@@ -117,7 +117,7 @@ def test_residual_blocks_send_no_more_than_two_exchanges_each():
     plan = plan_slices(work_on(model, 2, 3, 64, 64), 2)
     assert plan.sliced_share(model) > 0.9
     assert not plan.single_layers
-    # By hand: the gradient of a block's input, and its output, in floats of two images.
+    # By hand: the gradient of a block's input, and its output, as floats of two images.
     stages = [(64, 16), (128, 8), (256, 4), (512, 2)]
     outputs = [2 * channels * side * side * 4 for channels, side in stages]
     inputs = [outputs[0], outputs[0], outputs[1], outputs[2]]
@@ -155,7 +155,9 @@ def test_every_rank_has_a_part_of_all_that_is_sliced(ranks):
 
 
 def test_a_shorter_model_is_sliced_as_the_one_that_its_blocks_stand_for():
-    """Of nine blocks the positions are so little that they stay whole; of three they are not."""
+    """With nine blocks the positions are such a small share that they stay whole; with
+    three not.
+    """
     small = {"vocab_size": 256, "width": 64, "num_heads": 4, "sequence_length": 32}
     model = GPT(GPTConfig(num_layers=9, **small))
     short, order = shorten_model(model)

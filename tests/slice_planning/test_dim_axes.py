@@ -1,4 +1,4 @@
-"""The structure of dims: views, sums and unified dims."""
+"""The axis structure of dims: views, concatenations and unified dims."""
 
 from __future__ import annotations
 

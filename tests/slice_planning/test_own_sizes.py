@@ -1,4 +1,4 @@
-"""A model that reads its sizes is sliced only where it reads whole ones."""
+"""A model that reads sizes of its tensors is sliced only where whole sizes are returned."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
 
 
 class Copies(OwnSizes):
-    """It computes with a copy of one of its modules."""
+    """Computes with a copy of one of its modules."""
 
     def __init__(self) -> None:
         super().__init__("sizes")

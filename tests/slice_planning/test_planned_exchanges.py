@@ -1,4 +1,4 @@
-"""A sliced model does exactly the exchanges of its plan."""
+"""A sliced model performs exactly the exchanges of its plan."""
 
 from __future__ import annotations
 

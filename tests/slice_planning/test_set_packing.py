@@ -63,7 +63,7 @@ def test_one_set_is_the_best_of_the_frontier(seed):
 
 
 def blocks_along_a_skip(count: int) -> list[Option]:
-    """A skip that excludes the inside of every block, and the inside of each: a ResNet."""
+    """A skip connection excludes the inside of every block, as in a ResNet."""
     skip = Option("skip", frozenset(f"{n}.last" for n in range(count)), 1.0, -8.0 * count)
     inside = [
         Option(f"{n}.{own}", frozenset(claims), 2.0, nbytes)

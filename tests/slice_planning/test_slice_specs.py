@@ -1,4 +1,4 @@
-"""Slices written as lines and read again; refused lines and their messages."""
+"""Slices written as lines and parsed again; refused lines and their messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_lines_of_blocks_that_are_alike_are_one():
         "blocks.*.mlp.2.weight": "2/8",
     }
     assert merged_lines({"layer_0.w": "0/8", "layer_1.w": "0/8"}, ()) == {"layer_*.w": "0/8"}
-    # A block that is otherwise, or whole, is in no pattern.
+    # A block that differs, or stays whole, is in no pattern.
     assert merged_lines({**texts, "blocks.1.mlp.0.weight": "1/8"}, ())["blocks.0.mlp.0.weight"]
     assert merged_lines({"b.0.w": "0/8", "b.1.w": "0/8"}, ["b.2.w"]) == {
         "b.0.w": "0/8",
@@ -125,7 +125,7 @@ def test_nothing_to_slice_is_refused_with_what_would_do():
 
 @pytest.mark.parametrize("strategy", ["tensor", "tensor_sequence"])
 def test_what_a_dry_run_prints_slices_the_same_when_it_is_given(strategy, tmp_path):
-    """The printed lines, with reasons, give the same slices when a job has them."""
+    """The printed lines, including their reasons, give the same slices when a job contains them."""
     words = ["device=cpu", "model.args.num_layers=2", "model.args.width=64"]
     words += ["model.args.sequence_length=32", "data.name=synthetic"]
     words += ["data.args={kind: language, vocabulary: 257}"]

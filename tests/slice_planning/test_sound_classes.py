@@ -16,7 +16,7 @@ from bigtrain.slice_planning.axis_trace import trace_axes
 from bigtrain.slicing.slices import Slices, SliceSection
 
 MOST = 8
-"""Classes of a model that are tried: each takes a forward pass."""
+"""The number of classes of a model that are tested: each takes a forward pass."""
 
 
 def classes_of(model, inputs):
@@ -45,7 +45,7 @@ def assert_shuffled_alike(model, count=MOST):
 @pytest.mark.parametrize("name", SMALL)
 def test_classes_of_few_layers(name):
     torch.manual_seed(0)
-    # Attention and MLP of each layer, or the MLP, and the head.
+    # Attention and MLP of each layer, or only the MLP, and the head.
     assert_shuffled_alike(SMALL[name]().train(), {"swin": 7, "convnext": 3}.get(name, MOST))
 
 

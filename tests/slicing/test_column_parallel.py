@@ -19,7 +19,7 @@ BATCH, LENGTH, WIDTH, COLUMNS = 2, 8, 6, 10
 
 
 class Order(TorchDispatchMode):
-    """Products in the order in which they are made, each with the exchanges before it."""
+    """Records matrix products in order, each with the exchanges before it."""
 
     def __init__(self, exchanges):
         super().__init__()
@@ -55,7 +55,7 @@ def test_one_product_adds_up_while_its_weight_has_its_gradient(sequence):
         del exchanges[:]
         with Order(exchanges) as order:
             made.backward()
-    if sequence:  # the gather is under way while the input's gradient is made
+    if sequence:  # the gather overlaps with the input's gradient
         assert order.seen == [["all_gather"], ["all_gather", "reduce_scatter"]]
     else:
         assert order.seen == [[], ["all_reduce"]]
@@ -76,7 +76,7 @@ def test_gradients_of_three_products_are_added_up_together(sequence):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_an_autocast_exchanges_what_it_computes_with(sequence):
-    """Inputs in float32 are cast once for all products, before they are sent."""
+    """fp32 inputs are cast once for all products, before they are sent."""
     exchanges = []
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     nbytes = BATCH * LENGTH * WIDTH * 2
@@ -102,7 +102,8 @@ def test_a_sharded_input_is_saved_as_a_shard():
         before = tracker.live_bytes
         results = [local_of(F.linear(x, weight)) for weight in weights]
         made = sum(result.numel() * 4 for result in results)
-        assert tracker.live_bytes - before == made + 2 * own  # gathered, for a third product
+        # Gathered once more, for a third product
+        assert tracker.live_bytes - before == made + 2 * own
         del x
         assert tracker.live_bytes - before == made
 
@@ -139,6 +140,6 @@ def kept_bytes(layers, sequence_dim, mode):
 def test_selective_saves_sums_and_not_partial_products(sequence_dim):
     """In sbh numbers: input and both sums, whole or in shards; q, k, v, mixed, 4 of the MLP."""
     more = kept_bytes(3, sequence_dim, "selective") - kept_bytes(2, sequence_dim, "selective")
-    sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # of each row of scores attention keeps one
+    sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # attention saves one number per row of scores
     between = 3 * sbh if sequence_dim is None else 3 * sbh // 2
     assert more == 4 * (between + 8 * sbh // 2 + rows // 2)

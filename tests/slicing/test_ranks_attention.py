@@ -1,4 +1,4 @@
-"""Attention with sliced heads on real ranks: shared keys and values, a decoder."""
+"""Attention with sliced heads on real ranks: shared keys and values, and a decoder."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ from bigtrain.slicing.slices import Slices
 
 
 class Grouped(nn.Module):
-    """Separate projections, in which several heads of queries share keys and values."""
+    """Separate projections, where several query heads share keys and values."""
 
     def __init__(self, shared: int, *, repeats: bool) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def grouped_case(shared: int, *, sliced: bool, repeats: bool = False) -> Case:
 
 
 class Both(nn.Module):
-    """An encoder, and a decoder that looks at it."""
+    """An encoder, and a decoder that attends to it."""
 
     def __init__(self, *, batch_first: bool) -> None:
         super().__init__()
@@ -175,6 +175,6 @@ def of_matrices(context):
 
 
 def test_a_sequence_is_known_again_in_the_rows_of_a_matrix():
-    """Three products in rows, of which one is a view of two dims; and two inputs of columns."""
+    """Three products by rows, one of which is a view of two dims; and two inputs of columns."""
     for found in run_ranks(of_matrices, 2, tp=2):
         assert found == {"reduce_scatter": 3, "all_gather": 2}

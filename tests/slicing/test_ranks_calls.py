@@ -1,4 +1,4 @@
-"""Torch's functions on slices: results and gradients of one process, and where whole tensors go."""
+"""Torch's functions on slices: results and gradients equal one process; which calls gather."""
 
 import pytest
 from support import calls_of_more, calls_of_one
@@ -21,7 +21,7 @@ MORE = {
 }
 KINDS = {"one": ONE, "more": {f"MORE {name}": call for name, call in MORE.items()}}
 
-# Of each call the tensors, by number, and their dims whose slices alone make it want whole ones.
+# For each call: number and dim of the tensors whose slices alone make it gather whole tensors.
 WHOLE = {
     "ELEMENTS where is it": "0.0 0.1 0.2",
     "ELEMENTS item": "0.0 0.1 0.2",

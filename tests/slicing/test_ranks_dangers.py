@@ -1,4 +1,4 @@
-"""Code of models other than calls of functions works on slices, or is refused by name."""
+"""Unusual code in models either works on slices or is refused by name."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ SLICES = {"up.weight": COLUMNS, "up.bias": COLUMNS, "down.weight": ROWS}
 
 
 class Layers(nn.Module):
-    """Two layers, of which the first is sliced by columns and the second by rows."""
+    """Two layers, the first sliced by columns and the second by rows."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 
 
 class Normed(nn.Module):
-    """Weights that are made of others."""
+    """Weights that are computed from other parameters."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Normed(nn.Module):
 
 
 class Direct(Layers):
-    """It takes its parameters and buffers as few do."""
+    """Accesses its parameters and buffers in unusual ways."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class Answer:
 
 
 class Hooked(Layers):
-    """Hooks see whole shapes; their results are used."""
+    """Its hooks see whole shapes, and their results are used."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ def in_double(make, *args):
 
 
 def all_slices(model, ranks):
-    """Every tensor that can be is sliced on its first dim."""
+    """Every tensor that can be sliced, sliced on its first dim."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {
         name: Slices.even(0, tensor.shape[0])
@@ -313,7 +313,7 @@ def test_modes_and_copies():
 
 
 def alive_tensors(context):
-    """Tensors that live after so many steps, and what `copied_to_ranks` remembers of one."""
+    """Tensors that are alive after this many steps, and the cache of `copied_to_ranks` for one."""
     group = slice_group(context)
     model = in_slices(in_double(Direct), {**SLICES, "mean": COLUMNS}, group)
     counts = []
@@ -339,7 +339,7 @@ def alive_tensors(context):
 
 def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
     for counts, twice, is_stale, _ in run_ranks(alive_tensors, 2, tp=2):
-        # The backend's thread may keep the last sent tensor: a leak would keep one per step.
+        # The backend's thread may keep the last sent tensor alive; a leak would keep one per step.
         assert min(counts[-8:]) <= min(counts[:8]) + 1, counts
         assert not is_stale
         assert twice
@@ -384,13 +384,13 @@ def test_random_numbers_of_slices_are_a_ranks_own_and_all_others_common():
         assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
     for found in (first, second):
         assert 0.28 < found[1].mean() < 0.32
-    assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 of them
+    assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 are expected
     for one, other in zip(first[2:], second[2:], strict=True):
         assert torch.equal(one, other)
 
 
 class Block(Layers):
-    """Its parts are computed again, around a sliced buffer and products that are kept."""
+    """Its parts are recomputed, around a sliced buffer and saved matrix products."""
 
     def __init__(self, selective, changes):
         super().__init__()
@@ -424,7 +424,7 @@ def test_blocks_of_slices_are_computed_again():
 
 
 def shared_out(context):
-    """Parts with another memory order; sums that are changed in place."""
+    """Parts with a different memory order, and sums that are changed in place."""
     group = slice_group(context, sequence_dim=1)
     slices = Slices.even(1, 4)
     partial = torch.arange(120.0).view(2, 5, 3, 4).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Exchanges on fake tensors are those of the real ranks, whatever is sliced and how."""
+"""Exchanges on fake tensors equal those of the real ranks, for all kinds of slices."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ SOME = ("gpt, tied", "recurrent", "upwards", "swin, second")
 
 
 def made_fake(model, mode):
-    """Replace the tensors of a model by fakes; tied ones stay tied."""
+    """Replace the tensors of a model by fakes; tied tensors stay tied."""
     twins = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():

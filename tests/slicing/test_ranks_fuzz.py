@@ -1,4 +1,4 @@
-"""Random slices of random tensors of many models: the numbers of one process."""
+"""Random slices of random tensors of many models give the numbers of one process."""
 
 import copy
 import warnings
@@ -9,7 +9,7 @@ from support.ranks import run_ranks
 from support.sliced import compared, random_slices, slice_group
 
 NEAR = 1e-11
-"""Norms of few numbers make rounding larger: a wrong number differs by far more."""
+"""Norms of few numbers amplify rounding errors; a wrong number differs by far more."""
 
 
 def fuzzed(context, names, seeds, sequence_dim):

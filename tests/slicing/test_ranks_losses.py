@@ -1,4 +1,4 @@
-"""Cross entropy on real ranks, of logits, heads and hidden states in slices."""
+"""Cross entropy on real ranks, with sliced logits, heads and hidden states."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def values(shape, ignored):
 
 
 def both(context, logits, dim, compute, sections=None):
-    """A loss and its gradient of this rank's part, and those of one process."""
+    """The loss and the gradient of this rank's part, and those of one process."""
     group = slice_group(context)
     slices = Slices(dim, sections) if sections else Slices.even(dim, logits.shape[dim])
     whole = logits.clone().requires_grad_()
@@ -77,7 +77,7 @@ def of_logits(context):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_cross_entropy_of_logits_in_slices(ranks):
-    """Sliced on the classes, on the targets, on pixels; all options that torch has."""
+    """Sliced by classes, by targets, by pixels; with all options of torch's function."""
     assert run_ranks(of_logits, ranks, tp=ranks) == [[]] * ranks
 
 
@@ -178,7 +178,7 @@ def test_chunks_of_a_head_in_slices(ranks):
 
 
 def of_a_model(context, sequence_dim, tied):
-    """A GPT whose head computes the loss equals one with plain logits on one process."""
+    """A GPT whose head computes the loss equals one with plain logits in one process."""
     case = gpt_case(tied=tied)
     loss = ChunkedCrossEntropy(head="head", chunk_size=1500, label_smoothing=0.1)
     exchanges = []
@@ -217,7 +217,7 @@ def test_a_model_whose_head_gives_the_loss(sequence_dim):
 
 
 def odd(context):
-    """Sections of classes have no rule: they are gathered, and right."""
+    """Classes in several sections have no rule: they are gathered, and the result is right."""
     logits, target, _ = values((7, 12), "some")
     two = (SliceSection(6), SliceSection(6))
     return both(context, logits, 1, lambda given: F.cross_entropy(given, target), two)

@@ -1,4 +1,4 @@
-"""The memory of a model in slices on real ranks is that of a run on fake tensors, to the byte."""
+"""The memory of a sliced model on real ranks equals that of a run on fake tensors, to the byte."""
 
 import time
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ LENGTH = 9
 
 
 class PatientTracker(StorageTracker):
-    """Wait until gloo's thread releases what was sent; on GPUs there is nothing to wait for."""
+    """Waits until gloo's thread releases sent tensors; on GPUs this is not needed."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -30,7 +30,7 @@ class PatientTracker(StorageTracker):
 
 
 def tracked(group, mode, *, fake):
-    """Bytes alive after the forward and the backward pass, and the highest of each."""
+    """Bytes alive after the forward and after the backward pass, and the peak of each."""
     case = gpt_case(tied=False, length=LENGTH)
     torch.manual_seed(0)
     model = case.make().double()
@@ -67,7 +67,7 @@ def both(context):
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_run_on_fake_tensors_has_the_memory_of_each_rank(ranks):
-    for _ in range(3):  # gloo's thread may be late all the same
+    for _ in range(3):  # gloo's thread may still be late
         results = run_ranks(both, ranks, tp=ranks)
         if all(real == fake for found in results for real, fake in found.values()):
             break

@@ -1,4 +1,4 @@
-"""Models with sliced parameters on real ranks compute what one process computes."""
+"""Models with sliced parameters on real ranks compute the same as one process."""
 
 import copy
 

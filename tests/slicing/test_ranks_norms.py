@@ -1,5 +1,6 @@
-"""Norms of gradients in slices, shards and stages are those of one process, and so are the steps
-that they clip; and gradients may be freed in the backward pass."""
+"""Gradient norms in slices, shards and stages equal those of one process, and so do clipped steps.
+
+Gradients may also be freed in the backward pass."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def records(context: RunContext, strategies: tuple[str, ...], mesh: dict[str, in
 
 @pytest.fixture(scope="module")
 def expected() -> Record:
-    """Of one process; the embedding is the head, too: first stage and last one share it."""
+    """The run of one process; the first and the last stage share the embedding, which is also
+    the head.
+    """
     one: Record = run_ranks(train, 1, BlockLM, tokens(22), "single", CLIPPED, 4)[0]
     assert min(one.norms) > 2 * CLIPPED["optim.clip_norm"]
     return one

@@ -1,4 +1,4 @@
-"""The predicted peak of a run in slices is the measured one."""
+"""The predicted peak of a sliced run equals the measured one."""
 
 import math
 from functools import partial
@@ -61,7 +61,7 @@ DAILY = (
     ],
 )
 def test_the_first_ranks_peak_is_predicted_to_the_byte(strategy, case):
-    """The other one's words are fewer by one."""
+    """The second rank has one word fewer."""
     rows = settled(
         lambda: run_ranks(peak, 2, strategy, case, tp=2, timeout_s=120),
         lambda row: row[1].bytes > row[0].bytes,
@@ -130,7 +130,7 @@ BESIDE_MORE = {
             for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble")
             for recompute in ("", "full+", "selective+")
             for slices in ("tensor", "tensor_sequence")
-            if (schedule, recompute) != ("zero_bubble", "selective+")  # refused
+            if (schedule, recompute) != ("zero_bubble", "selective+")  # this combination is refused
         },
     ),
     "all axes": (
@@ -143,7 +143,7 @@ BESIDE_MORE = {
     ),
 }
 SLACK = 0.001
-# A thread of gloo lets go of a few numbers when it gets the processor: a part of a step so small.
+# A gloo thread releases a few numbers late, which are a noticeable part of a step this small.
 OF_FEW = {"1f1b+fsdp": 0.01}
 
 
@@ -165,7 +165,7 @@ def peaks_beside(context, strategies, mesh, folder):
 
 
 def share(row):
-    """Return by how much the forecast exceeds the measurement."""
+    """The relative excess of the forecast over the measurement."""
     predicted, measured, _ = row
     return predicted.bytes / measured.bytes - 1
 

@@ -1,4 +1,4 @@
-"""Boundary tensors between stages with tensor parallelism: each rank sends its part."""
+"""Boundary tensors between stages with tensor parallelism: each rank sends a part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TYPES = (
     *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
 )
 SHAPES = ((7, 11, 30), (2311,), (48, 1, 48))
-"""Of which two divide by neither 2 nor 3."""
+"""Two of these numbers of elements or dims are divisible by neither 2 nor 3."""
 
 
 def boundary_tensors() -> Iterator[Tensor]:
@@ -40,7 +40,7 @@ def boundary_tensors() -> Iterator[Tensor]:
 
 
 def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
-    """Send every boundary tensor to this rank as the next stage; return its elements, and all."""
+    """Send every boundary tensor to this rank as the next stage; return (sent, all) elements."""
     group = SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
     counts = []
     for whole in boundary_tensors():
@@ -54,7 +54,7 @@ def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
         found = gather_boundary(received, whole.to("meta"), group)
         assert torch.equal(found, whole)
         if trains:
-            # A gradient with other strides than its tensor.
+            # A gradient whose strides differ from its tensor's.
             gradient = whole.flip(0).t().contiguous().t() if whole.dim() == 2 else whole.flip(0)
             found.backward(gradient)
             assert received.grad.shape == sent.shape
@@ -126,7 +126,8 @@ def send_and_receive_shards(context: RunContext) -> list[str]:
                 sent.backward(received.grad)
                 kinds += [one.kind for one in exchanges]
                 assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
-                # A tensor that is whole here has a whole gradient: backward needs one gather.
+                # A tensor that is whole here has a whole gradient: the backward pass needs one
+                # gather.
                 assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
                 exchanges.clear()
     return kinds
@@ -139,7 +140,9 @@ def test_a_sequence_shard_is_sent_without_a_gather(tp: int) -> None:
 
 
 def test_which_tensors_are_sent_as_sequence_shards() -> None:
-    """Activations of a sequence; not masks, tables, short sequences or tensors without a width."""
+    """Sequence activations are; masks, tables, short sequences and tensors without a width
+    are not.
+    """
 
     def lies(*shape: int, trained: bool = True, size: int = 4, **kind: Any) -> Slices | None:
         whole = torch.empty(shape, device="meta", **kind).requires_grad_(trained)

@@ -66,7 +66,7 @@ def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):
 
 
 def counted(context, sequence_dim, layers, mode):
-    """Exchanges of the size of (batch, seq, width), forward and in the backward pass."""
+    """Exchanges of the size of (batch, seq, width), in the forward and in the backward pass."""
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
     case = gpt_case(tied=False, layers=layers)
@@ -86,7 +86,7 @@ def _halves(exchanges, at):
 
 
 def of_a_layer(context, sequence_dim, mode):
-    """Return the exchanges of one more layer, and the small ones of the backward pass."""
+    """Return the exchanges of one additional layer, and the small ones of the backward pass."""
     one, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
     return dict(two[0] - one[0]), dict(two[1] - one[1]), len(two[2]) - len(one[2])
 
@@ -100,23 +100,26 @@ def of_layers(context):
 
 
 def test_a_layer_exchanges_what_the_papers_say():
-    """Figures 4 and 5 of Korthikanti et al. 2022; backward the inputs of products once more."""
+    """Figures 4 and 5 of Korthikanti et al.
+
+    2022; the backward pass gathers the products' inputs again.
+    """
     (found, other) = run_ranks(of_layers, 2, tp=2)
     assert found == other
     assert found[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
     forward = {"all_gather": 2, "reduce_scatter": 2}
-    # Small: weight and bias of two norms, two biases of rows.
+    # Small ones: weight and bias of two norms, and two biases of row-sliced layers.
     assert found[1, ""] == (forward, {"all_gather": 4, "reduce_scatter": 2}, 6)
-    # Computed again: all but the last sum, which no product's gradient wants.
+    # Recomputed: all except for the last sum, which no product's gradient needs.
     assert found[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
     assert found[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
-    # Products and their sums are kept.
+    # Products and their sums are saved.
     assert found[None, "selective"] == found[None, ""]
     assert found[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
 
 
 def separate(context):
-    """Three linear layers of one input: gathered once, in each direction."""
+    """Three linear layers with one input, which is gathered once in each direction."""
     torch.manual_seed(0)
     exchanges = []
     group = slice_group(context, sequence_dim=1, exchanges=exchanges)
@@ -152,7 +155,7 @@ def test_linear_layers_of_one_input_gather_it_together():
 
 
 def masks(context):
-    """Return ones after dropout: of a sharded sequence, and of a whole tensor."""
+    """Dropout of ones: of a sharded sequence, and of a whole tensor."""
     group = slice_group(context, sequence_dim=1)
     torch.manual_seed(3)
     sequence_slices = Slices.even(1, 64)
@@ -172,7 +175,7 @@ def test_each_shard_has_its_own_masks_and_whole_tensors_have_equal_ones():
 
 
 def with_dropout(context, build, sequence_dim):
-    """Gradients of a model with dropout, kept and computed again."""
+    """Gradients of a model with dropout, saved and recomputed."""
     case = CASES_WITH_DROPOUT[build]()
     found = []
     for mode in ("", "full", "selective"):
@@ -201,7 +204,9 @@ def test_dropout_draws_the_same_when_computed_again(build):
 
 
 def split_backward(context, sequence_dim, count):
-    """Gradients of the input first, and of the weights later, as pipelines have them."""
+    """Gradients of the input first and of the weights later, as in pipelines that split
+    the pass.
+    """
     torch.manual_seed(0)
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)

@@ -1,4 +1,4 @@
-"""Slices after a reshape, compared with the elements themselves."""
+"""Slices after a reshape, compared element by element."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The inequality of synchronous SGD and its solutions, beside closed forms."""
+"""The inequality of synchronous SGD and its solutions, compared with closed forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.speedup.inequality import (
 )
 from bigtrain.speedup.show import inequality_lines
 
-# Ten samples a second; 8 of them a step; gradients that take a second over the link.
+# Ten samples a second, 8 of them a step; sending the gradients takes a second.
 COST = ComputeCost(0.2, 0.1)
 
 
@@ -110,7 +110,7 @@ def test_where_no_rank_waits_everything_pays():
 
 
 def test_what_pays_now_is_not_called_hopeless():
-    """One value of the three may not be known where the step pays all the same."""
+    """One of the three values may be unknown although the step pays."""
     for one, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
         found = {
             "batch": batch_that_pays(one, None),
