@@ -1,4 +1,4 @@
-"""The tables of the pages on the classic systems are those of the result files."""
+"""The tables on the pages about classic systems agree with the result files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def results(name: str) -> Any:
 
 
 def row_of(page: str, start: str) -> list[str]:
-    """The cells of the one row of a table that starts with these words."""
+    """The cells of the one table row that starts with these words."""
     text = (ROOT / "docs" / page).read_text("utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
     return [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -1,4 +1,4 @@
-"""The classic jobs, from small data sets in the real formats, as a user starts them."""
+"""The classic jobs run from small data sets in the real formats, as a user starts them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ DAMAGES = {
     "imagenet": "train/nine/nine_1.JPEG",
     "voc": "VOCdevkit/VOC2012/SegmentationClass/2012_val_000000.png",
 }
-"""A file of each, of which one half is lost."""
+"""One file of each data set, which is cut in half."""
 
 
 @pytest.mark.parametrize("job", DAMAGES)

@@ -1,4 +1,4 @@
-"""The functions of a device, with a module of torch's that is made up where there is no GPU."""
+"""The functions on devices, with a fake torch module for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
 
 class MadeUp(SimpleNamespace):
-    """Two GPUs, of which the thread uses the second."""
+    """Two GPUs; the current thread uses the second."""
 
     def __init__(self, **stats: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
     assert measured.peak.bytes == 1000
     assert (measured.allocated_bytes, measured.reserved_bytes) == (1536, 2048)
     assert (measured.capacity_bytes, measured.alloc_retries) == (1001, 3)
-    # A backend that counts no requests has what is in blocks.
+    # For a backend that does not count requests, the bytes in blocks are used.
     gpus.stats = {"allocated_bytes.all.peak": 1536}
     assert devices.allocator_peaks(SECOND).requested == 1536
 
@@ -202,7 +202,7 @@ def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
     ]
     sources = {path: path.read_text("utf-8") for path in own}
     assert [path for path, text in sources.items() if "torch.cuda" in text] == []
-    # Where a plan is made for a kind of device that need not be here, it is called by its name.
+    # If a plan is made for a kind of device that need not exist here, the code names the kind.
     assert sum(text.count('"cuda"') for text in sources.values()) <= 25
 
 
@@ -230,7 +230,9 @@ def visible(_context: RunContext) -> tuple[str | None, str | None]:
 
 
 def test_starting_kernels_adds_biases_there_back_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLASLt's workspace is a thread's own: a block that is computed again adds biases there."""
+    """cuBLASLt has a workspace per thread: a recomputed block adds biases in the
+    backward thread.
+    """
     threads: list[tuple[str, bool]] = []
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -254,7 +256,8 @@ def test_starting_kernels_adds_biases_there_back_and_again(monkeypatch: pytest.M
 
 def test_what_tells_one_gpu_from_another(gpus: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.device_identity(CPU) is None
-    assert devices.device_identity(SECOND) is devices.processors(1) is None  # it says neither
+    # This device reports neither
+    assert devices.device_identity(SECOND) is devices.processors(1) is None
     told = SimpleNamespace(uuid="GPU-7", multi_processor_count=132)
     monkeypatch.setattr(gpus, "get_device_properties", lambda _: told, raising=False)
     assert (devices.device_identity(SECOND), devices.processors(1)) == ("GPU-7", 132)

@@ -1,4 +1,4 @@
-"""The scripts under examples/ run as their first lines say, on one rank and on two."""
+"""The scripts in examples/ run as their docstrings say, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.exit(start_ranks(2, sys.argv[2:], Path(sys.argv[1])))
 
 
 def run(name: str, *words: str, ranks: int = 1) -> str:
-    """What an example prints; its ranks meet by a file."""
+    """The output of an example; its ranks rendezvous by a file."""
     script = EXAMPLES / name
     if ranks == 1:
         done = forked_script(script, words)

@@ -1,4 +1,4 @@
-"""Inputs that nobody means well with, as benchmarks/hostile_inputs.py draws thousands."""
+"""Malformed inputs, drawn as by benchmarks/hostile_inputs.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.zygote import forked_cli, surroundings
 
 
 def rows_of(folder: Path, numbers: range, seed: int) -> list[dict[str, Any]]:
-    forked_cli(["strategies"])  # the imports are done once, before two ask for them
-    # Other tests run beside: the ten seconds are held by the benchmark.
+    forked_cli(["strategies"])  # import once, before two processes need it
+    # Other tests run at the same time; the limit of ten seconds is checked by the benchmark.
     runs = hostile_inputs.HostileRuns(folder, forked_cli, surroundings(), limit_s=60)
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda number: runs.one(number, seed), numbers))

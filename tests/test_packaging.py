@@ -1,4 +1,4 @@
-"""What is shipped: built, installed beside nothing else, and run from somewhere else."""
+"""The distribution: built, installed without anything else, and run from another folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = [
     *("data.path=corpus.txt", "data.args.sequence_length=16", "data.args.validation_samples=4"),
     *("train.global_batch_size=4", "train.steps=2"),
 ]
-# Whoever imports one of these by mistake fails.
+# Importing one of these by mistake fails.
 TRAP = "raise SystemExit('the file of the user was imported')\n"
 
 
@@ -44,7 +44,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git has or would take, links as links, and nothing that lies around."""
+    """The files that git tracks or would add, with links kept, and without other files."""
     target = tmp_path_factory.mktemp("checkout")
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode()
@@ -57,7 +57,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was made from it."""
+    """A folder with the sdist, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     done = run([*command, str(checkout)], folder)
@@ -74,7 +74,9 @@ def wheel(built: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which the installed package is found, and only its parents' torch."""
+    """The environment in which the installed package, and torch of this environment, can be
+    imported.
+    """
     target = tmp_path_factory.mktemp("installed")
     (path,) = built.glob("*.whl")
     options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--target", str(target)]
@@ -86,7 +88,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user's folder: a text, and names that a careless import would find."""
+    """A user's folder: a text, and files whose names a careless import would find."""
     (tmp_path / "corpus.txt").write_text("how vexingly quick daft zebras jump. " * 100)
     for name in ("strategies", "configs"):
         (tmp_path / name).mkdir()
@@ -143,14 +145,14 @@ def _is_setup(node: ast.AST) -> bool:
 def test_the_installed_command_runs_from_anywhere(installed, home):
     code = "import bigtrain; print(bigtrain.__file__)"
     assert run([sys.executable, "-c", code], home, installed).stdout.startswith(*installed.values())
-    # A console script does not put the current folder on the path, so profile.py may lie there.
+    # A console script does not put the current folder on the path, so profile.py may exist there.
     script = str(Path(installed["PYTHONPATH"]) / "bin" / "bigtrain")
     done = run([sys.executable, script, "strategies"], home, installed)
     assert "\n  ddp " in done.stdout, done.stderr
 
 
 def test_the_installed_engine_is_not_misled_by_folders_of_the_user(installed, home):
-    (home / "profile.py").unlink()  # `python -m` puts the current folder first for torch as well
+    (home / "profile.py").unlink()  # `python -m` puts the current folder first, also for torch
     code = "import bigtrain.strategies.ddp as d; print(d.__file__)"
     done = run([sys.executable, "-c", code], home, installed)
     assert done.stdout.startswith(installed["PYTHONPATH"]), done.stderr
@@ -178,7 +180,7 @@ def test_the_script_of_a_bare_checkout_runs_from_anywhere(checkout, home, tmp_pa
 
 
 def test_the_example_of_the_contributing_page_runs(tmp_path, monkeypatch):
-    """The strategy as it is printed there: imported by its path, it equals one process."""
+    """The strategy as printed: imported by its path, it equals one process."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for language, name in (("python", "mymodule.py"), ("yaml", "path.yaml")):
         block = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
@@ -204,7 +206,7 @@ SURROUNDS = {"mesh.pp": 2, "strategy.replicate": "support.odd_strategies:Surroun
 
 
 def test_no_benchmark_is_named_as_a_folder_that_git_ignores():
-    """What a run leaves would change how its imports are sorted, and whose it is."""
+    """Files that a run leaves there would change the classification and order of imports."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split()}
     assert "runs" in ignored
     assert not ignored & {path.stem for path in (ROOT / "benchmarks").glob("*.py")}

@@ -1,4 +1,4 @@
-"""Faults at chosen and at random moments, as benchmarks/faults.py makes them by the hundred."""
+"""Faults at chosen and at random moments, made as by benchmarks/faults.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BESIDE = faults.Setting("ddp", True)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What runs without a fault compute is known once it was asked for."""
+    """The results of runs without a fault, computed on first use."""
 
     def made(strategy: str) -> str:
         return interpreter("deepspeed" if strategy == "zero2" else "plain")
@@ -42,7 +42,7 @@ def test_a_fault_of_each_kind_changes_no_number(runs: Any, number: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("first", [0, 5])
 def test_faults_at_random_change_no_number(runs: Any, first: int) -> None:
-    for number in range(first, first + 5):  # of each strategy one
+    for number in range(first, first + 5):  # one of each strategy
         outcome = runs.drawn(number, seed=1)
         assert outcome.problem is None, outcome
 

@@ -1,4 +1,4 @@
-"""Disks that fill up and folders that go while a run saves: it goes on, and loses nothing."""
+"""Disks that fill up and folders that are removed during a run: it continues and loses nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 
 
 class Disk:
-    """A folder for a run that can be full and have room again: a small file system of its own.
+    """A folder for a run on a small separate file system, which can be filled and emptied.
 
-    Where none can be mounted, the ranks' files may not grow (RLIMIT_FSIZE) instead.
+    If no file system can be mounted, the size of the ranks' files is limited instead
+    (RLIMIT_FSIZE).
     """
 
     def __init__(self, folder: Path, place: Place, *, mounts: bool) -> None:
@@ -92,7 +93,7 @@ def test_a_disk_that_fills_up_loses_nothing(place: Place, disk: Disk, expected: 
     assert process.returncode == 0, said
     assert re.search(r"(No space left on device|File too large)", said)
     assert "The run goes on; the newest is still step-2." in said
-    if not disk.mounted:  # in a file system a short line may find room in the file's last page
+    if not disk.mounted:  # on a full file system a short line may fit into the last page
         assert "metrics.jsonl cannot be written" in said
     assert place.curve() == expected
     assert (place.run / "checkpoints" / "latest").read_text().strip() == "step-6"
@@ -103,7 +104,7 @@ def test_a_folder_that_is_gone_between_two_saves(place: Place, expected: Any, fa
     checkpoints = place.run / "checkpoints"
     command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *place.words()]
     with place.start(command, FAULT_SLEEP="0.3") as process:
-        place.wait_for_step(3)  # the save after step 2 has come to its end
+        place.wait_for_step(3)  # the save after step 2 has finished
         assert (checkpoints / "latest").exists()
         aside = place.folder / "aside"
         checkpoints.rename(aside)
@@ -123,7 +124,8 @@ def test_a_folder_that_is_gone_between_two_saves(place: Place, expected: Any, fa
 
 def test_a_last_save_that_fails_is_a_failure_and_goes_on_later(place: Place, expected: Any) -> None:
     place.run.mkdir(parents=True)
-    (place.run / "checkpoints").write_text("")  # root may write into a folder that is read-only
+    # A file, because root may write into a read-only folder
+    (place.run / "checkpoints").write_text("")
     status, said = place.bigtrain(["-n", "2", "--restarts", "0"])
     assert status == 1, said
     words = "The run went to its end, but its last state is lost; there is none yet. Make room"

@@ -1,4 +1,4 @@
-"""Hosts of network namespaces: what reaches whom and when, launchers over them, nothing left."""
+"""Hosts in network namespaces: delivery of frames, launchers over the hosts, and cleanup."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENET = [
 
 @pytest.fixture
 def as_root():
-    """Root, and iproute2: without it CI fails and a laptop skips."""
+    """Require root and iproute2: fail in CI without them, skip elsewhere."""
     missing = [tool for tool in hosts.TOOLS if shutil.which(tool) is None]
     if missing and os.environ.get("CI") == "true":
         pytest.fail(f"{missing[0]} is missing. Run: apt-get install {hosts.TOOLS[missing[0]]}")
@@ -59,14 +59,14 @@ def test_frames_take_their_bits_and_the_delay():
     ports = [Port(n, mac_of(n)) for n in range(3)]
     wires = Wires(ports, rate=8e6, delay=0.25)  # a byte takes a microsecond
     wires.take(ports[0], frame(1, 1000), 0.0)
-    wires.take(ports[0], frame(1, 1000), 0.0)  # behind the first
-    wires.take(ports[2], frame(1, 1000), 0.0)  # from elsewhere, to the same link
+    wires.take(ports[0], frame(1, 1000), 0.0)  # queued behind the first frame
+    wires.take(ports[2], frame(1, 1000), 0.0)  # from another port, over the same link
     assert wires.next_arrival() == pytest.approx(0.251)
     assert wires.arrived(0.2509) == []
     assert [port.fd for port, _ in wires.arrived(0.2511)] == [1]
     assert len(wires.arrived(0.2521)) == 1
     assert len(wires.arrived(0.2531)) == 1
-    wires.take(ports[1], frame(9, 1000), 1.0)  # nobody's address: to all others
+    wires.take(ports[1], frame(9, 1000), 1.0)  # an unknown address: sent to all other ports
     assert sorted(port.fd for port, _ in wires.arrived(2.0)) == [0, 2]
 
 
@@ -76,7 +76,7 @@ def test_who_has_much_to_send_waits():
     wires.take(ports[0], frame(1, round(MOST_WAITING_S * 1e6) + 1000), 0.0)
     assert not wires.takes(ports[0], 0.0)
     assert wires.takes(ports[0], 0.002)
-    assert wires.takes(ports[1], 0.0)  # the other way is free
+    assert wires.takes(ports[1], 0.0)  # the opposite direction is free
 
 
 def test_rates_and_delays_are_read():

@@ -1,4 +1,4 @@
-"""Ctrl-C ends the step, saves, says how to go on, and leaves no process and no traceback."""
+"""Ctrl-C ends the step, saves, prints how to continue, and leaves no process and no traceback."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(place: Place, expected: Curve, launc
     place.wait_for_step(3)
     terminal.press_ctrl_c()
     status, said = terminal.end()
-    assert status == (1 if launch == "torchrun" else 130), said  # torchrun has no other
+    assert status == (1 if launch == "torchrun" else 130), said  # torchrun has no other exit status
     step = place.curve()[-1][0]
     assert said.count("Ctrl-C: the run ends after this step and saves its state.") == 1
     saved = place.run / "checkpoints" / f"step-{step}"
     assert f"stopped by SIGINT after step {step}, saved as {saved}." in said
-    if launch != "torchrun":  # its agent has a traceback of its own
+    if launch != "torchrun":  # torchrun's agent prints a traceback
         assert "Traceback" not in said, said
     found = re.search(r"(?:Go on|Continue) with the same command and: (.*)", said)
     assert found is not None
@@ -107,7 +107,7 @@ def test_ctrl_c_again_ends_at_once_and_says_what_is_left(place: Place, saved: bo
     words = place.words(mesh__timeout=60, checkpoint__every=2 if saved else 0)
     terminal = Terminal(place, [*LAUNCHES["ranks"], *words], FAULT_SLEEP="0.05")
     place.wait_for_step(3)
-    for rank in (0, 1):  # the step never ends
+    for rank in (0, 1):  # so that the step never ends
         os.kill(int((place.folder / f"pid-{rank}-0").read_text()), signal.SIGSTOP)
     terminal.press_ctrl_c()
     time.sleep(2.2)
@@ -132,7 +132,7 @@ def test_ctrl_c_before_the_first_step_is_said_in_one_line(place: Place) -> None:
     terminal = Terminal(place, [*LAUNCHES["ranks"], *place.words()], FAULT_SLEEP="30")
     while len(list(place.folder.glob("pid-*"))) < 2:
         time.sleep(0.02)
-    time.sleep(4.0)  # in the first forward pass, or on the way there
+    time.sleep(4.0)  # during the first forward pass or before it
     terminal.press_ctrl_c()
     time.sleep(2.2)
     terminal.press_ctrl_c()
@@ -157,7 +157,7 @@ def test_ctrl_c_while_torch_is_loaded_is_quiet(place: Place, seconds: float) -> 
 
 
 def loading(parent: int) -> list[str]:
-    """The children of a process in which torch is being loaded."""
+    """The children of a process in which torch is being imported."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What users read of a run: warnings once, faults of their own without a page, parts with names."""
+"""The text of a run for users: warnings once, user errors without a traceback, names of parts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_state_of_a_resumed_run_is_the_optimizers(
     lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
-    # Another width, under the same name: the user's own fault.
+    # A different width under the same name: an error of the user.
     wide = [word.replace("width=32", "width=64") for word in words]
     saved = tmp_path / "runs/run/checkpoints/step-3"
     wide = [word.replace("log.name=run", "log.name=wide") for word in wide]
@@ -101,7 +101,7 @@ def test_a_process_below_its_tensors_is_explained() -> None:
     words = "it is below the peak if tensors use memory that the process had before"
     assert words in notes(99)
     assert words not in notes(100)
-    assert words not in notes(5, reserved=200)  # a GPU's tensors are not the process's
+    assert words not in notes(5, reserved=200)  # a GPU's tensors are not in the process's memory
 
 
 @pytest.mark.parametrize(

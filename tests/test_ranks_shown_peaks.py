@@ -1,4 +1,4 @@
-"""Every peak that a run prints is its fullest rank's, with the rank's number."""
+"""Every peak that a run prints is that of its fullest rank, with the rank's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are told to stop, and runs that lose a rank: nothing is lost, and the curve is one."""
+"""Runs that are stopped by signals or lose a rank lose no step, and their curve is continuous."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_signal_saves_and_stops(place: Place, expected: Any, name: str) -> Non
     with place.start(command, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(3)
         process.send_signal(getattr(signal, name))
-        process.send_signal(getattr(signal, name))  # as `timeout` does: the same one
+        process.send_signal(getattr(signal, name))  # the same signal again, as `timeout` does
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, said
     step = place.curve()[-1][0]
@@ -60,7 +60,7 @@ def test_a_signal_to_every_process_spares_those_that_read_ahead(place: Place) ->
         fields = [(stat.partition(" ")[0], stat.rpartition(")")[2].split()[1]) for stat in stats]
         workers = [int(pid) for pid, parent in fields if int(parent) in ranks]
         assert len(workers) == 2
-        for pid in (*workers, *ranks):  # as a scheduler does
+        for pid in (*workers, *ranks):  # to every process, as a scheduler does
             os.kill(pid, signal.SIGTERM)
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, said
@@ -97,7 +97,7 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
     command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *words]
     with place.start(command, FAULT_SLEEP="0.02") as process:
         place.wait_for_step(1)
-        for rank in (0, 1):  # the step never ends
+        for rank in (0, 1):  # so that the step never ends
             os.kill(int((place.folder / f"pid-{rank}-0").read_text()), signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         time.sleep(2.2)
@@ -113,7 +113,7 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(place: Place) -> None:
     with place.start(command, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(3)
         process.kill()
-        said, _ = process.communicate(timeout=LIMIT_S)  # the ranks have the other end, too
+        said, _ = process.communicate(timeout=LIMIT_S)  # the ranks also hold the pipe
         step = place.curve()[-1][0]
         assert f"stopped by SIGTERM after step {step}, saved as" in said
 
@@ -171,7 +171,7 @@ def test_a_rank_that_is_gone_is_done_without(place: Place, expected: Any) -> Non
     found = place.curve()
     assert [row[0] for row in found] == [row[0] for row in expected]
     assert found[:2] == expected[:2]
-    # Other random streams (dropout) from there on, the same samples.
+    # From here the random streams (dropout) differ; the samples are the same.
     assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=0.02)
 
 
@@ -212,7 +212,7 @@ def test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named(
     with place.start(torchrun(place, **words), FAULT_STOP_IN_SAVE=f"{rank}:0") as process:
         assert process.stdout is not None
         said = ""
-        while line := process.stdout.readline():  # torchrun itself waits 30 s for the one
+        while line := process.stdout.readline():  # torchrun itself waits 30 s for the stopped rank
             said += line
             if "flight_recorder.json" in line:
                 break
@@ -230,7 +230,7 @@ def test_under_torchrun_a_signal_saves_before_the_end(
         place.wait_for_step(3)
         process.send_signal(getattr(signal, name))
         said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1, said  # torchrun has no other
+    assert process.returncode == 1, said  # torchrun has no other exit status
     step = place.curve()[-1][0]
     assert f"stopped by {name} after step {step}" in said
     with place.start(torchrun(place, checkpoint__resume="auto")) as process:
@@ -270,12 +270,12 @@ SERVERS = {
 
 
 def test_a_run_goes_on_without_a_worker_that_is_killed(place: Place) -> None:
-    """And is continued on all ranks from what it saved."""
+    """The run is then continued on all ranks from its checkpoint."""
     status, said = place.bigtrain(["-n", "5"], SERVERS, FAULT_KILL="3:0:5")
     assert status == 0, said
     lost = re.findall(r"bigtrain: worker 1 \(rank 3\) was lost in step (\d+): it ended", said)
     assert len(lost) == said.count(" lost ") == 1
-    assert 3 <= int(lost[0]) <= 8  # as the server counts: the others may be ahead, or behind
+    assert 3 <= int(lost[0]) <= 8  # by the server's count: the workers may be ahead or behind
     assert "2 of 3 workers continue without its samples" in said
     assert [step for step, _, _ in place.curve()] == list(range(1, 13))
     losses = [loss for _, loss, _ in place.curve()]

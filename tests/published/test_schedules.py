@@ -160,8 +160,8 @@ def test_zero_bubble():
     """F = I = W; bubble over work, memory over 1F1B's: the authors' table, and torch's schedules.
 
     Printed: 1F1B (p-1)/m, ZB1P (p-1)/3m, ZBV 0; memory 1, 1, 1. The first two agree. With ZBV
-    no rank waits between its first and its last action, but each begins an F later than the previous
-    one: from the first to the last action of all ranks that is (p-1)F/v, or (p-1)/6m of the work.
+    no rank waits between its first and its last action, but each begins an F later than the rank
+    before it: from the first to the last action of all that is (p-1)F/v, or (p-1)/6m of the work.
     """
     for pp, m in ((2, 8), (4, 12), (8, 32)):
 

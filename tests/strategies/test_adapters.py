@@ -1,4 +1,6 @@
-"""What is used of DeepSpeed's and fairscale's inside: all there, told, or refused beforehand."""
+"""Internals of DeepSpeed and fairscale that are used: all exist, or the version is reported or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,8 @@ def test_rank_0_tells_before_the_ranks_connect_and_a_dry_run_does(capsys, monkey
     job = load_job("default", "oss", ["device=cpu", "train.global_batch_size=4"])
     plan = make_plan(job, 1, "cpu")
     connection = connect_job(job, plan, SINGLE_RANK, {})
-    assert capsys.readouterr().err == f"bigtrain: {plan.warnings[0]}\n"  # and not connected yet
+    # Printed before the ranks connect
+    assert capsys.readouterr().err == f"bigtrain: {plan.warnings[0]}\n"
     with connection as context:
         assert context.is_main
     connect_job(job, plan, replace(SINGLE_RANK, rank=1, world_size=2, launcher="env"), {})

@@ -1,4 +1,6 @@
-"""What the classic systems cannot do is refused in a line, with the fix, before ranks connect."""
+"""Impossible settings of the classic systems are refused in one line with the fix, before
+connecting.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ REFUSED = {
 
 
 def without_held_out(folder: Path) -> None:
-    """Data sets whose training part is there and nothing else."""
+    """Data sets that have only their training part."""
     for name in (
         "images/train/a/1.png",
         "voc/VOCdevkit/VOC2012/ImageSets/Segmentation/train.txt",

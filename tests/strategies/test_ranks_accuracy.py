@@ -1,4 +1,4 @@
-"""Strategies whose numbers are their own learn the digits as well as synchronous replicas do."""
+"""Strategies with different numbers learn the digits as well as synchronous replicas do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from bigtrain.job.load import load_job
 POINT = 0.01
 SEEDS = (0, 1, 2)
 STEPS = 240
-"""Ten epochs; replicas agree every 8 steps and every 20, so that all end on an agreement."""
+"""Ten epochs; replicas synchronize every 8 and every 20 steps, so all end with synchronized
+weights.
+"""
 
 
 def recognized(context, strategy) -> list[float]:
-    """The share of the held-out digits, after each seed's run of the job `digits`."""
+    """The accuracy on held-out digits after a run of the job `digits`, for each seed."""
     found = []
     for seed in SEEDS:
         length = [f"train.steps={STEPS}", "train.epochs=null", f"train.seed={seed}"]
@@ -49,8 +51,7 @@ def expected() -> float:
     ],
 )
 def test_it_is_within_a_point_of_ddp(expected, strategy, ranks):
-    """Means of asynchronous runs were seen from 0.7 points below to 0.3 above: a second one may
-    do, where the first falls short."""
+    """Means of asynchronous runs were 0.7 points below to 0.3 above, so these get a second try."""
     assert expected > 0.96
     tries = 2 if strategy == "parameter_server_async" else 1
     found = (run_ranks(recognized, ranks, strategy, timeout_s=300)[0] for _ in range(tries))

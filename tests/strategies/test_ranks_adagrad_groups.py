@@ -1,4 +1,4 @@
-"""DeepSpeed steps the Adagrad that it was given, with the options of its groups."""
+"""DeepSpeed steps the Adagrad that it receives, with the options of its groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def net():
 
 
 def adagrad(parameters):
-    """Two groups that differ in all that an Adagrad has."""
+    """Two groups that differ in every option of Adagrad."""
     given = list(parameters)
     first = {"params": given[:2], "lr": 0.1, "eps": 1e-2}
     other = {"params": given[2:], "lr": 0.02, "weight_decay": 0.3}

@@ -1,4 +1,6 @@
-"""Pushes that are applied as they come: bounded, written down, and done again bit for bit."""
+"""Asynchronous pushes: bounded staleness, a log of their order, and an exact repetition from
+the log.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ def loader(rank, size, batch=8):
 
 
 def trained(context, folder, keys, late=None, optimizer=sgd):
-    """The weights before, the losses and staleness of this rank, and the weights after.
+    """The initial weights, the losses and staleness of this rank, and the final weights.
 
-    The worker `late[0]` begins its first step when so many pushes as `late[1]` are written down.
+    The worker `late[0]` begins its first step once the log contains `late[1]` pushes.
     """
     Path(folder).mkdir(exist_ok=True)
     context.recorder.folder = Path(folder)
@@ -53,7 +55,7 @@ def trained(context, folder, keys, late=None, optimizer=sgd):
             if late is not None and place == late[0] and not found:
                 while len(log_of(folder)) < late[1]:
                     time.sleep(0.01)
-                time.sleep(0.1)  # for more, were the others let
+                time.sleep(0.1)  # time for more pushes, if the bound did not stop the others
             result = engine.step(batch)
             found.append((result.loss, getattr(engine.runner, "figures", {})))
         return before, found, whole_tensors(engine.runner.state())
@@ -67,7 +69,7 @@ def log_of(folder):
 
 
 def by_hand(before, log, workers, *, divide):
-    """What the pushes of a log come to, in one process."""
+    """The weights that result from the pushes of a log, computed in one process."""
     model = TinyLM().double()
     model.load_state_dict({n.removeprefix("model."): t for n, t in before.items()})
     streams = [iter(loader(worker, workers)) for worker in range(workers)]
@@ -111,7 +113,7 @@ def test_the_fastest_worker_waits(tmp_path, bound):
     assert clocks == [STEPS] * 3
     lead = [line["worker"] for line in log[: 2 * (bound + 1)]]
     assert log[len(lead)]["worker"] == 0
-    assert 0 not in lead  # the late one: the others went ahead as far as they may
+    assert 0 not in lead  # the late worker; the others are as far ahead as allowed
     for worker in range(3):
         assert [figures["staleness"] for _, figures in found[1 + worker][1]] == stale[worker]
     means = [sum(line["staleness"] for line in log[n : n + 3]) / 3 for n in range(0, len(log), 3)]
@@ -138,7 +140,7 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
     ):
         make_plan(job_from_keys("parameter_server_async", wrong), 3, "cpu")
     path = tmp_path / "once/pushes.jsonl"
-    path.write_text(path.read_text() * 2)  # as of a run that was resumed
+    path.write_text(path.read_text() * 2)  # like the log of a resumed run
     with pytest.raises(ConfigError, match="is of a run that was resumed, which its log cannot"):
         make_plan(job_from_keys("parameter_server_async", {**keys, **wrong}), 4, "cpu")
 

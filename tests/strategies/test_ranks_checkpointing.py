@@ -1,4 +1,4 @@
-"""Blocks that keep less compute the same, need what is predicted, and stay inside a budget."""
+"""Blocks that save less compute the same, need the predicted memory, and stay inside a budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_process_computes_the_same_to_the_last_bit_dropout_on(plain, way):
     assert losses == plain[0]
     assert all(torch.equal(state[name], plain[1][name]) for name in plain[1])
     assert predicted == measured
-    # At this size the peak is the activations': every way takes some away.
+    # At this size the peak is due to activations: every setting reduces it.
     assert measured.bytes < plain[2][1].bytes
 
 

@@ -1,6 +1,6 @@
-"""In fp32 each synchronous classic gives the losses, and with SGD the weights, of one process.
+"""In fp32 each synchronous classic has the losses, and with SGD the weights, of one process.
 
-torch's DataParallel wants several GPUs of one process, so it is not among them.
+torch's DataParallel needs several GPUs of one process, so it is not included.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "local_sgd, agreed on after each step": ("local_sgd_1", {}),
 }
 TWELVE = {"train.global_batch_size": 12}
-"""Samples that 1, 2, 3 and 4 ranks, and the workers among them, share evenly."""
+"""A number of samples that 1, 2, 3 and 4 ranks, and the workers among them, can divide evenly."""
 STEPS = 6
 ROUNDING = 1e-6
-"""Four units in the last place of losses between 2 and 4, eight of weights below 1."""
+"""Four units in the last place for losses between 2 and 4, eight for weights below 1."""
 
 
 class Small(TinyLM):
-    """Begins near a loss of log(13): at losses above 8 one rounding is as much as is allowed."""
+    """Starts at a loss near log(13): for losses above 8 one rounding error would reach the
+    tolerance.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,12 +43,12 @@ class Small(TinyLM):
 
 
 def possible(ranks: int) -> list[str]:
-    """Servers leave a worker."""
+    """The cases that are possible with so many ranks: servers must leave a worker."""
     return [case for case, (_, keys) in CASES.items() if keys.get(SERVERS, 0) < ranks]
 
 
 def each(context, optimizer, cases) -> dict[str, Record]:
-    """All of them in one set of ranks."""
+    """The records of all cases, in one set of ranks."""
     return {
         case: train(context, Small, tokens(22), strategy, {**TWELVE, **keys}, STEPS, optimizer)
         for case, (strategy, keys) in ((case, CASES[case]) for case in cases)
@@ -66,7 +68,7 @@ def test_losses_and_weights_of_sgd_are_those_of_one_process(ranks):
 
 @pytest.mark.parametrize("ranks", fewer([2, 3, 4], 1))
 def test_losses_of_adamw_are_those_of_one_process(ranks):
-    """Replicas that step AdamW by themselves are something else."""
+    """Replicas that step AdamW independently are excluded: they compute something else."""
     one = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, adamw)[0]
     cases = [case for case in possible(ranks) if not case.startswith("local_sgd")]
     for rank, case in product(run_ranks(each, ranks, adamw, cases), cases):
@@ -74,7 +76,7 @@ def test_losses_of_adamw_are_those_of_one_process(ranks):
 
 
 def test_a_wrong_rate_would_be_seen():
-    """The yardstick: a thousandth of the rate more shows in the losses, and so would a lost row."""
+    """A learning rate 0.1% higher exceeds the tolerance of losses, and so would a lost row."""
     off = partial(torch.optim.SGD, lr=0.1001, momentum=0.9, weight_decay=1e-2)
     one, other = (
         run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, optimizer)[0]

@@ -1,6 +1,6 @@
-"""The gossip example of the contributing page does what a plain torch loop does, and all the rest.
+"""The gossip example of CONTRIBUTING.md equals a plain torch loop, and works with all commands.
 
-Nothing in the toolkit knows this technique: it is written against `bigtrain.strategy` alone.
+Nothing in the toolkit knows this technique: it uses only `bigtrain.strategy`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def loader(samples, rank, size):
 
 
 def trained(context, steps):
-    """The weights before, the losses, and this replica's weights after."""
+    """The initial weights, the losses, and this replica's final weights."""
     with Engine(
         TinyLM, CrossEntropy(), momentum_sgd, job(**{"train.precision": "fp64"}), context
     ) as engine:
@@ -66,7 +66,9 @@ def trained(context, steps):
 
 
 def by_hand(before, steps, replicas):
-    """The same in one process: models that step, then a table of who averages with whom."""
+    """The same in one process: models that step independently, and a table of the pairs that
+    average.
+    """
     pairs = {2: [[(0, 1)], [(0, 1)]], 4: [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]}[replicas]
     models = [TinyLM().double() for _ in range(replicas)]
     for model in models:
@@ -130,7 +132,8 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicas):
     }
     if replicas == 4:
         return
-    # Other strategies read the first replica's, under the usual names; gossip starts from theirs.
+    # Other strategies load the first replica, under the usual names; gossip starts from their
+    # weights.
     (plain, _), *_ = run("ddp", 2, "ddp", path)
     theirs = Checkpoint(Path(plain))
     assert set(theirs.names) == {n for n in saved.names if not n.startswith("replicas.")}
@@ -168,7 +171,7 @@ def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
     )
     assert planned.returncode == 0, planned.stderr
     (row,) = [line for line in planned.stdout.splitlines() if " gossip " in line]
-    # It is not the fastest here, so its own plan is written from that of the fastest.
+    # Gossip is not the fastest plan here, so its plan is written from that of the fastest.
     plan = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     plan["strategy"]["replicate"] = "support.gossip:Gossip"
     del plan["predicted"]
@@ -184,7 +187,7 @@ def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
     for name in ("buffers", "peak"):
         assert table[name].count("exact") == 2, ran.stdout
     assert table["peak"].split("│")[2].strip() in row
-    for name in ("sent", "received"):  # three numbers a step (targets, loss) go as well
+    for name in ("sent", "received"):  # three numbers a step (targets, loss) are sent as well
         assert table[name].count("-0.1%") + table[name].count("exact") == 2, ran.stdout
     refused = forked_cli(["verify", "-n", "2", "--strategies", "ddp", own, *SMALL], cwd=tmp_path)
     assert refused.returncode == 2, refused.stdout

@@ -1,7 +1,7 @@
-"""Gradients that a model or a loss asks for itself: as a plain loop has them, or refused in a line.
+"""Gradients that a model or a loss computes itself: as in a plain loop, or refused in one line.
 
 A gradient penalty (double backward), an adversarial step on the inputs, and a weight that follows
-from gradients, each under every kind of strategy, beside a plain torch loop on whole batches.
+from gradients, each under every kind of strategy, compared with a plain torch loop on whole batches.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Net(nn.Module):
 
 
 class Penalised(Net):
-    """Its forward pass takes the gradient, with a graph of its own."""
+    """Its forward pass computes a gradient with a graph (`create_graph`)."""
 
     def forward(self, x: Tensor) -> Any:
-        with torch.enable_grad():  # in evaluation, too
+        with torch.enable_grad():  # also in evaluation
             found = super().forward(x)
             (slope,) = torch.autograd.grad(found["y"].sum(), found["x"], create_graph=True)
         return {"y": found["y"], "penalty": (slope.norm(dim=1) - 1).square()}
 
 
 class Adversarial(Net):
-    """Its inputs take a step against it first, by a gradient without a graph."""
+    """Its inputs first take an adversarial step, along a gradient without a graph."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():
@@ -115,7 +115,7 @@ def plain_loop(case: str) -> list[float]:
 
 
 def train_all(context: Any, strategy: str, has_example: int) -> Any:
-    """The losses of each case, or the line that refuses it."""
+    """The losses of each case, or the message of its refusal."""
     found: dict[str, Any] = {}
     for case, (make, loss) in CASES.items():
         sizes = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
@@ -124,7 +124,7 @@ def train_all(context: Any, strategy: str, has_example: int) -> Any:
         each = ROWS // context.dp_size
         own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
         torch.manual_seed(0)
-        # What such a loss divides by cannot be followed, and is said: its mean is over rows.
+        # The divisor of such a loss cannot be followed, so it is stated: its mean is over rows.
         given = bigtrain.MeanLoss(loss, count_of="rows") if case in IN_LOSS else as_loss(loss)
         model, inputs = make(), batch(0)
         first = (

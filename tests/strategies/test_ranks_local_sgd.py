@@ -1,4 +1,6 @@
-"""Replicas agree as a few lines of torch do: averages, and DiLoCo's outer step, late or not."""
+"""Replicas synchronize as a few lines of torch would: averages, and DiLoCo's outer step,
+with delay.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def loader(samples, rank, size):
 
 
 def trained(context, keys, steps):
-    """The weights before, the losses, and this replica's weights after."""
+    """The initial weights, the losses, and this replica's final weights."""
     job = job_from_keys("local_sgd", {"train.global_batch_size": 8, **keys})
     with Engine(TinyLM, CrossEntropy(), momentum_sgd, job, context) as engine:
         before = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
@@ -48,7 +50,9 @@ def trained(context, keys, steps):
 
 
 def by_hand(before, steps, replicas, every, outer=False, fragments=1, delay=0, mixing=0.0):
-    """The same in one process, with torch's own optimizers, one outer one for each fragment."""
+    """The same in one process, with torch's optimizers and one outer optimizer for each
+    fragment.
+    """
     models = [TinyLM().double() for _ in range(replicas)]
     for model in models:
         model.load_state_dict(before, strict=False)
@@ -125,11 +129,12 @@ def test_replicas_agree_as_in_a_few_lines_of_torch(form):
 
 @pytest.mark.parametrize("optimizer", [plain_sgd, momentum_sgd])
 def test_agreeing_after_every_step_of_sgd_is_ddp(optimizer):
-    """To average afterwards what was stepped by linear rules is to step by the average."""
+    """Averaging weights after a linear update equals an update with the averaged gradient."""
     keys = {"train.precision": "fp64"}
     one = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys, 6, optimizer)[0]
     for record in run_ranks(train, 2, TinyLM, tokens(22), "local_sgd_1", keys, 6, optimizer):
-        one.norms, one.gradients = record.norms, record.gradients  # of each replica's own share
+        # These are of each replica's share of the batch
+        one.norms, one.gradients = record.norms, record.gradients
         assert largest_difference(one, record) < 1e-13
 
 
@@ -148,7 +153,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicate):
     (again, same), *_ = run(strategy, 2, "again", path)
     assert same == losses
     assert_same_tensors(path, again)
-    # Others read the first replica's, under the usual names.
+    # Other strategies load the first replica, under the usual names.
     (plain, _), *_ = run("ddp", 2, "ddp", path)
     mine, theirs = Checkpoint(Path(path)), Checkpoint(Path(plain))
     assert set(theirs.names) == {n for n in mine.names if not n.startswith("replicas.")}

@@ -1,4 +1,4 @@
-"""A worker that is killed: the others go on, with the numbers that the log of pushes says."""
+"""A worker is killed: the others continue, with the numbers that follow from the log of pushes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die():
 
 
 def die_in_a_push(after):
-    """Let this rank die when it has begun to send so many tensors of its next push."""
+    """Kill this rank after it has sent this many tensors of its next push."""
     begin_push, send = AsyncPulledUpdate.begin_push, Messages.send
     left = [after]
 
@@ -64,7 +64,7 @@ def loader(worker):
 
 
 def trained(context, folder, keys, victim, at, when):
-    """The weights before, the losses of this rank, and where it was saved; one worker dies."""
+    """The initial weights, this rank's losses and the path of its save; one worker dies."""
     folder = Path(folder)
     context.recorder.folder = folder
     options = {"train.global_batch_size": 3 * WORKERS, "train.precision": "fp64", **keys}
@@ -86,7 +86,7 @@ def log_of(folder):
 
 
 def by_hand(before, log):
-    """What the pushes of a log come to, in one process."""
+    """The weights that result from the pushes of a log, computed in one process."""
     model = TinyLM().double()
     model.load_state_dict({n.removeprefix("model."): t for n, t in before.items()})
     streams = [iter(loader(worker)) for worker in range(WORKERS)]
@@ -131,7 +131,9 @@ def test_the_others_make_all_their_steps(tmp_path, when, staleness, capfd):
 
 
 def test_two_servers_lose_two_of_three_workers_and_the_run_goes_on(tmp_path):
-    """In different steps; the second one in the middle of a push, which one server has whole."""
+    """In different steps; the second in the middle of a push, which one server has received
+    completely.
+    """
     keys = {OPTION + "servers": 2}
     found = run_ranks(lose_two, 5, tmp_path, keys, killed=[2, 4])
     assert [one is None for one in found] == [False, False, True, False, True]
@@ -179,7 +181,7 @@ def fail_in_a_step(context, folder, rank, fault):
 
 
 def saved_by_those_left(context, folder, beside):
-    """A save in which the worker dies that writes the buffers."""
+    """A save during which the worker that writes the buffers dies."""
     keys = {"train.global_batch_size": 6, "checkpoint.asynchronous": beside}
     job = job_from_keys("parameter_server_async", keys)
     with Engine(TinyConv, CrossEntropy(), adamw, job, context) as engine:
@@ -199,7 +201,7 @@ def test_a_worker_that_dies_in_a_save_is_done_without(tmp_path, beside):
     assert [one is None for one in found] == [False, True, False, False]
     assert [one[0] for one in found if one] == [[], [], []]
     saved = Checkpoint(tmp_path / "checkpoints" / "step-2")
-    # What the next worker has.
+    # The samples of the next worker.
     assert torch.equal(
         saved.read("model.norm.running_mean"), found[2][1]["model.norm.running_mean"]
     )
@@ -208,7 +210,7 @@ def test_a_worker_that_dies_in_a_save_is_done_without(tmp_path, beside):
 
 
 def shares(context):
-    """Validation samples of this rank, before a rank is lost and after."""
+    """The validation samples of this rank, before a rank is lost and after."""
     words = ["model.name=lenet", "data.name=digits", "train.global_batch_size=6"]
     job = load_job(None, "parameter_server_async", words)
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))

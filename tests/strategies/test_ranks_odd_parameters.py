@@ -1,4 +1,4 @@
-"""Odd parameters, hooks, states and groups of an optimizer: right under a strategy, or refused."""
+"""Unusual parameters, hooks, states and optimizer groups: right under a strategy, or refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ RUNS = [
 @pytest.mark.parametrize(("strategy", "cases"), RUNS)
 def test_what_users_write_is_right_or_refused_by_name(strategy, cases):
     axes = {"pp": 2 if strategy == "1f1b" else 1, "tp": 2 if strategy == "tensor" else 1}
-    # A forward pass that writes does so for each micro-batch, as in one process: one is enough.
+    # A forward pass that writes does so for each micro-batch, as in one process, so use a single
+    # one.
     rows = 8 if strategy == "tensor" else 4
     for keys, chosen in (
         ({"train.micro_batch_size": rows}, [c for c in ONE_RUN[cases] if c[0] in WRITES]),

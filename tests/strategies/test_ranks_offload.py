@@ -1,4 +1,4 @@
-"""Optimizer state on disk or on the host: the same numbers, less memory, on every rank."""
+"""Optimizer state on disk or on the host: the same numbers and less memory, on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bigtrain.losses.loss import CrossEntropy
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
-    """With chunks so small that parameters are cut, and several share one."""
+    """Train with chunks so small that parameters are divided, and several share a chunk."""
     bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     return train(context, *args)
 
@@ -57,7 +57,7 @@ def test_ranks_equal_one_process(world_size, strategy, precision):
 
 
 class Narrow(nn.Module):
-    """Some of three ranks have nothing of its layers."""
+    """Two of three ranks have no elements of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_the_peak_is_predicted_part_by_part(case):
 
 
 def build_on_a_small_disk(context, free: int) -> str:
-    """Rank 1 alone sees little room; every rank must say the same."""
+    """Only rank 1 sees too little space; every rank must report the same error."""
     import bigtrain.optim.state_store
 
     bigtrain.optim.state_store.free_disk_bytes = lambda _: free if context.rank == 1 else 10**12

@@ -1,4 +1,6 @@
-"""Servers and workers compute what one process does, hold what is foretold, and save it all."""
+"""Servers and workers compute the same as one process, need the predicted memory, and save
+everything.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def test_one_rank_is_not_enough():
 
 
 class Slow(TinyLM):
-    """Takes its time where it does not learn."""
+    """Sleeps in evaluation mode."""
 
     def forward(self, tokens):
         if not self.training and tokens.device.type != "meta":

@@ -1,4 +1,4 @@
-"""The ring by itself: what it averages, in which precision, and to the byte what it sends."""
+"""The ring alone: its averages, their precision, and the exact number of bytes it sends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def averaged(context, dtype):
-    """Of each length: the average, and the bytes that were sent and received for it."""
+    """For each length: the average, and the bytes that were sent and received for it."""
     found: list[tuple[Any, ...]] = []
     reduce = RingReduce(context, max(LENGTHS), dtype)
     for length in LENGTHS:
@@ -46,7 +46,7 @@ def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
         mean = torch.stack([own(rank, length, dtype).double() for rank in range(ranks)]).mean(0)
         results, sent, received = zip(*(rank[number] for rank in found), strict=True)
         assert all(torch.equal(result, results[0]) for result in results)
-        if dtype == torch.bfloat16:  # one rounding, at the end
+        if dtype == torch.bfloat16:  # rounded only once, at the end
             near = mean.float().to(dtype)
             assert (results[0] != near).double().mean() < 0.01
             assert torch.allclose(results[0].double(), mean, rtol=2**-8, atol=1e-6)
@@ -55,7 +55,7 @@ def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
         if not COUNTS_EXCHANGES:
             assert {*sent, *received} == {None}
             continue
-        # 2 (n-1)/n of the bytes on each rank, with whole numbers in chunks; n of them together.
+        # 2 (n-1)/n of the bytes on each rank, with integer chunk lengths; n times that in total.
         size = 2 + 4 if dtype == torch.bfloat16 else 2 * dtype.itemsize
         assert sum(sent) == sum(received) == (ranks - 1) * length * size
         most = size * (length - min(chunk_lengths(length, ranks)))

@@ -1,7 +1,7 @@
-"""Losses as users write them, under every kind of strategy, beside a plain torch loop.
+"""Losses as users write them, under every kind of strategy, compared with a plain torch loop.
 
-The loop is written here: the user's model and function on the whole batch, nothing of bigtrain.
-Rows are padded by different lengths, so that ranks and micro-batches differ in what they count.
+The loop is written here: the user's model and function on the whole batch, without bigtrain. Rows
+are padded by different lengths, so that ranks and micro-batches differ in their numbers of targets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Batch = tuple[Any, Tensor]
 
 
 def padded(step: int) -> tuple[Tensor, Tensor]:
-    """Rows of 6 tokens; what is beyond a row's length is not counted."""
+    """Rows of 6 tokens; targets beyond a row's length do not count."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randint(0, 13, (ROWS, 6), generator=generator)
     lengths = torch.tensor([6, 2, 6, 3, 6, 6, 2, 5])
@@ -53,11 +53,11 @@ def by_hand(output: Tensor, target: Tensor) -> Tensor:
 
 
 class OwnLoss(nn.Module):
-    """Returns its loss beside its logits, as models of transformers do."""
+    """Returns its loss in addition to its logits, as models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = TinyLM()  # a name that a stage must not have for itself
+        self.model = TinyLM()  # a name that a stage must not use itself
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.model(batch["ids"])
@@ -66,7 +66,7 @@ class OwnLoss(nn.Module):
 
 
 class WithPositions(nn.Module):
-    """Adds positions that have one row for all, and times a number without dims."""
+    """Adds positions that have one row for all samples, times a number without dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,12 +171,12 @@ def test_losses_of_users_are_those_of_a_plain_loop(strategy):
 
 
 def check_seeded_fault(context: Any, kind: str) -> str:
-    """What the first steps' check says of a run with a fault in it."""
+    """The error that the check of the first steps reports for a run with a fault."""
     keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
     job = job_from_keys("ddp", {**keys, "memory.predict": False, "train.check_first_steps": 2})
     plan = make_plan(job, context.world_size, "cpu")
     loss = as_loss(shifted)
-    if kind == "count":  # each micro-batch by its rows
+    if kind == "count":  # weight each micro-batch by its rows
         loss = MeanLoss(shifted, count_of="rows")
     each = ROWS // context.dp_size
     own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
@@ -186,7 +186,7 @@ def check_seeded_fault(context: Any, kind: str) -> str:
         if kind == "decay":
             for group in engine.runner.optimizer.param_groups:
                 group["weight_decay"] = 0.0
-        if kind == "hook" and context.is_main:  # as where the run drops the user's hook
+        if kind == "hook" and context.is_main:  # as if the run dropped the user's hook
             next(engine.first_steps._loop._model.parameters()).register_hook(halved)
         if kind == "swapped" and context.rank == 1:
             linears = [m for m in engine.model.modules() if isinstance(m, nn.Linear)]

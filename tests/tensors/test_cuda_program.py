@@ -1,4 +1,4 @@
-"""Tensors that CUDA's autocast, dropout and attention save, on the CPU's fakes."""
+"""Tensors that CUDA's autocast, dropout and attention save, on fake tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bigtrain.prediction.predict import forecast_rank
 from bigtrain.tensors.cuda_program import FP32_OPERATIONS, cuda_program
 
 LEFT_OUT = re.compile(r"upsample|margin|frobenius|nuclear|pdist|fft|linalg_matrix_norm")
-"""Of torch's list: no model of torchvision, timm or transformers has them in bf16."""
+"""Functions of torch's list that no model of torchvision, timm or transformers calls in bf16."""
 
 
 def test_the_list_is_that_of_the_torch_that_is_installed():
@@ -36,7 +36,7 @@ def test_the_list_is_that_of_the_torch_that_is_installed():
             listed.add(f"{name}.{overload}" if overload else name)
     wanted = {name for name in listed if not LEFT_OUT.search(name)}
     assert wanted - set(FP32_OPERATIONS) <= {"sum.dim_DimnameList"}
-    # Of norms and sums there are more overloads than are said in the list.
+    # Norms and sums have more overloads than the list names.
     assert set(FP32_OPERATIONS) <= listed | {"linalg_vector_norm", "sum", "sum.dim_IntList"}
 
 
@@ -75,7 +75,8 @@ def test_dropout_saves_a_byte_per_number_and_attention_no_mask():
             assert kept == {"torch.bool": inputs.numel()}
             kept.clear()
             F.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.1)
-        assert sum(kept.values()) < 6 * inputs.nbytes  # and no 2 x 4 x 64 x 64 of probabilities
+        # The 2 x 4 x 64 x 64 probabilities are not saved
+        assert sum(kept.values()) < 6 * inputs.nbytes
         assert F.dropout(inputs, 0.1, training=False) is inputs
 
 
@@ -104,7 +105,7 @@ noted_types: set[torch.dtype] = set()
 
 
 class Noted(nn.Module):
-    """A block whose norm gets bf16 from a product: CUDA's autocast makes fp32 of it."""
+    """A block whose norm gets bf16 from a product; CUDA's autocast converts it to fp32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cached results of the fake mode equal torch's."""
+"""Cached results of our fake mode equal those of torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigtrain.tensors.fake_mode import FakeMode
 
 
 class Log(TorchDispatchMode):
-    """Return each operation with all properties of its results."""
+    """Logs each operation with all properties of its results."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def lstm():
 
 
 def odd():
-    """Views of every kind, numbers without a dim, results that share, in-place functions."""
+    """Views of every kind, tensors without dims, results that share storage, in-place functions."""
 
     class Odd(nn.Module):
         def __init__(self):
@@ -112,7 +112,7 @@ MODELS = {
 
 
 def steps(mode, make, *, low):
-    """The operations of two steps, the second of which has been seen before."""
+    """The operations of two steps, the second of which uses the cache."""
     build = make()
     with mode, Log() as log:
         model, inputs, loss = build()
@@ -128,7 +128,7 @@ def steps(mode, make, *, low):
 
 
 def without_norm_statistics(lines):
-    """torch's own fakes have those of a low input in its precision: see `FakeMode`."""
+    """torch's fakes give the statistics of a low-precision input its precision: see `FakeMode`."""
     return [line for line in lines if "_norm" not in line[0]]
 
 
@@ -141,7 +141,7 @@ def test_each_operation_gives_what_torchs_own_mode_gives(name, low):
     plain.cache_enabled = False  # cached results share no storage
     torchs = steps(plain, MODELS[name], low=low)
     assert own == again
-    if name == "lstm":  # torch's fakes leave out what oneDNN's kernel keeps: see `fake_kernels`
+    if name == "lstm":  # torch's fakes omit oneDNN's workspace: see `fake_kernels`
         assert min(len(own), len(torchs)) > 50
         return
     assert len(own) == len(torchs) > 50

@@ -1,4 +1,4 @@
-"""Norms of gradients are right to 3e-7, whatever size, type and layout; nothing is copied."""
+"""Gradient norms are right to 3e-7 for any size, dtype and layout, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fake_tensors_go_the_way_of_the_device_that_is_meant():
     with FakeTensorMode():
         tensor = torch.empty(1000)
         assert local_norm([tensor]).dtype == torch.float64
-        assert local_norm([tensor], "cuda").dtype == torch.float32  # one kernel for all of them
+        assert local_norm([tensor], "cuda").dtype == torch.float32  # one kernel for all tensors
     assert local_norm([torch.ones(4)], "cuda").dtype == torch.float64  # a shard on the host
 
 
@@ -83,7 +83,7 @@ def test_what_is_not_finite_comes_through(value):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a new storage that an operation makes."""
+    """Records the largest number of elements in a new storage of an operation."""
 
     def __init__(self):
         super().__init__()

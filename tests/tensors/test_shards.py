@@ -1,4 +1,6 @@
-"""Extents against the elements that they name, and boxes and slices against torch's indexing."""
+"""Extents compared with the elements that they name; boxes and slices compared with torch's
+indexing.
+"""
 
 from __future__ import annotations
 

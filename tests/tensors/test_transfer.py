@@ -111,7 +111,7 @@ def test_what_cannot_be_read_is_an_error_of_the_backward_pass(mover, monkeypatch
         loss.backward()
     del loss, x, model
     gc.collect()
-    mover.close()  # reads that were under way fail as well, and nobody wants them
+    mover.close()  # reads in progress fail as well, and their results are not needed
 
 
 def test_a_system_that_writes_and_reads_a_little_at_a_time(mover, monkeypatch):
@@ -141,14 +141,14 @@ def test_it_waits_for_what_is_slow_and_says_how_long(mover, monkeypatch):
 
 
 class Cuda:
-    """Stands in for torch.cuda: notes who waits for whom."""
+    """Stands in for torch.cuda and records which stream waits for which."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.events = 0
         self.inside = "main"
 
-    def Stream(self, _device):  # noqa: N802 - as torch has it
+    def Stream(self, _device):  # noqa: N802 - torch's name
         return Stream(self, "side")
 
     def current_stream(self, _device):
@@ -331,7 +331,7 @@ def test_pinned_memory_comes_in_powers_of_two(cuda):
 
 
 def test_a_gradient_is_there_until_its_copy_is_made(cuda):
-    """A temporary that nobody else holds: its memory would be handed out while it is read."""
+    """A temporary without another reference: its memory must not be reused while it is read."""
     store = HostStateStore(RunContext.alone(), HostCopies(torch.device("cuda", 0)))
     gradient = torch.ones(8)
     alive = weakref.ref(gradient)
@@ -340,7 +340,7 @@ def test_a_gradient_is_there_until_its_copy_is_made(cuda):
     assert alive() is not None
     assert torch.equal(wait(), torch.ones(8))
     assert alive() is None
-    # Of a CPU it is made at once, and holds nothing.
+    # From a CPU the copy is made immediately, and keeps nothing alive.
     gradient = torch.ones(8)
     alive = weakref.ref(gradient)
     HostStateStore(RunContext.alone()).begin_copy(gradient, torch.zeros(8))

@@ -77,7 +77,7 @@ def test_after_its_time_no_larger_size_is_begun(job):
 
 
 class TwoBlocks(nn.Module):
-    """Two that follow one another, or of which one is called again."""
+    """Two blocks in sequence, or with one of them called again after the other."""
 
     def __init__(self, *, crosswise: bool) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def timed_as(
     rows: int,
     factors: dict[str, float],
 ) -> BlockSeconds:
-    """The times of a machine on which sections take so many times the predicted seconds."""
+    """The times of a machine on which sections take a multiple of the predicted seconds."""
     model = section_library.model_sections(plan, rows, "keep")
     keys = section_keys(model.sections)
     at = {key: n for n, key in enumerate(keys)}
@@ -174,7 +174,7 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     plain = timer.pass_seconds(section_library.model_sections(plan, 1, "keep").sections)
     assert 2 * plain.forward < seconds.forward < 7 * plain.forward
     assert 4 * plain.backward < seconds.backward < 14 * plain.backward
-    # A recomputed block takes its timed share of the seconds of one that is not.
+    # A recomputed block takes the timed fraction of the seconds of one that is not recomputed.
     full = found.applied(section_library.model_sections(plan, 1, "full"), kept, "full", 1, timer)
     once, again = (timer.pass_seconds([each.sections[2]]) for each in (whole, full))
     assert again.forward == pytest.approx(1.1 * once.forward)
@@ -236,7 +236,7 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
         return BlockTimer(job, work.model, work.micro_batch, ranks, rows, SCRIPT)
 
     no_script = BlockTimer(job, work.model, work.micro_batch, 2, (1, 2))
-    assert no_script.seconds(bf16_parameters=False) == []  # nothing is kept, nothing timed
+    assert no_script.seconds(bf16_parameters=False) == []  # nothing is cached and nothing is timed
     first = timer().seconds(bf16_parameters=False)
     assert first == [BlockSeconds(1, [(0.1, 0.2)], 0.3, 7), BlockSeconds(2, [(0.1, 0.2)], 0.3, 7)]
     again = timer()
@@ -251,7 +251,7 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     (tmp_path / "bigtrain" / "blocks.json").write_text("half of it {")
     assert timer().seconds(bf16_parameters=False) == first
     assert len(calls) == 4
-    more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # of another question
+    more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # for a different request
     assert [one.rows for one in more] == [1, 2, 8]
     assert calls[4:] == [(2, [2, 8], False)]
 
@@ -288,7 +288,7 @@ def test_blocks_of_a_busy_machine_are_marked_and_timed_again_by_another_launch(
     assert source.endswith(
         ", while other programs used 1.5 of the 2 cores: the next run times them again"
     )
-    assert asked("a", 0.0) == (seconds, source)  # the other ranks of the launch plan by the same
+    assert asked("a", 0.0) == (seconds, source)  # the other ranks of a launch use the same times
     assert asked("b", 0.0) == (0.2, "blocks timed on this machine, 1 rows, 2 at once")
     assert asked("c", 1.5) == asked("b", 0.0)  # nothing is timed: the cached times are valid
 

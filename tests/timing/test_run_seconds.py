@@ -1,4 +1,4 @@
-"""The seconds of a step of a run, and the planner's of the same plan."""
+"""The predicted seconds of a run's step equal the planner's for the same plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cluster(ranks: int) -> Cluster:
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch, tmp_path):
-    """The rates of this machine are those of a file; no block was timed."""
+    """Use the rates of a file as those of this machine; no block was timed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda ranks, _: cluster(ranks))
 
@@ -110,7 +110,7 @@ def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
 
 
 def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
-    """A slice has half of the products; the exchanges between them overlap with nothing."""
+    """A slice has half of the products; the exchanges between them do not overlap."""
     words = ("train.micro_batch_size=2", "model.chunked_loss=false", "model.args.width=512")
     here = cluster(2)
     seconds = {}
@@ -122,8 +122,9 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
             for one in profile.exchanges
         ]
         seconds[name] = forecast(job, setup).parts
-        # Two forward and two backward in each of four blocks; recomputation repeats the first.
-        # For the vocabulary: the embedding, two sums of the loss, the gradient of the head's input.
+        # Two in the forward and two in the backward pass of each of four blocks; recomputation
+        # repeats the first. For the vocabulary: the embedding, two sums of the loss, and the
+        # gradient of the head's input.
         assert len(sent) == 4 * (4 if name == "plain" else 5) + 4
         assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
         whole_job, whole = setup_of("single", 1, *words, *more)
@@ -164,7 +165,7 @@ def test_only_steps_that_are_not_tracked_count():
     ("pp", "stages", "layers"), [(2, 1, 4), (2, 2, 2), (2, 3, 4), (2, 4, 4), (3, 3, 4), (4, 2, 3)]
 )
 def test_several_stages_of_a_rank_have_their_seconds(schedule, pp, stages, layers):
-    """Also where a stage is less than a block: 6 stages of a model with 4."""
+    """Also if a stage is smaller than a block: 6 stages of a model with 4."""
     words = [f"strategy.cut.schedule={schedule}", f"strategy.cut.stages_per_rank={stages}"]
     words += [f"model.args.num_layers={layers}", "train.global_batch_size=12"]
     job, setup = setup_of("interleaved_1f1b", pp, *words, "train.micro_batch_size=1")
@@ -188,7 +189,7 @@ def test_every_stage_has_whole_sections(edges, count, whole):
 
 
 def test_activations_that_move_to_the_host_take_the_time_of_the_link() -> None:
-    """From composed sections, of which none is recomputed."""
+    """Composed from sections, none of which is recomputed."""
     keys = {
         "model.name": "gpt",
         "model.args": {"num_layers": 4, "width": 128, "num_heads": 4, "vocab_size": 64},
@@ -200,7 +201,8 @@ def test_activations_that_move_to_the_host_take_the_time_of_the_link() -> None:
     job = job_from_keys("single", keys)
     parts = open_setup(job, make_plan(job, 1, "cuda"))
     h100 = load_cluster("h100-node")
-    node = h100.node.model_copy(update={"host_link": 1e6})  # so slow that it hides behind nothing
+    # So slow that it does not overlap completely
+    node = h100.node.model_copy(update={"host_link": 1e6})
     slow = h100.model_copy(update={"node": node})
     forecast = forecast_on(StepTimer(slow), job, parts.resolved, parts.workload)
     recorded = forecast_rank(parts.resolved, parts.workload, 0).profiles[0]

@@ -1,4 +1,6 @@
-"""Products take as long as their tiles do, and no operation or exchange is for nothing."""
+"""The predicted seconds of a step: tiles of products, and the cost of every operation and
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def efficiency(m: float, n: float, k: float, batch: float = 1, overhead: float =
 def test_edges_of_the_output_count_as_whole_tiles() -> None:
     assert efficiency(12 * 128, 9 * 128, 512) == 1.0
     assert efficiency(12 * 128 - 64, 9 * 128, 512) == pytest.approx(11.5 / 12)
-    assert efficiency(108 * 128, 64, 512) == 1.0  # tiles of half the width
+    assert efficiency(108 * 128, 64, 512) == 1.0  # tiles of half the width exist, too
     assert efficiency(108 * 128, 16, 512) == 0.25
 
 
@@ -82,14 +84,14 @@ def test_the_log_has_the_sizes_of_every_product_also_between_recorded_sizes() ->
             is_product = work.products[:, 0] > 0
             assert (is_product == (work.flops > 0)).all()
     block = sections().sections[1].forward
-    rows = 6 * 32  # of the micro-batch, which was not recorded itself
+    rows = 6 * 32  # rows of a micro-batch size that was not recorded
     assert [rows, 256, 64, 1] in block.products.round(9).tolist()  # into the MLP
     products = block.flops[block.products[:, 3] == 1]
     assert products.sum() == pytest.approx(2 * rows * 12 * 64**2)
 
 
 def seconds(cluster: Cluster, work: OpLog) -> float:
-    """By one rate for all products, whatever their size."""
+    """The seconds with one rate for all products, whatever their size."""
     device = cluster.device
     arithmetic = work.flops / (device.flops.fp32 * device.efficiency)
     longer = np.maximum(arithmetic, work.nbytes / device.memory_bandwidth)
@@ -99,7 +101,7 @@ def seconds(cluster: Cluster, work: OpLog) -> float:
 def test_small_products_are_slower_on_a_gpu_and_as_before_elsewhere() -> None:
     alone = CPU.node.model_copy(update={"devices": 1, "cores": 1})
     here = CPU.model_copy(update={"node": alone})
-    device = here.device.model_copy(update={"processors": 108})  # means nothing on a CPU
+    device = here.device.model_copy(update={"processors": 108})  # has no effect on a CPU
     unknown = A100.device.model_copy(update={"processors": None})
     block = sections().sections[1].forward.scaled(1000)
     for cluster in (
@@ -125,7 +127,7 @@ def test_shards_of_a_state_are_updated_in_as_many_operations() -> None:
         StepTimer(CPU).update_seconds(plan_of(strategy, "cpu"), base, numbers)
         for strategy in ("ddp", "fsdp")
     )
-    assert shard == pytest.approx(whole / 8)  # as part of the timed seconds
+    assert shard == pytest.approx(whole / 8)  # as a part of the timed seconds
 
 
 def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
@@ -143,7 +145,7 @@ def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
 
 
 def test_one_message_has_nothing_to_hide_behind() -> None:
-    """All gradients of a small model are in one bucket, which is full when all is computed."""
+    """All gradients of a small model are in one bucket, which is complete only at the end."""
     plan, base = plan_of("ddp"), sections().base
     profile = compose_profile(base, sections().sections)
     every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
@@ -157,7 +159,7 @@ def test_one_message_has_nothing_to_hide_behind() -> None:
 
 
 def issuing(**seconds: float) -> Cluster:
-    """A cluster with a core for each rank and these seconds to issue an exchange."""
+    """A cluster with a core for each rank, and with these seconds to issue an exchange."""
     kinds = {
         kind: {"latency": 1e-4, "bandwidth": 1e9, "issue": issue} for kind, issue in seconds.items()
     }
@@ -177,14 +179,14 @@ def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
         )
         for gather, reduce in ((0.0, 0.0), (0.001, 0.01))
     )
-    units = 3  # two blocks, and the parameters outside blocks, which are gathered once
+    units = 3  # two blocks, and the parameters outside blocks
     assert costly.exchange - free.exchange == pytest.approx(5 * 0.001 + units * 0.01)
     ddp = plan_of("ddp", "cpu")
     told = [
         StepTimer(issuing(all_reduce=issue)).step(ddp, stage_seconds, [[profile]], 0.0).exchange
         for issue in (0.0, 0.01)
     ]
-    assert told[0] == told[1]  # it has no such hooks
+    assert told[0] == told[1]  # DDP has no such hooks
 
 
 def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
@@ -195,13 +197,13 @@ def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
         StepTimer(issuing(send=issue)).step(plan, stage_seconds, [[profile]], 0.0)
         for issue in (0.0, 0.01)
     )
-    # There and back for every micro-batch, and of the stages before and behind.
+    # Forward and backward for every micro-batch, with messages from and to both neighbours.
     actions = 2 * (plan.batch.accumulation_steps + plan.pp - 1)
     assert costly.total - free.total == pytest.approx(actions * 0.01)
 
 
 def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
-    """Eight stages on two cores: what all do takes four times as long as on a core each."""
+    """Eight stages on two cores: simultaneous work takes four times as long as on a core each."""
     plan = plan_of("1f1b", "cpu")
     profile = compose_profile(sections().base, sections().sections)
     crowded = issuing(send=0.01).model_dump()

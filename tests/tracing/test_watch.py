@@ -1,4 +1,4 @@
-"""Watching a forward pass on tensors without values."""
+"""Observing a forward pass on tensors without values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_observer_sees_calls_functions_operations_and_saved_tensors():
     seen = Seen()
     output = watched(Squared(), seen)
     assert output.shape == (2, 3)
-    assert seen.calls == ["", "first"]  # not those inside of vmap
+    assert seen.calls == ["", "first"]  # calls inside of vmap are not reported
     assert "linear" in seen.functions
     assert {"addmm", "pow", "mul"} <= {*seen.operations}
     assert seen.saved > 0

@@ -1,4 +1,4 @@
-"""`bigtrain verify`: strategies pass, a wrong one is caught and named, chance is refused."""
+"""`bigtrain verify`: strategies pass, a wrong one is caught and named, randomness is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bf16_parameters_are_held_against_one_process_that_has_them(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     rows = verdicts(done)
     assert rows["ddp"]["differences"]["gradient"] < 1e-6
-    assert rows["fsdp"]["differences"]["gradient"] < 1e-6  # it reduces in fp32
+    assert rows["fsdp"]["differences"]["gradient"] < 1e-6  # fsdp reduces gradients in fp32
     assert rows["zero1_torch"]["differences"]["gradient"] < 5e-2
 
 
@@ -102,7 +102,7 @@ def far(*steps, update=0.0):
     [
         (far(step(1e-7), step(5e-2)), True),
         (far(step(1e-7), step(5e-2), update=5e-3), True),
-        (far(step(2e-2), step(2e-2)), False),  # a wrong gradient is wrong in the first step
+        (far(step(2e-2), step(2e-2)), False),  # a wrong gradient differs in the first step already
         (far(step(1e-7), step(2e-1)), False),
         (far(step(1e-7, norm=1e-4), step(1e-7)), False),
         (far(step(1e-7), step(1e-7), update=5e-2), False),
@@ -112,7 +112,7 @@ def test_a_step_is_held_to_what_one_process_is_from_itself(differences, passes):
     tolerance = Tolerance.of("fp32")
     moved = far(step(7e-6, norm=8e-8), step(1e-2, norm=1e-5), update=1e-3)
     assert differences.passed(tolerance, moved) is passes
-    assert not differences.passed(tolerance)  # nothing has grown
+    assert not differences.passed(tolerance)  # the difference has not grown
 
 
 def test_moved_weights_are_a_unit_in_the_last_place_away():
@@ -144,7 +144,8 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert rows["forgets"]["verdict"] == "differs"
     assert rows["fairscale_fsdp"]["verdict"] == "refused"
     assert "CUDA" in rows["fairscale_fsdp"]["reason"]
-    assert not list(tmp_path.rglob("*.safetensors"))  # as large as the model, for each step
+    # Recordings are as large as the model and must be deleted
+    assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("trace-*.json"))
 
 
@@ -266,7 +267,7 @@ def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(t
     assert found.gradient == pytest.approx(0.1)
     assert found.update == pytest.approx(0.1, rel=1e-3)
     assert found.worst_gradients[0][0] == "a"
-    assert dict(found.worst_gradients)["b"] < 1e-4  # 1e-9 beside 2.0 is rounding
+    assert dict(found.worst_gradients)["b"] < 1e-4  # 1e-9 compared with 2.0 is rounding
     assert not found.passed(Tolerance.of("fp32"))
     assert found.passed(Tolerance(1.0, 0.2, 0.2))
 

@@ -1,4 +1,4 @@
-"""`bigtrain verify --fuzz`: what is drawn, how a failure is made small, how it is repeated."""
+"""`bigtrain verify --fuzz`: the drawn plans, the reduction of a failure, and its repetition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that differs is traced back to the first operation, gradient or sum that does."""
+"""A run that differs is traced back to the first operation, gradient or sum that differs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
-        self.calls.add_(1)  # of this rank alone, as BatchNorm's
+        self.calls.add_(1)  # differs between ranks, as BatchNorm's counter does
         return x + torch.tanh(self.linear(x) + self.shift)
 
 
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def write_run(folder, model, parts, *, dp=1, loss=1.0, norm=1.0, spoil=None):
-    """One step; `parts` has for each rank its micro-batches."""
+    """Record one step; `parts` contains the micro-batches of each rank."""
     folder.mkdir()
     gradients = {}
     for rank, batches in enumerate(parts):
@@ -125,7 +125,7 @@ def test_what_is_wrong_beside_the_values(tmp_path, wrong, message):
 
 
 def traced(context, sequence_dim, broken):
-    """Of a model whole and in slices, on a rank: what was noted."""
+    """The recordings of a model, whole and in slices, on a rank."""
     group, case = slice_group(context, sequence_dim=sequence_dim), gpt_case(tied=True)
     if broken:
         break_rule(torch.nn.functional.gelu, second_on_rank=context.rank)
@@ -140,7 +140,7 @@ def traced(context, sequence_dim, broken):
 
 
 def first_apart(whole, sliced):
-    """The first of the values, or else of the gradients, that is not the same."""
+    """The name of the first value, or else the first gradient, that differs."""
     known = {entry[:6]: entry.digest for entry in sliced}
     assert known.keys() >= {entry[:6] for entry in whole}
     for entry in sorted(whole, key=lambda entry: entry.is_gradient):

@@ -1,4 +1,4 @@
-"""A recording begins as a training run does."""
+"""A recording begins like a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigtrain.verify import record
 
 
 class SetupReached(Exception):  # noqa: N818
-    """Where the part that is looked at ends."""
+    """Raised at the end of the tested part."""
 
 
 def test_a_rank_has_its_device_and_growing_segments_before_a_forecast(

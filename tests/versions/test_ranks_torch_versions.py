@@ -1,4 +1,4 @@
-"""What differs by the version of torch, whichever is installed: the same is had of all of them."""
+"""Behaviour that differs between versions of torch: the result here is the same for all of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_attention_on_a_cpu_counts() -> None:
     query = torch.randn(2, 3, 8, 16)
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result = forward(query, query, query)
-    products = 2 * 2 * 3 * 8 * 8 * 16  # of a product: two numbers for each of m, n, k and the batch
+    products = 2 * 2 * 3 * 8 * 8 * 16  # two FLOPs for each of m, n, k and the batch
     assert flops_of(forward.default, (query, query, query), {}, result) == 2 * products
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = (result[0], query, query, query, *result, 0.0, False)
@@ -91,7 +91,7 @@ def test_collectives_of_one_tensor_are_called_without_a_warning() -> None:
 
 
 def test_the_version_is_asked_for_in_one_place() -> None:
-    """And written down in a few: what measured rates and forecasts belong to."""
+    """And listed in a few places: with measured rates and forecasts, which depend on it."""
     names = {
         module
         for module, path in sources().items()

@@ -1,4 +1,4 @@
-"""Pipelines on fairscale and on DeepSpeed: the numbers of one process, memory as predicted."""
+"""Pipelines on fairscale and on DeepSpeed: the numbers of one process, and memory as predicted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.ranks.context import RunContext
 
-# Not imported: the ranks import this module, and load the libraries as a run does.
+# Not imported here: the ranks import this module, and must load the libraries as a run does.
 needs_fairscale = pytest.mark.skipif(find_spec("fairscale") is None, reason="fairscale is missing")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 NEAR = 1e-10
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Deep(nn.Module):
-    """A skip, a mask of bools, numbers that want no gradient, and integers cross every cut."""
+    """A skip, a boolean mask, floats without a gradient, and integers cross every cut."""
 
     def __init__(
         self, width: int = 8, layers: int = 4, *, tied: bool = False, dropout: float = 0.0
@@ -79,7 +79,7 @@ class Dropped(Deep):
 
 
 class Images(nn.Module):
-    """BatchNorm between convolutions, as a chain."""
+    """BatchNorm between convolutions, in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def train(
     steps: int = 4,
     optimizer: Any = sgd,
 ) -> Record:
-    """As `parity.train`, with an example to cut by, and an evaluation between the steps."""
+    """As `parity.train`, with an example batch for the cut, and an evaluation between the steps."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     images = model is Images
     loss, samples = CrossEntropy(), TensorSamples(*samples_of(22, images=images))
@@ -194,7 +194,7 @@ STAGED: dict[str, tuple[Any, ...]] = {
 
 
 def compare(expected: list[Record], ranks: list[list[Record]], names: Any, near: float) -> None:
-    """On each rank; an evaluation is told on rank 0."""
+    """Compare on each rank; the evaluation only on rank 0, which has its result."""
     for rank, records in enumerate(ranks):
         for name, one, other in zip(names, expected, records, strict=True):
             told = one if rank == 0 else replace(one, losses=one.losses[::2])
@@ -214,7 +214,7 @@ def test_deepspeed_equals_one_process() -> None:
 
 @needs_deepspeed
 def test_replicas_on_deepspeed_equal_one_process() -> None:
-    """Two pipelines of two: averaged, and with the optimizer's state in shards."""
+    """Two pipelines of two stages: averaged, and with the optimizer's state in shards."""
     whole = {"train.micro_batch_size": 2}
     half = {"train.micro_batch_size": 1}
     cases = {
@@ -309,7 +309,7 @@ def test_deferred_statistics_follow_the_whole_batch() -> None:
 def resumed(
     context: RunContext, strategy: str, keys: dict[str, Any], state: dict[str, Tensor] | None
 ) -> tuple[float, dict[str, Tensor]]:
-    """Take a state over, or make one in a step; the loss of a further step, and the state then."""
+    """Load a state, or make one in a step; return the loss of one more step, and the state."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss, (inputs, targets) = CrossEntropy(), samples_of(8, images=False)
     example = MicroBatch(inputs[:2], targets[:2], loss.count(targets[:2]), 2)

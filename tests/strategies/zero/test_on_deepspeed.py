@@ -1,4 +1,4 @@
-"""ZeRO on DeepSpeed: what is refused or advised, before there are ranks."""
+"""ZeRO on DeepSpeed without ranks: refusals and advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.memory.timeline import Span, Timeline
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 

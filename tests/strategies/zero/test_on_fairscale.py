@@ -1,4 +1,4 @@
-"""fairscale's ZeRO: what is refused or advised, before there are ranks."""
+"""fairscale's ZeRO without ranks: refusals and advice."""
 
 from __future__ import annotations
 

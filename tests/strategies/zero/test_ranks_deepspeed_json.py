@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration file: what it says is what the ranks do."""
+"""A run follows the settings of a DeepSpeed configuration file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_it_trains_to_the_numbers_of_one_process(tmp_path):
     named = {**keys, "strategy.deepspeed": path}
     for record in run_ranks(train, 2, TinyLM, tokens(22), "zero1", named):
         assert largest_difference(one, record) < 1e-5
-    low = {**named, "train.precision": "bf16"}  # whoever updates it, its values were exact
+    # Its values are exact in bf16, so every engine starts equally
+    low = {**named, "train.precision": "bf16"}
     plain = run_ranks(train, 2, TinyLM, tokens(22), "zero1", {**keys, "train.precision": "bf16"})
     dealt_out = run_ranks(train, 2, TinyLM, tokens(22), "zero1", low)
     assert largest_difference(plain[0], dealt_out[0]) < 1e-6

@@ -1,4 +1,4 @@
-"""A run with a DeepSpeed file beside a program of DeepSpeed's own with the same file."""
+"""A run with a DeepSpeed file, compared with a plain DeepSpeed program with the same file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bigtrain.losses.loss import CrossEntropy
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.strategies.deepspeed_adapter import connect_deepspeed
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 STEPS, BATCH = 12, 8
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -58,11 +58,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "one cycle": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
 }
 Curve = list[tuple[float, float]]
-"""Loss and rate of each step."""
+"""(loss, rate) of each step."""
 
 
 def ours(context, path):
-    """What bigtrain makes of the file, and the weights that it began with."""
+    """The curve of a bigtrain run with the file, and its initial weights."""
     keys = {"strategy.deepspeed": path, "train.steps": STEPS, **UNSEEN}
     job = job_from_keys("zero2", keys)
     schedule = schedule_of(path, dict(job.optim), job.optim.warmup_steps, STEPS)
@@ -85,9 +85,9 @@ def ours(context, path):
 
 
 def deepspeeds(context, path, weights):
-    """What a program of DeepSpeed's own does with it, on one rank."""
+    """The curve of a plain DeepSpeed program with the file, on one rank."""
     with ExitStack() as closing:
-        connect_deepspeed(context, closing)  # so that it compiles nothing
+        connect_deepspeed(context, closing)  # without this DeepSpeed would compile an extension
         return program(path, weights)
 
 

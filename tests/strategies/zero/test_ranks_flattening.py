@@ -1,4 +1,4 @@
-"""Where DeepSpeed makes parameters flat: where they are, also with little memory free."""
+"""DeepSpeed flattens parameters on their device, even if little memory is free."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.nets import TinyLM, tokens
 from support.parity import largest_difference, train
 from support.ranks import run_ranks
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
 def flattened(context, strategy, keys):
-    """Whether parameters went over the host; the difference that it makes."""
+    """Whether parameters were flattened on the host, and the difference that this makes."""
     zero = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
     deepspeed = importlib.import_module("deepspeed")
     found, flatten = [], zero.flatten_dense_tensors_aligned

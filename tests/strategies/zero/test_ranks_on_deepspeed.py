@@ -1,4 +1,4 @@
-"""ZeRO on DeepSpeed: the numbers of one process, memory as predicted, one checkpoint for all."""
+"""ZeRO on DeepSpeed: the numbers of one process, memory as predicted, one format of checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bigtrain.errors import NonFiniteError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 
-# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+# Not imported here: the ranks import this module, and must load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 OFFLOADED = ["zero2_offload", "zero3_offload"]
@@ -33,7 +33,7 @@ CLIP = {"optim.clip_norm": 0.5}
 
 
 class Recomputed(TinyLM):
-    """Its block is computed a second time in the backward pass."""
+    """Its block is recomputed in the backward pass."""
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -45,7 +45,7 @@ class Recomputed(TinyLM):
 
 
 def several(context, strategy, cases):
-    """One record for each case: a start of DeepSpeed costs more than a run."""
+    """One record for each case, in one set of ranks: starting DeepSpeed takes longer than a run."""
     found = []
     for model, keys, steps, optimizer in cases:
         found.append(train(context, model, tokens(22), strategy, keys, steps, optimizer))
@@ -129,7 +129,9 @@ class Frozen(TinyLM):
 
 
 def trained(context, strategy, runs):
-    """For each run: losses with changing rates and an evaluation between the steps, and state."""
+    """For each run: losses with changing rates and an evaluation between the steps, and
+    the state.
+    """
     found = []
     samples, size = tokens(8), 8 // context.world_size
     mine = slice(context.rank * size, (context.rank + 1) * size)
@@ -208,7 +210,7 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     for _, found in again:
         close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
         assert found == pytest.approx(losses, **close)
-    # What is written right after loading is what was loaded, file by file.
+    # A checkpoint written right after loading equals the loaded one, file by file.
     assert_same_tensors(path, again[0][0])
 
 
@@ -235,13 +237,15 @@ def test_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
 
 
 def test_a_step_may_not_do_without_a_parameter():
-    """DeepSpeed would go on with its momentum and weight decay: it is refused, with a way out."""
+    """DeepSpeed would continue its momentum and weight decay, so this is refused with
+    alternatives.
+    """
     with pytest.raises(RankFailure, match=r"not every pass uses extra .*Use --strategy fsdp_zero2"):
         run_ranks(several, 2, "zero2", [(Sometimes, {}, 4, sgd)], timeout_s=120.0)
 
 
 class Overflowing(TinyLM):
-    """Its loss is no number from the second step on."""
+    """Its loss is NaN from the second step."""
 
     def forward(self, tokens):
         self.calls = getattr(self, "calls", 0) + 1
@@ -314,7 +318,8 @@ def test_the_peak_of_every_rank_is_predicted(strategy, world_size):
         peaks = [found[number][2].bytes for found in ranks]
         for found, peak in zip(ranks, peaks, strict=True):
             predicted = found[number][1]
-            # Under stage 3 all ranks are alike, but for what gloo's threads hold on to a moment.
+            # Under stage 3 all ranks are equal, except for what gloo's threads keep alive for a
+            # moment.
             real = min(peaks) if "3" in strategy else peak
             slack = 0.05 if real == max(peaks) else 0.07
             assert predicted.bytes == pytest.approx(real, rel=slack), (number, predicted, peaks)
@@ -322,7 +327,9 @@ def test_the_peak_of_every_rank_is_predicted(strategy, world_size):
 
 
 class Experts(nn.Module):
-    """Experts in two parameters of one module: products with views of them, not linear layers."""
+    """Experts in two parameters of one module: products with views of them instead of linear
+    layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,14 +349,14 @@ def experts() -> nn.Module:
 def test_parameters_that_are_used_by_views_stay_whole_and_that_is_predicted():
     for found in run_ranks(measured, 2, "zero3", [(experts, adamw, {}, 1)], timeout_s=120.0):
         _, predicted, reached = found[0]
-        # Too high by at most what one parameter takes and its gradient: measured 4.2 %.
+        # Too high by at most one parameter and its gradient: measured 4.2%.
         assert -0.005 < predicted.bytes / reached.bytes - 1 < 0.05
-        # The forward pass leaves the three of both there.
+        # After the forward pass these three tensors of both experts are still alive.
         assert predicted.breakdown.parameters > 3 * 2 * 8 * 128 * 64 * 4
 
 
 class Attention(nn.Module):
-    """torch's own, which is told by `is` that a sequence attends to itself."""
+    """torch's attention module, which detects self-attention by `is`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +367,7 @@ class Attention(nn.Module):
 
 
 class LastChannel(nn.Module):
-    """A convolution of numbers whose channels lie together: so does its gradient then."""
+    """A convolution in channels-last order, whose gradient has that order, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,13 +415,13 @@ def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
         ranks = run_ranks(measured, 2, strategy, [(deep, adamw, {}, 2)])
         peak[strategy] = max(found[0][2].bytes for found in ranks)
     assert peak["ddp"] > peak["zero1"] > peak["zero2"] > peak["zero3"]
-    # Shards, copies of shards that DeepSpeed makes while it builds, and one layer.
+    # Shards, copies of shards that DeepSpeed makes while building, and one layer.
     for found in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
         assert found[0][0] < whole
 
 
 def tried_twice(context, strategies):
-    """Norms of a step's gradients after a pass that no update followed."""
+    """Gradient norms of a step, after a pass that was not followed by an update."""
     norms = []
     for strategy in strategies:
         job = job_from_keys(strategy, {"train.global_batch_size": 4, "memory.predict": False})

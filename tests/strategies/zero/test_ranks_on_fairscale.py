@@ -1,4 +1,4 @@
-"""fairscale's ZeRO: the numbers of one process, memory as predicted, one checkpoint for all."""
+"""fairscale's ZeRO: the numbers of one process, memory as predicted, one format of checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_it_equals_one_process_in_float64(expected, strategy, world_size, rows):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_three_ranks_accumulate_without_losing_a_bit_that_matters(strategy):
-    """Other than with 2 or 4 ranks, multiplying and dividing by their number rounds."""
+    """Unlike with 2 or 4 ranks, multiplying and dividing by the number of ranks rounds."""
     keys = {**FP64, "train.global_batch_size": 9}
     one = once(1, TinyLM, ragged, "single", keys)
     keys["train.micro_batch_size"] = 1
@@ -95,7 +95,7 @@ def test_bf16_is_that_of_ddp(strategy):
 
 
 class Recomputed(TinyLM):
-    """Its block is computed a second time in the backward pass."""
+    """Its block is recomputed in the backward pass."""
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -137,7 +137,7 @@ def test_fewer_parameters_than_ranks(strategy):
 
 
 def test_the_last_micro_batch_may_do_without_a_parameter():
-    """What its rank has of earlier ones was averaged once, and stays so."""
+    """The sum of the earlier micro-batches was averaged once, and must stay so."""
     keys = {**FP64, "train.micro_batch_size": 2}
     unused = {"strategy.replicate.find_unused_parameters": True}
     one = once(2, Sometimes, ragged, "ddp", {**keys, **unused})
@@ -191,7 +191,7 @@ def trained_with_rates(context, strategy):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_rates_and_groups_reach_the_optimizer_that_does_the_work(strategy):
-    """And an evaluation between the steps changes nothing."""
+    """An evaluation between the steps changes nothing."""
     one = run_ranks(trained_with_rates, 1, "single")[0]
     for losses in run_ranks(trained_with_rates, 2, strategy):
         assert losses == pytest.approx(one, abs=2e-6)
@@ -210,7 +210,7 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path)
     for _, found in again:
         assert found == pytest.approx(losses, abs=2e-6)
-    # What is written right after loading is what was loaded, byte by byte.
+    # A checkpoint written right after loading equals the loaded one, byte by byte.
     assert_same_tensors(path, again[0][0])
 
 
@@ -224,7 +224,7 @@ PEAKS = {
 
 @pytest.mark.parametrize(
     "case",
-    # Several micro-batches are also in bf16's case.
+    # The bf16 case also has several micro-batches.
     [pytest.param(name, marks=[pytest.mark.full] * (name == "accumulating")) for name in PEAKS],
 )
 @pytest.mark.parametrize("strategy", BOTH)
@@ -249,7 +249,7 @@ def test_each_stage_holds_less_than_the_one_before():
 
 
 class Stack(nn.Module):
-    """Blocks, a head tied to the embedding, sizes that 2 and 4 ranks do not divide."""
+    """Blocks, a head tied to the embedding, and sizes that 2 and 4 ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Stack(nn.Module):
 
 
 def without_streams(context, fn, *args):
-    """Call `fn` where fairscale's stage 3 runs on a CPU: everything in order, on no stream."""
+    """Call `fn` so that fairscale's stage 3 runs on a CPU: everything in order, without streams."""
     from fairscale.internal import reduce_scatter_bucketer
     from fairscale.nn.data_parallel import fully_sharded_data_parallel
 
@@ -293,7 +293,7 @@ def without_streams(context, fn, *args):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stage_3_equals_one_process(world_size):
-    """On a CPU with stand-ins for the streams: the sharding, and what is read out of it."""
+    """On a CPU with stand-ins for the streams: the sharding, and the gathered state."""
     keys = {"optim.clip_norm": 0.5}
     one = once(1, Stack, ragged, "single", keys)
     args = (Stack, tokens(22), "fairscale_fsdp", {**keys, "train.micro_batch_size": 1})

@@ -1,4 +1,4 @@
-"""ZeRO on PyTorch's own parts: the numbers of one process, the memory that stages promise."""
+"""ZeRO on torch's parts: the numbers of one process, and the memory that each stage promises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
 
 
 class Deep(nn.Module):
-    """Blocks in a row, so that there is something to gather one by one; recomputed if asked."""
+    """Blocks in sequence, so that they can be gathered one by one; recomputed if requested."""
 
     def __init__(self, width: int = 64, blocks: int = 4, recompute: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Deep(nn.Module):
 
 
 class DeepApart(Deep):
-    """The blocks are never called: their layers are, one by one."""
+    """The blocks are never called; their layers are called one by one."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -95,7 +95,7 @@ def expected() -> list[Record]:
     ("strategy", "world_size"),
     [
         *fewer(((strategy, 2) for strategy in PRESETS), 2),
-        pytest.param("hybrid", 2, marks=pytest.mark.full),  # of one group: fsdp
+        pytest.param("hybrid", 2, marks=pytest.mark.full),  # a single group, which equals fsdp
         ("hybrid", 4),
         *(pytest.param(strategy, 4, marks=pytest.mark.full) for strategy in PRESETS),
     ],
@@ -150,7 +150,7 @@ def peak_of(context, strategy, keys, optimizer):
 def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
     found = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
     measured = [peak.bytes for _, peak, _ in found.values()]
-    if "train.micro_batch_size" not in keys:  # stage 2 holds shards of what it has gathered, too
+    if "train.micro_batch_size" not in keys:  # stage 2 also keeps shards of its gathered parameters
         assert measured == sorted(measured, reverse=True), measured
     for strategy, (predicted, peak, note) in found.items():
         assert note is None
@@ -162,7 +162,7 @@ def peaks_apart(context, strategies):
 
 
 def test_the_peak_is_predicted_where_blocks_are_never_called():
-    """They are gathered with the whole model, and not one by one."""
+    """Their parameters are gathered with the whole model instead of one by one."""
     for predicted, peak, note in run_ranks(peaks_apart, 2, ["fsdp", "fsdp_zero2"])[0]:
         assert note is None
         assert predicted.bytes == pytest.approx(peak.bytes, rel=0.02)
@@ -177,7 +177,7 @@ def build_peak(context, strategy):
 
 def test_a_rank_never_holds_the_whole_model():
     peak, size = run_ranks(build_peak, 4, "fsdp")[0]
-    assert peak < 0.6 * size  # a quarter, and the block that is being made
+    assert peak < 0.6 * size  # a quarter, and the block that is being built
 
 
 def saved_and_continued(context, strategy, folder, steps, resume):
