@@ -50,7 +50,7 @@ def pytest_configure() -> None:
 def _what_is_imported_is_no_garbage() -> None:
     """Exclude objects that exist before a module's tests from garbage collection.
 
-    A collection visits every object of torch, of bigtrain and of thousands of collected tests, which
+    A collection visits every object of torch, of bigtrain and of thousands of collected tests. It
     takes a third of a second; each engine runs one when it opens its memory meter.
     """
     gc.collect()
