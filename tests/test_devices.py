@@ -77,7 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     return made_up
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_an_accelerator_there_is_the_cpu() -> None:
     assert devices.device_count() == 0
     assert devices.device_names() == []
@@ -186,7 +186,7 @@ def test_segments_grow_unless_the_user_has_said_how(gpus: MadeUp) -> None:
     assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_cuda_the_environment_is_left_alone() -> None:
     environ: dict[str, str] = {}
     devices.grow_segments(environ)
@@ -263,6 +263,6 @@ def test_what_tells_one_gpu_from_another(gpus: MadeUp, monkeypatch: pytest.Monke
     assert (devices.device_identity(SECOND), devices.processors(1)) == ("GPU-7", 132)
 
 
-@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(devices.accelerator() is not None, reason="this machine has an accelerator")
 def test_without_a_gpu_there_are_no_versions_of_its_parts() -> None:
     assert devices.driver_versions() == {}

@@ -82,7 +82,9 @@ def test_the_table_of_rooms_is_that_of_the_docstrings():
 def test_the_page_of_keys_is_that_of_the_types():
     page = KEYS.read_text(encoding="utf-8")
     assert page == key_reference(), "run: python tests/test_docs.py --write"
-    assert not re.findall(r"^\| `(\S+)` .*\|  \|$", page, re.MULTILINE), "keys without a meaning"
+    assert not re.findall(r"^\| `(\S+)` .*\|  \|$", page, re.MULTILINE), (
+        "each key needs a docstring"
+    )
 
 
 @pytest.mark.parametrize("room", [room for rooms in GROUPS.values() for room in rooms])

@@ -47,7 +47,9 @@ def test_they_are_short() -> None:
     for path in scripts:
         text = path.read_text("utf-8")
         assert len(text.splitlines()) < (90 if path.stem == "trainer" else 40), path
-        assert f"examples/{path.name}" in text.partition("import")[0], "its docstring starts it"
+        assert f"examples/{path.name}" in text.partition("import")[0], (
+            "the docstring must contain the command that starts it"
+        )
 
 
 def test_a_loop_computes_the_same_under_any_strategy() -> None:

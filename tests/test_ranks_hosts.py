@@ -38,7 +38,7 @@ def as_root():
     if missing and os.environ.get("CI") == "true":
         pytest.fail(f"{missing[0]} is missing. Run: apt-get install {hosts.TOOLS[missing[0]]}")
     if missing or os.geteuid() != 0 or not Path("/dev/net/tun").exists():
-        pytest.skip("namespaces want root, iproute2 and /dev/net/tun")
+        pytest.skip("network namespaces need root, iproute2 and /dev/net/tun")
 
 
 def started(*words: str) -> subprocess.Popen[str]:

@@ -169,7 +169,7 @@ def test_every_type_comes_back_as_it_was(dtype, mover):
     strides = [view.stride() for view in views]
     size = whole.untyped_storage().nbytes()
     y, seen = save_and_leave(mover, nn.Identity(), *views)
-    assert mover.bytes_moved == mover.bytes_away == size, "a storage moves once"
+    assert mover.bytes_moved == mover.bytes_away == size, "a storage must be moved only once"
     assert mover.bytes_freed == 0
     del views, whole
     assert mover.bytes_freed == size

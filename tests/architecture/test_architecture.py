@@ -96,7 +96,9 @@ def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
         # A library's adapter may be used by all techniques that run on the library.
         named -= ADAPTERS if module.startswith("strategies.") else set()
         strangers = {other for other in named if ".".join(other.split(".")[:2]) != own}
-        assert not strangers or module == "core.registry", f"{module} names {strangers}"
+        assert not strangers or module == "core.registry", (
+            f"{module} names other strategies: {strangers}"
+        )
 
 
 def test_foreign_engines_are_imported_by_strategies_alone():
@@ -104,7 +106,9 @@ def test_foreign_engines_are_imported_by_strategies_alone():
         within = module.startswith("strategies.")
         nodes = ast.walk(tree(path)) if not within else iter(tree(path).body)
         roots = {name.partition(".")[0] for node in nodes for name in imported(node)}
-        assert not roots & FOREIGN, f"{module}: {roots & FOREIGN} belong into a strategy's function"
+        assert not roots & FOREIGN, (
+            f"{module}: {roots & FOREIGN} may be imported only inside a strategy's function"
+        )
 
 
 def loaded(statement: str, *names: str) -> list[str]:
@@ -287,7 +291,7 @@ def test_every_technique_is_described_where_it_is_written(role: Role, name: str)
     for heading in HEADINGS:
         assert any(line.startswith(heading) for line in lines), f"{name}: {heading} is missing"
     example = next(line for line in lines if line.startswith("Example:"))
-    assert "train" in example, f"{name}: the example is one command to paste"
+    assert "train" in example, f"{name}: the example must be one command to paste"
     file = Path(module.__file__ or "")
     files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
     used = {n.attr for f in files for n in ast.walk(tree(f)) if _reads_options(n)}
@@ -368,16 +372,22 @@ def python_files() -> list[Path]:
 def test_files_and_functions_stay_readable_at_a_sitting():
     for path in python_files():
         lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 700, f"{path} has {lines} lines, at most 700. Cut it where its parts meet."
+        assert lines <= 700, f"{path} has {lines} lines, at most 700. Divide it by idea."
         if lines > 450:
             warnings.warn(f"{path} has {lines} lines: does it hold one idea?", stacklevel=1)
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
-                assert length <= 70, f"{path}:{node.lineno}: {node.name} has {length} lines"
-            assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: pass it instead"
+                assert length <= 70, (
+                    f"{path}:{node.lineno}: {node.name} has {length} lines, at most 70"
+                )
+            assert not isinstance(node, ast.Global), (
+                f"{path}:{node.lineno}: no `global`; pass the value as an argument"
+            )
             users = {"bigtrain", "strategies"} & set(path.relative_to(ROOT).parts[:1])
-            assert not (users and isinstance(node, ast.Assert)), f"{path}:{node.lineno}: raise"
+            assert not (users and isinstance(node, ast.Assert)), (
+                f"{path}:{node.lineno}: raise an error instead of asserting"
+            )
 
 
 def test_the_script_is_the_flow_and_nothing_else():

@@ -81,7 +81,9 @@ def test_the_inside_of_a_library_is_imported_by_its_adapter_alone():
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
                 names = [inner.value]
             strangers = {name for name in names if path.fullmatch(name)} - PUBLIC
-            assert not strangers, f"{module}: {strangers} belong into an adapter in strategies/"
+            assert not strangers, (
+                f"{module}: {strangers} may be imported only by an adapter in strategies/"
+            )
 
 
 def test_private_names_are_for_the_adapters():
@@ -92,10 +94,10 @@ def test_private_names_are_for_the_adapters():
             if not private or is_own(owner):
                 continue
             assert name in NO_PRIVATE_NAMES_OF_THEIRS, (
-                f"{module}: {ast.unparse(owner)}.{name} belongs into an adapter in strategies/"
+                f"{module}: only an adapter in strategies/ may use {ast.unparse(owner)}.{name}"
             )
             used.add(name)
-    assert used == set(NO_PRIVATE_NAMES_OF_THEIRS), "listed as torch's, and nowhere used"
+    assert used == set(NO_PRIVATE_NAMES_OF_THEIRS), "a name is listed as torch's but used nowhere"
 
 
 def test_only_the_adapters_replace_what_is_theirs():

@@ -79,9 +79,9 @@ def test_nobody_reads_a_file_of_others_by_himself():
         for name in direct_reads(tree(path))
     }
     strangers = sorted(found - set(ALLOWED))
-    assert not strangers, f"read it by a function of bigtrain.files: {strangers}"
+    assert not strangers, f"read these files by a function of bigtrain.files: {strangers}"
     gone = sorted(set(ALLOWED) - found)
-    assert not gone, f"nothing does that any longer: {gone}"
+    assert not gone, f"remove these entries, which nothing uses any more: {gone}"
 
 
 @pytest.mark.parametrize(

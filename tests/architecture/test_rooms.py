@@ -32,7 +32,7 @@ def test_imports_go_to_lower_rooms():
         and module not in ("", "core.registry")
     ]
     assert not wrong, (
-        "imports may only go to rooms before one's own in tests/support/rooms.py:\n"
+        "a room may import only rooms listed above it in tests/support/rooms.py:\n"
         + ("\n".join(sorted(wrong)))
     )
 
@@ -52,7 +52,7 @@ def test_rooms_are_small_enough_to_look_around_in():
 def test_every_room_says_what_it_is_for():
     for module, path in sources().items():
         if path.stem == "__init__" and module and room(module) != "configs":
-            assert ast.get_docstring(tree(path)), f"{path} has no line of purpose"
+            assert ast.get_docstring(tree(path)), f"{path} has no docstring that states its purpose"
 
 
 def test_no_module_imports_itself_round_a_corner():

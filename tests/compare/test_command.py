@@ -152,7 +152,7 @@ def chromium():
     found = next((path for path in map(shutil.which, names) if path), None)
     if found is None:
         if os.environ.get("CI"):
-            pytest.fail("there is no chromium, and CI installs it")
+            pytest.fail("chromium is missing, although CI installs it")
         pytest.skip("needs chromium: sudo apt-get install chromium")
     return found
 

@@ -252,7 +252,7 @@ def on_a_gpu(**keys):
     return predict(resolve_plan(make_plan(job, 1, "cuda"), workload), workload)
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="there is one")
+@pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")
 def test_a_gpu_that_is_not_here_offloads_in_its_forecast():
     kept, moved, to_disk = (
         on_a_gpu(),

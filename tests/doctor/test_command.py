@@ -101,7 +101,7 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     # delay.
     issued = {kind for kind, figures in kinds.items() if figures["issue"] > 0}
     assert issued <= {"all_gather", "reduce_scatter", "send"}
-    assert issued, "one of them may drown in the noise of a machine that does other things, too"
+    assert issued, "no cost of issuing was measurable: was the machine too busy?"
     assert all(0 <= figures["issue"] < 0.5 for figures in kinds.values())
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()
     assert {file.name for file in (cache / "bigtrain").iterdir()} == {"rates.json", "rates.lock"}

@@ -184,7 +184,7 @@ def test_what_a_file_cannot_hold_is_refused(alone, tmp_path, monkeypatch):
     train(later)
     assert later.batch == 1
     (path,) = tmp_path.iterdir()
-    assert path.name.startswith("commit-2-"), "the one before is gone"
+    assert path.name.startswith("commit-2-"), "the previous commit must have been removed"
     assert later.odd["a"][4][1].tolist() == [1, 1]
 
 

@@ -208,7 +208,7 @@ def test_torchrun_starts_an_elastic_script_again_at_its_last_commit(tmp_path):
     done = run(["sh", "-c", f"cd {tmp_path} && exec {line}"])
     assert done.status == 0, done.output
     checked(tmp_path, [4], 1)
-    assert not (tmp_path / "runs").exists(), "a run that has ended well leaves no commits"
+    assert not (tmp_path / "runs").exists(), "a successful run must remove its commits"
 
 
 def test_a_later_launch_goes_on_where_a_folder_for_commits_is_named(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def test_what_is_kept_is_given_back_without_measuring(home):
     assert measured_rates() == GIVEN
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="links are those of the GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="here the links are those of the GPUs")
 def test_other_hardware_or_ranks_have_rates_of_their_own(home, monkeypatch):
     plant(home, asdict(GIVEN))
     assert cached_rates(3) is None

@@ -134,7 +134,9 @@ def test_fake_tensors_have_the_same_timeline_as_real_ones():
     assert unmoved.peak_bytes == 0  # a real run does not count fake tensors
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells, others do not")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux can reset a process's peak"
+)
 def test_the_process_peak_sees_what_came_and_went():
     # In a new process, because an old one reuses memory that it has freed.
     program = """

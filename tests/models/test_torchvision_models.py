@@ -87,7 +87,7 @@ def assert_alike(what: str, mine: torch.Tensor, usual: torch.Tensor) -> None:
         return
     assert mine.is_floating_point(), what
     count, spread = mine.numel(), float(usual.std())
-    assert spread > 0, f"{what} is a constant, and another one"
+    assert spread > 0, f"{what} is constant, and differs from torchvision's"
     if count >= 64:
         error = abs(float(mine.mean()) - float(usual.mean()))
         assert error <= 6 * spread * math.sqrt(2 / count), what

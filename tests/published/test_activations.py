@@ -294,7 +294,7 @@ def test_profiles_know_what_a_layer_keeps():
     assert like_the_paper == model.activation_bytes(b, recompute="selective") + 2 * sbh + norms
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="its own kernels are traced")
+@pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
 def test_profiles_for_cuda_know_it_without_one():
     """Traced on a CPU for CUDA: the formula to the byte, and means and deviations of two norms."""
     model, _, _, _, _, _, b = MODELS["22B"]
@@ -302,7 +302,7 @@ def test_profiles_for_cuda_know_it_without_one():
     assert of_one_layer(device="cuda") == model.activation_bytes(b) + 16 * sb
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="its own kernels are traced")
+@pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
 def test_profiles_for_cuda_follow_its_autocast():
     """fp32 parameters under autocast, which computes norms and softmax in fp32.
 

@@ -233,9 +233,7 @@ def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
     script = str(ROOT / "tests/support/scripts/held_open.py")
     began = time.monotonic()
     finished = run([find("mpiexec.hydra"), "-n", "2", sys.executable, script, how])
-    assert time.monotonic() - began < 120, (
-        "the rank that sleeps was not ended by the one that failed"
-    )
+    assert time.monotonic() - began < 120, "the failing rank did not end the sleeping one"
     assert "lost rank" not in finished.output
     if how == "fail":
         assert finished.status != 0

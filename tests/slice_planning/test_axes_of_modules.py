@@ -160,7 +160,9 @@ def test_gpt(tied):
     assert blocks == [both] * 6, "Megatron-LM: two all-reduces a block in each direction"
     names = ("embedding.token.weight dim 0", "head.weight dim 0")
     vocabulary = [exchanged[name] for name in names if name in exchanged]
-    assert sorted(sum(vocabulary, [])) == both, "of the embedding's output, and of the head's input"
+    assert sorted(sum(vocabulary, [])) == both, (
+        "one for the embedding's output, one for the head's input"
+    )
 
 
 def test_logits_that_go_into_no_cross_entropy_are_needed_whole():
@@ -185,7 +187,7 @@ def test_what_is_put_behind_nothing_stays_what_it_is():
     names = ("q.weight", "k.weight", "v.weight")
     assert {name: found[name] for name in names} == dict.fromkeys(names, "0/32:8")
     plan = plan_slices(work_on(Block(32, Cached("separate", 32, 4)), 2, 5, 32), 2)
-    assert len(plan.classes) == 1, "queries, keys and values go together"
+    assert len(plan.classes) == 1, "queries, keys and values are one class"
 
 
 class Residual(nn.Module):

@@ -48,7 +48,7 @@ def test_the_rank_with_most():
 def test_where_exchanges_are_free_all_that_computes_is_sliced():
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.0, seconds_per_flop=1e-12))
     assert {own.name.split(".")[0] for own in plan.classes} == {"blocks", "embedding"}
-    assert len(plan.classes) == 10, "attention and MLP of four blocks, and the two tables"
+    assert len(plan.classes) == 10, "attention and MLP of four blocks, and two embedding tables"
 
 
 def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
@@ -106,10 +106,12 @@ def test_a_limit_without_prices_sends_the_fewest_bytes():
     )
     work = work_on(model, 2, 5, 64)
     everything = plan_slices(work, 2, limit=2**40)
-    assert everything.slices == {}, "all fits without"
+    assert everything.slices == {}, "everything fits without slices"
     held = sum(p.numel() * p.element_size() for p in model.parameters()) * 4
     some = plan_slices(work, 2, limit=0.75 * held + 100_000)
-    assert {name.split(".")[0] for name in some.slices} == {"0"}, "the larger one is enough"
+    assert {name.split(".")[0] for name in some.slices} == {"0"}, (
+        "slicing the larger layer is enough"
+    )
 
 
 def test_residual_blocks_send_no_more_than_two_exchanges_each():

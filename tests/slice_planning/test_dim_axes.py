@@ -96,7 +96,7 @@ def test_a_sum_of_products_cuts_the_outermost_axis():
     flat = viewed((new_dim(6), new_dim(4)), (24,))[0]
     first, second = cut(flat, [8, 16])
     assert (lengths(first), lengths(second)) == ([2, 4], [4, 4])
-    assert expanded(first)[1] == expanded(second)[1], "the inner axis is that of both"
+    assert expanded(first)[1] == expanded(second)[1], "both have the same inner axis"
 
 
 def test_a_cut_through_the_inner_axis_blocks_what_it_cuts_through():

@@ -58,7 +58,7 @@ def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
 def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     plan = plan_slices(work("sizes", heads=2), 4)
     assert plan.sliced_share(OwnSizes("sizes")) > 0.9
-    assert plan.slices["qkv.weight"].dim == 1, "by the input of the heads"
+    assert plan.slices["qkv.weight"].dim == 1, "it is sliced along its input"
     why = "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
     assert plan.whole_reasons["qkv.bias"] == why
     lines = {"qkv.weight": "0/3x:16"}

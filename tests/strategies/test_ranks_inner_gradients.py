@@ -1,7 +1,8 @@
 """Gradients that a model or a loss computes itself: as in a plain loop, or refused in one line.
 
 A gradient penalty (double backward), an adversarial step on the inputs, and a weight that follows
-from gradients, each under every kind of strategy; the reference is a plain torch loop on whole batches.
+from gradients, each under every kind of strategy. The reference is a plain torch loop on whole
+batches.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Noted(nn.Module):
         return found
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="the traces are of its own kernels")
+@pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
 @pytest.mark.parametrize(
     ("strategy", "ranks", "keys"),
     [("single", 1, {"strategy.recompute": "1GiB"}), ("1f1b", 2, {"mesh.pp": 2})],

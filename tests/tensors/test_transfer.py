@@ -135,7 +135,7 @@ def test_it_waits_for_what_is_slow_and_says_how_long(mover, monkeypatch):
     monkeypatch.setattr("os.pwritev", slow)
     wrap(model, mover.offload)
     loss = model(x).sum()
-    assert mover.bytes_freed == 2 * BLOCK - x.nbytes, "freed only when it is written"
+    assert mover.bytes_freed == 2 * BLOCK - x.nbytes, "a storage is freed only after it is written"
     assert mover.waited_seconds > 0.2
     loss.backward()
 
@@ -247,7 +247,7 @@ def test_a_file_has_one_buffer_while_the_other_is_copied(cuda, tmp_path, monkeyp
         monkeypatch.setattr(os, name, noted)
     copies = HostCopies(torch.device("cuda", 0))
     transfer = DiskTransfer(str(tmp_path), copies)
-    assert cuda.told == ["pinned", "pinned"], "no more buffers, whatever is copied"
+    assert cuda.told == ["pinned", "pinned"], "the number of buffers must not depend on the copies"
     cuda.told.clear()
     source = torch.arange(20, dtype=torch.uint8)
     spot, wait = transfer.copy_out(source)

@@ -55,7 +55,7 @@ def gradients(*, split: bool) -> list[Any]:
     return [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.skipif(not SPLITS_BACKWARD, reason=f"torch {TORCH} is refused for it")
+@pytest.mark.skipif(not SPLITS_BACKWARD, reason=f"torch {TORCH} cannot split the backward pass")
 def test_a_backward_pass_in_two_parts_begins_at_edges_and_gives_all_gradients() -> None:
     for whole, parts in zip(gradients(split=False), gradients(split=True), strict=True):
         torch.testing.assert_close(parts, whole, rtol=0, atol=1e-14)

@@ -53,7 +53,9 @@ def advice(strategy: str, ranks: int, slots: int, sizes=(100, 100, 100, 100)) ->
 def test_it_says_where_sharing_cannot_help():
     assert "Start more ranks" in (advice("oss", 1, 2) or "")
     assert re.search(r"stage 1 on 2 ranks .* Use --strategy ddp\.", advice("oss", 2, 0) or "")
-    assert "too little" in (advice("oss", 2, 2, sizes=(400,)) or ""), "one parameter is not divided"
+    assert "too little" in (advice("oss", 2, 2, sizes=(400,)) or ""), (
+        "a single parameter cannot be divided"
+    )
     assert advice("oss", 2, 2) is None
     assert advice("sharded_ddp", 2, 2) is None
 
