@@ -153,7 +153,7 @@ def test_what_is_frozen_at_first_trains_after_a_save(strategy, tmp_path):
         optimizer.step()
         expected.append(float(value.detach()))
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
-    for losses, said in run_ranks(frozen_first, 2, strategy, str(tmp_path), **axes):
+    for losses, message in run_ranks(frozen_first, 2, strategy, str(tmp_path), **axes):
         assert losses == pytest.approx(expected, rel=1e-5)
         # A resume does not freeze parameters that were trained
-        assert "has a state for 'body.0." in said
+        assert "has a state for 'body.0." in message

@@ -208,8 +208,8 @@ def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
 
 def test_programs_that_tests_start_see_no_gpu() -> None:
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
-    said = f"import os; print([os.environ.get(name) for name in {names}])"
-    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    code = f"import os; print([os.environ.get(name) for name in {names}])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     hidden: dict[str, str] = {}
     hide_gpus(hidden)
     assert set(hidden) == set(names)
@@ -258,8 +258,8 @@ def test_what_tells_one_gpu_from_another(gpus: MadeUp, monkeypatch: pytest.Monke
     assert devices.device_identity(CPU) is None
     # This device reports neither
     assert devices.device_identity(SECOND) is devices.processors(1) is None
-    told = SimpleNamespace(uuid="GPU-7", multi_processor_count=132)
-    monkeypatch.setattr(gpus, "get_device_properties", lambda _: told, raising=False)
+    properties = SimpleNamespace(uuid="GPU-7", multi_processor_count=132)
+    monkeypatch.setattr(gpus, "get_device_properties", lambda _: properties, raising=False)
     assert (devices.device_identity(SECOND), devices.processors(1)) == ("GPU-7", 132)
 
 

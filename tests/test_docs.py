@@ -245,12 +245,12 @@ PROGRAMS = r"^(?:\$ )?(?:bigtrain|torchrun|deepspeed|srun|mpiexec|python) .*"
 def commands() -> list[tuple[str, list[str]]]:
     """Every command on the pages without its launcher: (page, words)."""
     starts = re.compile(PROGRAMS)
-    found = []
+    lines = []
     for page in PAGES:
         text = "\n".join(code_in(page)).replace("\\\n", "")
         for line in filter(starts.match, text.splitlines()):
-            found.append((page.name, shlex.split(line.removeprefix("$ "), comments=True)))
-    return found
+            lines.append((page.name, shlex.split(line.removeprefix("$ "), comments=True)))
+    return lines
 
 
 OPTIONS = {

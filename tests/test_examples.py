@@ -70,12 +70,12 @@ def test_a_script_for_horovod_computes_the_same_on_any_number_of_ranks() -> None
 @pytest.mark.parametrize(("strategy", "ranks"), [("single+full", 1), ("1f1b+full", 2), ("fsdp", 2)])
 def test_the_predicted_memory_stands_beside_the_measured(strategy: str, ranks: int) -> None:
     line = re.compile(r"^rank (\d): predicted (\d+), measured (\d+)$", re.MULTILINE)
-    found = settled(
+    rows = settled(
         lambda: line.findall(run("predicted_memory.py", strategy, ranks=ranks)),
         lambda row: int(row[2]) > 1.01 * int(row[1]),
     )
-    assert [int(rank) for rank, _, _ in found] == [*range(ranks)]
-    for _, predicted, measured in found:
+    assert [int(rank) for rank, _, _ in rows] == [*range(ranks)]
+    for _, predicted, measured in rows:
         assert int(predicted) == pytest.approx(int(measured), rel=0.01)
 
 

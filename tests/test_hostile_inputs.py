@@ -43,7 +43,7 @@ def test_an_input_is_the_same_by_its_number_and_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "problem"),
+    ("status", "errors", "problem"),
     [
         (0, "", None),
         (2, "bigtrain: no\n", None),
@@ -55,9 +55,9 @@ def test_an_input_is_the_same_by_its_number_and_seed() -> None:
         (2, f"bigtrain: {'x' * 6000}\n", "a line of 6010 letters"),
     ],
 )
-def test_what_counts_as_a_fault(status: int, said: str, problem: str | None) -> None:
-    found = hostile_inputs._fault(subprocess.CompletedProcess([], status, "", said))
-    assert (found is None) if problem is None else found.startswith(problem)
+def test_what_counts_as_a_fault(status: int, errors: str, problem: str | None) -> None:
+    fault = hostile_inputs._fault(subprocess.CompletedProcess([], status, "", errors))
+    assert (fault is None) if problem is None else fault.startswith(problem)
 
 
 def test_what_is_kept_of_inputs() -> None:
@@ -66,8 +66,8 @@ def test_what_is_kept_of_inputs() -> None:
         {"kind": "job", "status": 0, "problem": None},
         {"kind": "cache", "status": 1, "problem": "exit status 1"},
     ]
-    found = hostile_inputs.summary_of(rows, 5, 1.25)
-    assert (found["inputs"], found["failed"], found["seed"]) == (3, 1, 5)
-    assert found["by_kind"]["job"] == {"ran": 1, "refused": 1, "failed": 0}
-    assert found["by_kind"]["cache"] == {"ran": 0, "refused": 0, "failed": 1}
-    assert found["failures"] == [rows[2]]
+    summary = hostile_inputs.summary_of(rows, 5, 1.25)
+    assert (summary["inputs"], summary["failed"], summary["seed"]) == (3, 1, 5)
+    assert summary["by_kind"]["job"] == {"ran": 1, "refused": 1, "failed": 0}
+    assert summary["by_kind"]["cache"] == {"ran": 0, "refused": 0, "failed": 1}
+    assert summary["failures"] == [rows[2]]

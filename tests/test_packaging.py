@@ -126,16 +126,16 @@ def test_the_package_list_is_the_folders_that_are_there():
     (listed,) = [
         ast.literal_eval(k.value) for c in calls for k in c.keywords if k.arg == "packages"
     ]
-    found = {"bigtrain"}
+    packages = {"bigtrain"}
     for folder, first in (
         ("bigtrain", ()),
         ("strategies", ("bigtrain",)),
         ("configs", ("bigtrain",)),
     ):
         for path in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join((*first, *path.parent.relative_to(ROOT).parts)))
+            packages.add(".".join((*first, *path.parent.relative_to(ROOT).parts)))
     assert sorted(listed) == listed
-    assert set(listed) == found
+    assert set(listed) == packages
 
 
 def _is_setup(node: ast.AST) -> bool:

@@ -80,21 +80,21 @@ def test_a_disk_that_fills_up_loses_nothing(place: Place, disk: Disk, expected: 
         while not (place.run / "checkpoints" / "latest").exists():
             time.sleep(0.01)
         disk.fill()
-        said = ""
-        while "warning: no checkpoint was written to" not in said:
+        output = ""
+        while "warning: no checkpoint was written to" not in output:
             line = process.stdout.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         left = [path.name for path in (place.run / "checkpoints").iterdir()]
         assert sorted(left) == [".lock", "latest", "step-2"]
         disk.free()
         rest, _ = process.communicate(timeout=LIMIT_S)
-    said += rest
-    assert process.returncode == 0, said
-    assert re.search(r"(No space left on device|File too large)", said)
-    assert "The run goes on; the newest is still step-2." in said
+    output += rest
+    assert process.returncode == 0, output
+    assert re.search(r"(No space left on device|File too large)", output)
+    assert "The run goes on; the newest is still step-2." in output
     if not disk.mounted:  # on a full file system a short line may fit into the last page
-        assert "metrics.jsonl cannot be written" in said
+        assert "metrics.jsonl cannot be written" in output
     assert place.curve() == expected
     assert (place.run / "checkpoints" / "latest").read_text().strip() == "step-6"
 
@@ -113,9 +113,9 @@ def test_a_folder_that_is_gone_between_two_saves(place: Place, expected: Any, fa
             place.wait_for_step(5)
             checkpoints.unlink()
             aside.rename(checkpoints)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
-    assert ("warning: no checkpoint was written" in said) is (fault == "a file")
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    assert ("warning: no checkpoint was written" in output) is (fault == "a file")
     assert place.curve() == expected
     steps = {"a file": {"step-2", "step-6"}, "nothing": {"step-4", "step-6"}}
     assert {path.name for path in checkpoints.glob("step-*")} == steps[fault]
@@ -126,8 +126,8 @@ def test_a_last_save_that_fails_is_a_failure_and_goes_on_later(place: Place, exp
     place.run.mkdir(parents=True)
     # A file, because root may write into a read-only folder
     (place.run / "checkpoints").write_text("")
-    status, said = place.bigtrain(["-n", "2", "--restarts", "0"])
-    assert status == 1, said
+    status, output = place.bigtrain(["-n", "2", "--restarts", "0"])
+    assert status == 1, output
     words = "The run went to its end, but its last state is lost; there is none yet. Make room"
-    assert words in said
+    assert words in output
     assert place.curve() == expected

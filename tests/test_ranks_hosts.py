@@ -114,8 +114,8 @@ def test_without_root_it_says_what_to_do(monkeypatch):
 
 
 def test_hosts_know_each_other_and_nothing_is_left(as_root):
-    said = 'hostname; ssh host1 "hostname; echo of $RANK"; pdsh -w host0,host1 echo %h is %n'
-    process = started("--first", "--", "sh", "-c", said)
+    script = 'hostname; ssh host1 "hostname; echo of $RANK"; pdsh -w host0,host1 echo %h is %n'
+    process = started("--first", "--", "sh", "-c", script)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()

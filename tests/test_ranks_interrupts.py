@@ -60,7 +60,7 @@ class Terminal:
 
     def end(self) -> tuple[int, str]:
         try:
-            said, _ = self.process.communicate(timeout=LIMIT_S)
+            output, _ = self.process.communicate(timeout=LIMIT_S)
         finally:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -68,7 +68,7 @@ class Terminal:
             except ProcessLookupError:
                 left = False
         assert not left or self.process.returncode is None, "a process outlived the command"
-        return self.process.returncode, said
+        return self.process.returncode, output
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
@@ -77,18 +77,20 @@ def test_ctrl_c_saves_and_says_how_to_go_on(place: Place, expected: Curve, launc
     terminal = Terminal(place, command, FAULT_SLEEP="0.2")
     place.wait_for_step(3)
     terminal.press_ctrl_c()
-    status, said = terminal.end()
-    assert status == (1 if launch == "torchrun" else 130), said  # torchrun has no other exit status
+    status, output = terminal.end()
+    assert status == (1 if launch == "torchrun" else 130), (
+        output
+    )  # torchrun has no other exit status
     step = place.curve()[-1][0]
-    assert said.count("Ctrl-C: the run ends after this step and saves its state.") == 1
+    assert output.count("Ctrl-C: the run ends after this step and saves its state.") == 1
     saved = place.run / "checkpoints" / f"step-{step}"
-    assert f"stopped by SIGINT after step {step}, saved as {saved}." in said
+    assert f"stopped by SIGINT after step {step}, saved as {saved}." in output
     if launch != "torchrun":  # torchrun's agent prints a traceback
-        assert "Traceback" not in said, said
-    found = re.search(r"(?:Go on|Continue) with the same command and: (.*)", said)
-    assert found is not None
+        assert "Traceback" not in output, output
+    match = re.search(r"(?:Go on|Continue) with the same command and: (.*)", output)
+    assert match is not None
     done = subprocess.run(
-        [*command, *shlex.split(found[1])],
+        [*command, *shlex.split(match[1])],
         env={**surroundings(), "PYTHONPATH": f"{place.folder}{os.pathsep}{ROOT}"}
         | {"FAULT_FOLDER": str(place.folder)},
         capture_output=True,
@@ -113,19 +115,19 @@ def test_ctrl_c_again_ends_at_once_and_says_what_is_left(place: Place, saved: bo
     time.sleep(2.2)
     assert terminal.process.poll() is None
     terminal.press_ctrl_c()
-    status, said = terminal.end()
-    assert status == 130, said
+    status, output = terminal.end()
+    assert status == 130, output
     done = place.curve()[-1][0]
-    assert "Traceback" not in said, said
+    assert "Traceback" not in output, output
     if not saved:
-        assert f"bigtrain: nothing was saved: the {done} steps that were done are lost" in said
+        assert f"bigtrain: nothing was saved: the {done} steps that were done are lost" in output
         return
     newest = int((place.run / "checkpoints" / "latest").read_text().strip()[5:])
     lost = f"; steps {newest + 1} to {done} are lost" if done > newest else ""
     assert (
-        f"the newest checkpoint is of step {newest}{lost}. Continue with the same command" in said
+        f"the newest checkpoint is of step {newest}{lost}. Continue with the same command" in output
     )
-    assert f"--resume auto log.dir={place.run.parent} log.name=r" in said
+    assert f"--resume auto log.dir={place.run.parent} log.name=r" in output
 
 
 def test_ctrl_c_before_the_first_step_is_said_in_one_line(place: Place) -> None:
@@ -136,10 +138,10 @@ def test_ctrl_c_before_the_first_step_is_said_in_one_line(place: Place) -> None:
     terminal.press_ctrl_c()
     time.sleep(2.2)
     terminal.press_ctrl_c()
-    status, said = terminal.end()
-    assert status == 130, said
-    assert said.count("nothing was saved, and nothing is lost") == 1, said
-    assert "Traceback" not in said, said
+    status, output = terminal.end()
+    assert status == 130, output
+    assert output.count("nothing was saved, and nothing is lost") == 1, output
+    assert "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
@@ -151,19 +153,19 @@ def test_ctrl_c_while_torch_is_loaded_is_quiet(place: Place, seconds: float) -> 
         time.sleep(0.02)
     time.sleep(seconds)
     terminal.press_ctrl_c()
-    status, said = terminal.end()
-    assert "Traceback" not in said, said
-    assert status == 130, said
+    status, output = terminal.end()
+    assert "Traceback" not in output, output
+    assert status == 130, output
 
 
 def loading(parent: int) -> list[str]:
     """The children of a process in which torch is being imported."""
-    found = []
+    children = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent and "torch" in (path / "maps").read_text():
-                found.append(path.name)
+                children.append(path.name)
         except OSError:
             continue
-    return found
+    return children

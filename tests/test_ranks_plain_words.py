@@ -86,8 +86,8 @@ def test_warnings_are_said_once_and_errors_by_each(
     done = forked_cli(words, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     alone = forked_cli([*words[:2], "1", *words[3:]], cwd=tmp_path, timeout=120)
-    for said in ("this is deprecated", "some weights were not used"):
-        assert done.stderr.count(said) == alone.stderr.count(said) >= 1
+    for message in ("this is deprecated", "some weights were not used"):
+        assert done.stderr.count(message) == alone.stderr.count(message) >= 1
     assert done.stderr.count("a real error") == ranks * alone.stderr.count("a real error")
 
 

@@ -36,17 +36,17 @@ def test_a_signal_saves_and_stops(place: Place, expected: Any, name: str) -> Non
         place.wait_for_step(3)
         process.send_signal(getattr(signal, name))
         process.send_signal(getattr(signal, name))  # the same signal again, as `timeout` does
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
     step = place.curve()[-1][0]
     saved = place.run / "checkpoints" / f"step-{step}"
-    assert f"stopped by {name} after step {step}, saved as {saved}" in said
-    assert f"Go on with the same command and: --resume auto log.dir={place.run.parent}" in said
+    assert f"stopped by {name} after step {step}, saved as {saved}" in output
+    assert f"Go on with the same command and: --resume auto log.dir={place.run.parent}" in output
     assert step in (3, 4, 5)
     assert (place.run / "checkpoints" / "latest").read_text().strip() == f"step-{step}"
-    status, said = place.bigtrain(["-n", "2", "--resume", "auto"])
-    assert status == 0, said
-    assert f"continues after step {step}" in said
+    status, output = place.bigtrain(["-n", "2", "--resume", "auto"])
+    assert status == 0, output
+    assert f"continues after step {step}" in output
     assert place.curve() == expected
 
 
@@ -62,8 +62,8 @@ def test_a_signal_to_every_process_spares_those_that_read_ahead(place: Place) ->
         assert len(workers) == 2
         for pid in (*workers, *ranks):  # to every process, as a scheduler does
             os.kill(pid, signal.SIGTERM)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
 
 
 def test_a_signal_to_one_rank_stops_all(place: Place) -> None:
@@ -71,9 +71,9 @@ def test_a_signal_to_one_rank_stops_all(place: Place) -> None:
     with place.start(command, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(2)
         os.kill(int((place.folder / "pid-1-0").read_text()), signal.SIGUSR1)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, said
-    assert "stopped by SIGUSR1 after step" in said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
+    assert "stopped by SIGUSR1 after step" in output
 
 
 def test_a_signal_without_room_to_save_says_what_is_lost(place: Place) -> None:
@@ -85,11 +85,11 @@ def test_a_signal_without_room_to_save_says_what_is_lost(place: Place) -> None:
         (place.run / "checkpoints").rename(place.folder / "aside")
         (place.run / "checkpoints").write_text("")
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, output
     words = r"bigtrain: SIGTERM stopped the run after step \d, and its state is lost: no checkpoint"
-    assert re.search(words, said), said
-    assert "there is none yet. Make room, and run again with --resume auto." in said
+    assert re.search(words, output), output
+    assert "there is none yet. Make room, and run again with --resume auto." in output
 
 
 def test_a_second_signal_ends_at_once(place: Place) -> None:
@@ -103,8 +103,8 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
         time.sleep(2.2)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=10)
-    assert process.returncode == 143, said
+        output, _ = process.communicate(timeout=10)
+    assert process.returncode == 143, output
 
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(place: Place) -> None:
@@ -113,9 +113,9 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(place: Place) -> None:
     with place.start(command, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(3)
         process.kill()
-        said, _ = process.communicate(timeout=LIMIT_S)  # the ranks also hold the pipe
+        output, _ = process.communicate(timeout=LIMIT_S)  # the ranks also hold the pipe
         step = place.curve()[-1][0]
-        assert f"stopped by SIGTERM after step {step}, saved as" in said
+        assert f"stopped by SIGTERM after step {step}, saved as" in output
 
 
 def test_one_process_saves_and_stops(place: Place) -> None:
@@ -123,9 +123,9 @@ def test_one_process_saves_and_stops(place: Place) -> None:
     with place.start(command, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(2)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, said
-    assert "stopped by SIGTERM after step" in said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
+    assert "stopped by SIGTERM after step" in output
 
 
 def test_a_signal_before_the_first_step_ends_as_usual(place: Place) -> None:
@@ -136,43 +136,45 @@ def test_a_signal_before_the_first_step_ends_as_usual(place: Place) -> None:
             assert time.monotonic() < end
             time.sleep(0.002)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode in (143, 75), said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode in (143, 75), output
     if process.returncode == 143:
-        assert "stopped by" not in said
+        assert "stopped by" not in output
 
 
 def test_no_restart_is_made_for_the_users_fault(place: Place) -> None:
-    status, said = place.bigtrain(["-n", "2", "--restarts", "3"], {"train.global_batch_size": 7})
+    status, output = place.bigtrain(["-n", "2", "--restarts", "3"], {"train.global_batch_size": 7})
     assert status == 2
-    assert "restart" not in said
-    status, said = place.bigtrain(["-n", "2", "--restarts", "3"], FAULT_RAISE="1:0:3,1:1:1")
+    assert "restart" not in output
+    status, output = place.bigtrain(["-n", "2", "--restarts", "3"], FAULT_RAISE="1:0:3,1:1:1")
     assert status == 1
-    assert said.count("ValueError: odd") == 2
-    assert said.count("bigtrain: restart 1 of 3 on 2 ranks, from step-2 (step 2 was the last") == 1
-    assert "bigtrain: it failed twice after step 2 and is not started again" in said
+    assert output.count("ValueError: odd") == 2
+    assert (
+        output.count("bigtrain: restart 1 of 3 on 2 ranks, from step-2 (step 2 was the last") == 1
+    )
+    assert "bigtrain: it failed twice after step 2 and is not started again" in output
 
 
 def test_an_exception_that_does_not_come_again_is_survived(place: Place, expected: Any) -> None:
-    status, said = place.bigtrain(["-n", "2", "--restarts", "1"], FAULT_RAISE="0:0:4")
-    assert status == 0, said
+    status, output = place.bigtrain(["-n", "2", "--restarts", "1"], FAULT_RAISE="0:0:4")
+    assert status == 0, output
     assert place.curve() == expected
-    assert "continues after step 2" in said
+    assert "continues after step 2" in output
 
 
 def test_a_rank_that_is_gone_is_done_without(place: Place, expected: Any) -> None:
     options = ["-n", "2", "--restarts", "3", "--min-ranks", "1"]
-    status, said = place.bigtrain(options, {"mesh.dp": 2}, FAULT_KILL="1:0:4,1:1:1")
-    assert status == 0, said
+    status, output = place.bigtrain(options, {"mesh.dp": 2}, FAULT_KILL="1:0:4,1:1:1")
+    assert status == 0, output
     line = r"rank 1 was lost twice in a row and is taken as gone: restart 2 of 3 on 1 rank, from "
     line += r"step-2 \(step 2 was the last one done\), global batch 8"
-    assert re.search(line, said), said
-    assert "strategy ddp: 1 rank on cpu" in said
-    found = place.curve()
-    assert [row[0] for row in found] == [row[0] for row in expected]
-    assert found[:2] == expected[:2]
+    assert re.search(line, output), output
+    assert "strategy ddp: 1 rank on cpu" in output
+    curve = place.curve()
+    assert [row[0] for row in curve] == [row[0] for row in expected]
+    assert curve[:2] == expected[:2]
     # From here the random streams (dropout) differ; the samples are the same.
-    assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=0.02)
+    assert [row[1] for row in curve] == pytest.approx([row[1] for row in expected], rel=0.02)
 
 
 @pytest.mark.full
@@ -182,8 +184,8 @@ def test_a_rank_that_stands_still_is_ended(place: Place, expected: Any) -> None:
     with place.start(command, FAULT_SLEEP="0.05") as process:
         place.wait_for_step(3)
         os.kill(int((place.folder / "pid-1-0").read_text()), signal.SIGSTOP)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
     assert place.curve() == expected
 
 
@@ -196,9 +198,9 @@ def torchrun(place: Place, *options: str, **keys: Any) -> list[str]:
 def test_ranks_that_torchrun_starts_again_go_on(place: Place, expected: Any) -> None:
     command = torchrun(place, "--max-restarts=1")
     with place.start(command, FAULT_KILL="1:0:4") as process:
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
-    assert "continues after step 2" in said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    assert "continues after step 2" in output
     assert place.curve() == expected
 
 
@@ -211,14 +213,14 @@ def test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named(
     words = {"mesh__timeout": 1, "checkpoint__asynchronous": asynchronous, "train__steps": 2}
     with place.start(torchrun(place, **words), FAULT_STOP_IN_SAVE=f"{rank}:0") as process:
         assert process.stdout is not None
-        said = ""
+        output = ""
         while line := process.stdout.readline():  # torchrun itself waits 30 s for the stopped rank
-            said += line
+            output += line
             if "flight_recorder.json" in line:
                 break
-    assert "step 2/2" in said
-    assert f"bigtrain: rank {1 - rank} waits for a checkpoint (" in said, said
-    assert f"rank {rank} has not answered: it is stopped, or stuck in native code" in said
+    assert "step 2/2" in output
+    assert f"bigtrain: rank {1 - rank} waits for a checkpoint (" in output, output
+    assert f"rank {rank} has not answered: it is stopped, or stuck in native code" in output
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -229,13 +231,13 @@ def test_under_torchrun_a_signal_saves_before_the_end(
     with place.start(agent, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(3)
         process.send_signal(getattr(signal, name))
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1, said  # torchrun has no other exit status
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, output  # torchrun has no other exit status
     step = place.curve()[-1][0]
-    assert f"stopped by {name} after step {step}" in said
+    assert f"stopped by {name} after step {step}" in output
     with place.start(torchrun(place, checkpoint__resume="auto")) as process:
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
     assert place.curve() == expected
 
 
@@ -253,9 +255,9 @@ def test_slurm_announces_an_end(place: Place, cluster: dict[str, str]) -> None:
         place.wait_for_step(2)
         cancel = [find("scancel"), "--signal=USR1", "--user", getpass.getuser()]
         subprocess.run(cancel, env={**surroundings(), **cluster}, check=True)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, said
-    assert said.count("stopped by SIGUSR1 after step") == 1
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
+    assert output.count("stopped by SIGUSR1 after step") == 1
 
 
 SERVERS = {
@@ -271,25 +273,25 @@ SERVERS = {
 
 def test_a_run_goes_on_without_a_worker_that_is_killed(place: Place) -> None:
     """The run is then continued on all ranks from its checkpoint."""
-    status, said = place.bigtrain(["-n", "5"], SERVERS, FAULT_KILL="3:0:5")
-    assert status == 0, said
-    lost = re.findall(r"bigtrain: worker 1 \(rank 3\) was lost in step (\d+): it ended", said)
-    assert len(lost) == said.count(" lost ") == 1
+    status, output = place.bigtrain(["-n", "5"], SERVERS, FAULT_KILL="3:0:5")
+    assert status == 0, output
+    lost = re.findall(r"bigtrain: worker 1 \(rank 3\) was lost in step (\d+): it ended", output)
+    assert len(lost) == output.count(" lost ") == 1
     assert 3 <= int(lost[0]) <= 8  # by the server's count: the workers may be ahead or behind
-    assert "2 of 3 workers continue without its samples" in said
+    assert "2 of 3 workers continue without its samples" in output
     assert [step for step, _, _ in place.curve()] == list(range(1, 13))
     losses = [loss for _, loss, _ in place.curve()]
     assert losses[-1] < losses[0]
     checked = place.run / "checkpoints" / "step-12"
     command = [interpreter(), "-m", "bigtrain", "checkpoint", "verify", str(checked)]
     with place.start(command) as process:
-        found, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, found
+        queue_output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, queue_output
     more = {**SERVERS, "train__steps": 14}
-    status, said = place.bigtrain(["-n", "5", "--resume", "auto"], more)
-    assert status == 0, said
-    assert "continues after step 12" in said
-    assert "was lost" not in said
+    status, output = place.bigtrain(["-n", "5", "--resume", "auto"], more)
+    assert status == 0, output
+    assert "continues after step 12" in output
+    assert "was lost" not in output
 
 
 def test_the_end_of_a_server_is_the_end_of_the_run(place: Place) -> None:
@@ -299,11 +301,11 @@ def test_the_end_of_a_server_is_the_end_of_the_run(place: Place) -> None:
         place.wait_for_step(3)
         os.kill(int((place.folder / "pid-1-0").read_text()), signal.SIGKILL)
         began = time.monotonic()
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, output
     assert time.monotonic() - began < 15
     assert re.search(
-        r"bigtrain: rank \d lost server 1 \(rank 1\): it ended without a message", said
+        r"bigtrain: rank \d lost server 1 \(rank 1\): it ended without a message", output
     )
 
 
@@ -315,8 +317,8 @@ def test_a_signal_after_a_loss_saves_and_stops(place: Place) -> None:
         os.kill(int((place.folder / "pid-2-0").read_text()), signal.SIGKILL)
         place.wait_for_step(30)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 75, said
-    assert "worker 0 (rank 2) was lost in step" in said
-    assert "stopped by SIGTERM after step" in said
-    assert "restart 1" not in said
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, output
+    assert "worker 0 (rank 2) was lost in step" in output
+    assert "stopped by SIGTERM after step" in output
+    assert "restart 1" not in output

@@ -296,10 +296,10 @@ def test_wrong_input_ends_with_two_lines_at_most_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.distributed, "init_process_group", None)  # must not be reached
     assert run_guarded(lambda: main(words)) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.startswith("bigtrain: ")
-    assert len(told.splitlines()) <= 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.startswith("bigtrain: ")
+    assert len(errors.splitlines()) <= 2
     assert not list(tmp_path.iterdir())
 
 
@@ -421,15 +421,15 @@ def test_the_best_state_of_a_validation_is_kept_beside_the_newest(tmp_path, corp
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("checkpoint.best=top1", "gives loss, bits_per_byte. Use checkpoint.best=bits_per_byte."),
         ("checkpoint.snapshot_bytes=-1", "checkpoint.snapshot_bytes"),
         ("checkpoint.asynchronous=maybe", "checkpoint.asynchronous"),
     ],
 )
-def test_wrong_words_about_checkpoints_are_refused(tmp_path, corpus, word, said):
+def test_wrong_words_about_checkpoints_are_refused(tmp_path, corpus, word, message):
     done = run(tmp_path, *SMALL, corpus, word)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

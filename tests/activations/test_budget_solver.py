@@ -21,13 +21,13 @@ from bigtrain.activations.budget_solver import (
 
 def enumerated(menu, room, tail, waiting):
     """The least (seconds, peak) within `room`, among all combinations of choices."""
-    found = None
+    best = None
     for picks in itertools.product(*(range(len(prices)) for prices in menu)):
         peak = solution_peak(menu, picks, tail, waiting)
         seconds = sum(prices[pick].seconds for prices, pick in zip(menu, picks, strict=True))
-        if peak <= room and (found is None or (seconds, peak) < found):
-            found = (seconds, peak)
-    return found
+        if peak <= room and (best is None or (seconds, peak) < best):
+            best = (seconds, peak)
+    return best
 
 
 @pytest.mark.parametrize("seed", range(300))

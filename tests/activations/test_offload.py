@@ -100,10 +100,10 @@ def live_bytes(
 def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
     plain, _ = live_bytes(str(tmp_path), fake=False, move=False)
     real, mover = live_bytes(str(tmp_path), fake=False)
-    fake, told = live_bytes(str(tmp_path), fake=True)
+    fake, predicted = live_bytes(str(tmp_path), fake=True)
     assert fake == real
     for count in ("bytes_moved", "bytes_freed", "peak_bytes_away"):
-        assert getattr(told, count) == getattr(mover, count) > 0
+        assert getattr(predicted, count) == getattr(mover, count) > 0
     # Five blocks move, except for the batch, to which the caller holds a reference.
     assert plain[5] - real[5] == mover.bytes_freed // 4 == 5 * BLOCK - 65536
     assert mover.bytes_moved == 4 * 2 * 5 * BLOCK - 4 * 65536
@@ -117,10 +117,10 @@ def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
 def test_the_same_bytes_for_other_nets(make, bf16, tmp_path):
     plain, _ = live_bytes(str(tmp_path), make, fake=False, move=False, bf16=bf16)
     real, mover = live_bytes(str(tmp_path), make, fake=False, bf16=bf16)
-    fake, told = live_bytes(str(tmp_path), make, fake=True, bf16=bf16)
+    fake, predicted = live_bytes(str(tmp_path), make, fake=True, bf16=bf16)
     assert fake == real
     assert real[-1] < plain[-1]
-    assert told.bytes_freed == mover.bytes_freed > 0
+    assert predicted.bytes_freed == mover.bytes_freed > 0
 
 
 def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
@@ -143,8 +143,8 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     assert forward == f"begin end begin {puts[0]} end begin {puts[1]} end begin {puts[2]} end"
     carrier.told.clear()
     loss.backward()
-    told = [word for word in carrier.told if word != "take"]
-    takes = [sorted(int(t[5:]) for t in told[a:b]) for a, b in _between(told, "backward")]
+    calls = [word for word in carrier.told if word != "take"]
+    takes = [sorted(int(t[5:]) for t in calls[a:b]) for a, b in _between(calls, "backward")]
     # The last block has not moved, and neither has the batch: the caller holds a reference to it.
     assert takes[:2] == [[10, 11, 12, 13, 14], [5, 6, 7, 8, 9]]
     assert len(takes[2]) == 4
@@ -153,8 +153,8 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     assert carrier.most_under_way <= 2 * 5
 
 
-def _between(told: list[str], word: str) -> list[tuple[int, int]]:
-    marks = [n for n, what in enumerate(told) if what == word] + [len(told)]
+def _between(calls: list[str], word: str) -> list[tuple[int, int]]:
+    marks = [n for n, what in enumerate(calls) if what == word] + [len(calls)]
     return [(a + 1, b) for a, b in zip(marks, marks[1:], strict=False)]
 
 

@@ -55,12 +55,12 @@ def test_what_selective_keeps_is_known_by_the_result_whatever_torch_tells_the_po
     policy = _SelectivePolicy()
     mm, relu = torch.ops.aten.mm.default, torch.ops.aten.relu.default
     kept, other = torch.ones(2, 2), torch.ones(2, 2)
-    told = SimpleNamespace(is_recompute=False)
-    assert policy(told, mm, kept, kept) is CheckpointPolicy.MUST_SAVE
-    assert policy(told, relu, kept) is CheckpointPolicy.PREFER_RECOMPUTE
+    policy_context = SimpleNamespace(is_recompute=False)
+    assert policy(policy_context, mm, kept, kept) is CheckpointPolicy.MUST_SAVE
+    assert policy(policy_context, relu, kept) is CheckpointPolicy.PREFER_RECOMPUTE
     policy.note(mm, (kept, kept), {}, kept)
     policy.note(relu, (kept,), {}, other)
     assert policy.keeps(kept.untyped_storage()._cdata)
     assert not policy.keeps(other.untyped_storage()._cdata)
     with pytest.raises(ConfigError, match="changes one in place"):
-        policy(told, torch.ops.aten.relu_.default, kept)
+        policy(policy_context, torch.ops.aten.relu_.default, kept)

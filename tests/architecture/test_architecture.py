@@ -249,8 +249,8 @@ def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
     """The options of `bigtrain checkpoint` are frozen."""
     *_, actions = arguments.checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
-    found = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
-    assert found == {name: own | everywhere for name, own in CHECKPOINT_ACTIONS.items()}
+    options = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
+    assert options == {name: own | everywhere for name, own in CHECKPOINT_ACTIONS.items()}
 
 
 @pytest.mark.parametrize("name", preset_names("jobs"))
@@ -319,8 +319,8 @@ def test_every_key_of_a_job_is_read_somewhere():
     wanted = {f"{s}.{key}" for s, kind in sections.items() for key in kind.model_fields}
     wanted |= {f"job.{key}" for key in Job.model_fields if key not in sections}
     kinds = {kind.__name__: name for name, kind in sections.items()} | {"Job": "job"}
-    found = {read for path in sources().values() for read in _reads(tree(path), kinds)}
-    dead = wanted - found
+    read_keys = {read for path in sources().values() for read in _reads(tree(path), kinds)}
+    dead = wanted - read_keys
     assert dead == set(READ_INDIRECTLY), (
         f"keys that nothing reads: {sorted(dead - set(READ_INDIRECTLY))}; listed as read "
         f"indirectly and read: {sorted(set(READ_INDIRECTLY) - dead)}"
@@ -344,16 +344,16 @@ def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = 
         for inner in ast.walk(node):  # `config: ModelConfig = spec.config`
             if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
                 scope[inner.target.id] = kinds.get(ast.unparse(inner.annotation), "")
-    found = set()
+    keys = set()
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         owner = node.value
         if isinstance(owner, ast.Attribute):
-            found.add(f"{owner.attr}.{node.attr}")
+            keys.add(f"{owner.attr}.{node.attr}")
         elif isinstance(owner, ast.Name):
-            found.add(f"{scope.get(owner.id) or owner.id}.{node.attr}")
+            keys.add(f"{scope.get(owner.id) or owner.id}.{node.attr}")
     for child in ast.iter_child_nodes(node):
-        found |= _reads(child, kinds, scope)
-    return found
+        keys |= _reads(child, kinds, scope)
+    return keys
 
 
 def own_files() -> list[Path]:
@@ -399,14 +399,16 @@ def test_the_script_is_the_flow_and_nothing_else():
 def test_the_project_speaks_of_itself_alone():
     # The patterns are written so that this line does not match itself.
     foreign = re.compile(r"TO[D]O|FIX[M]E|/wor[k]/|/roo[t]/|[Ii]ssu[e] #\d|[Ss]essio[n] \d")
-    found = []
+    lines_found = []
     for path in own_files():
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue
-        found += [f"{path}:{n}: {line}" for n, line in enumerate(lines, 1) if foreign.search(line)]
-    assert not found, "\n".join(found)
+        lines_found += [
+            f"{path}:{n}: {line}" for n, line in enumerate(lines, 1) if foreign.search(line)
+        ]
+    assert not lines_found, "\n".join(lines_found)
 
 
 def test_the_links_lead_to_the_folders_at_the_top():

@@ -102,14 +102,14 @@ def docstrings(module: str) -> Iterator[Docstring]:
 @cache
 def classes() -> dict[str, Members]:
     """Every class of the product by its name; two classes of the same name share an entry."""
-    found: dict[str, Members] = {}
+    members_by_name: dict[str, Members] = {}
     for module in sources():
         for node in nodes(module):
             if isinstance(node, ast.ClassDef):
-                members = found.setdefault(node.name, Members())
+                members = members_by_name.setdefault(node.name, Members())
                 members.bases += [ast.unparse(base).partition("[")[0] for base in node.bases]
                 members.names |= set(defined(node.body)) | attributes_set(node)
-    return found
+    return members_by_name
 
 
 def attributes_set(node: ast.ClassDef) -> set[str]:
@@ -160,16 +160,16 @@ def definitions() -> frozenset[str]:
 @cache
 def words() -> frozenset[str]:
     """Words with a meaning in a job or on the command line, and one-word strings in the code."""
-    found = {*cli.COMMANDS, "record", "pace"}
+    known = {*cli.COMMANDS, "record", "pace"}
     for path in [*ROOT.glob("configs/*/*.yaml")]:
-        found |= {path.stem, *re.findall(r"[\w.]+", path.read_text("utf-8"))}
+        known |= {path.stem, *re.findall(r"[\w.]+", path.read_text("utf-8"))}
     for module in sources():
         documents = {id(node.value) for node in nodes(module) if isinstance(node, ast.Expr)}
         for node in nodes(module):
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and id(node) not in documents and " " not in text:
-                found |= {text, *re.findall(r"[A-Za-z_][\w.]*", text)}
-    return frozenset(found)
+                known |= {text, *re.findall(r"[A-Za-z_][\w.]*", text)}
+    return frozenset(known)
 
 
 def is_job_key(name: str) -> bool:
@@ -222,17 +222,17 @@ def foreign(dotted: str) -> bool:
 @cache
 def aliases() -> dict[str, set[str]]:
     """The aliases under which modules of the product import library modules: nn is torch.nn."""
-    found: dict[str, set[str]] = {"F": {"torch.nn.functional"}}
+    modules: dict[str, set[str]] = {"F": {"torch.nn.functional"}}
     for module in sources():
         for node in nodes(module):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    found.setdefault(alias.asname or alias.name, set()).add(alias.name)
+                    modules.setdefault(alias.asname or alias.name, set()).add(alias.name)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     name = f"{node.module}.{alias.name}"
-                    found.setdefault(alias.asname or alias.name, set()).add(name)
-    return found
+                    modules.setdefault(alias.asname or alias.name, set()).add(name)
+    return modules
 
 
 def members_of(name: str) -> set[str]:
@@ -466,8 +466,8 @@ def test_no_sentence_begins_with_what_unless_it_is_a_question():
 
 
 def test_a_sentence_that_begins_with_what_is_found():
-    found = ["What lies", "What a save writes, in order"]
-    assert noun_sentences("A. What lies. What a save writes, in order") == found
+    sentences = ["What lies", "What a save writes, in order"]
+    assert noun_sentences("A. What lies. What a save writes, in order") == sentences
     assert noun_sentences("A way: What is it?\n\nSomewhat, and what follows.") == []
     assert noun_sentences("Summary\n\nWhat goes\naway.") == ["What goes\naway"]
 

@@ -167,8 +167,8 @@ def test_nothing_is_left_for_another_day_but_what_stands_here(
     names = request.config.stash.get(EVERY_FULL, None)
     if names is None:  # this run contains only some files
         names = collected(ROOT, "-m", "full")
-    found = Counter(re.sub(r"\[.*", "", name.removeprefix("tests/")) for name in names)
-    assert found == FULL
+    counts = Counter(re.sub(r"\[.*", "", name.removeprefix("tests/")) for name in names)
+    assert counts == FULL
 
 
 def test_a_plain_run_leaves_out_what_is_marked_and_two_options_take_it_in(tmp_path: Path) -> None:

@@ -42,18 +42,18 @@ ALLOWED = {
 
 def direct_reads(node: ast.AST) -> list[str]:
     """The calls in a tree that read or parse a file directly."""
-    found = []
+    calls = []
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
             continue
         name = ast.unparse(call.func)
         if name in PARSERS and not _writes(call, 1):
-            found.append(name)
+            calls.append(name)
         elif isinstance(call.func, ast.Attribute) and call.func.attr in READERS:
-            found.append(call.func.attr)
+            calls.append(call.func.attr)
         elif name not in PARSERS and name.endswith(".open") and _opens_path(call):
-            found += [] if _writes(call, 0) else [".open"]
-    return found
+            calls += [] if _writes(call, 0) else [".open"]
+    return calls
 
 
 def _opens_path(call: ast.Call) -> bool:
@@ -72,15 +72,15 @@ def _writes(call: ast.Call, place: int) -> bool:
 
 
 def test_nobody_reads_a_file_of_others_by_himself():
-    found = {
+    readers = {
         (module, name)
         for module, path in sources().items()
         if module.partition(".")[0] not in ("files", "configs")
         for name in direct_reads(tree(path))
     }
-    strangers = sorted(found - set(ALLOWED))
+    strangers = sorted(readers - set(ALLOWED))
     assert not strangers, f"read these files by a function of bigtrain.files: {strangers}"
-    gone = sorted(set(ALLOWED) - found)
+    gone = sorted(set(ALLOWED) - readers)
     assert not gone, f"remove these entries, which nothing uses any more: {gone}"
 
 

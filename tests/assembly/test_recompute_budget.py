@@ -33,9 +33,9 @@ def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
 
 
 def test_a_budget_with_room_for_all_keeps_all():
-    found = settled("1GiB")
-    assert set(found.plan.techniques["recompute"].blocks.values()) == {"keep"}
-    assert "4 everything;" in found.notes[0]
+    plan = settled("1GiB")
+    assert set(plan.plan.techniques["recompute"].blocks.values()) == {"keep"}
+    assert "4 everything;" in plan.notes[0]
 
 
 def test_the_smallest_peak_is_named_and_reached():

@@ -163,8 +163,8 @@ def test_best_names_a_checkpoint_of_its_own_folder(run: Path) -> None:
     checkpoints = run / "checkpoints"
     for text, expected in (("step-1", "step-1"), ("../x", None), ("step-9", None), ("", None)):
         (checkpoints / "best").write_text(text)
-        found = best_checkpoint(checkpoints)
-        assert (found and found.name) == expected
+        best = best_checkpoint(checkpoints)
+        assert (best and best.name) == expected
 
 
 def test_a_checkpoint_says_what_it_needs(run: Path) -> None:

@@ -59,9 +59,9 @@ def assert_holds(checkpoint, wanted):
     model = {n.removeprefix("model."): n for n in checkpoint.names if n.startswith("model.")}
     assert model.keys() == wanted.keys()
     for name, value in wanted.items():
-        found = checkpoint.read(model[name])
-        assert found.dtype == value.dtype
-        assert torch.equal(found, value), name
+        tensor = checkpoint.read(model[name])
+        assert tensor.dtype == value.dtype
+        assert torch.equal(tensor, value), name
 
 
 WRAPPED = {
@@ -198,8 +198,8 @@ def test_frozen_parameters_buffers_and_uneven_pieces_of_deepspeed(stage, tmp_pat
         assert torch.equal(checkpoint.read("model.frozen"), frozen)
     assert_holds(checkpoint, wanted)
     for key, added in (("exp_avg", 1), ("exp_avg_sq", 2)):
-        found = checkpoint.read(f"optimizer.trained.{key}")
-        assert torch.equal(found, torch.arange(5.0) + added)
+        tensor = checkpoint.read(f"optimizer.trained.{key}")
+        assert torch.equal(tensor, torch.arange(5.0) + added)
     assert checkpoint.read("optimizer.trained.step") == 4
     assert (checkpoint.meta["step"], checkpoint.meta["samples_seen"]) == (4, 32)
 

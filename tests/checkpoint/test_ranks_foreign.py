@@ -25,8 +25,8 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 
 def goes_on(path, strategies, losses):
     for strategy, ranks in strategies:
-        found = run_ranks(continued_from, ranks, strategy, str(path))[0]
-        assert found == pytest.approx(losses, rel=1e-6), strategy
+        continued = run_ranks(continued_from, ranks, strategy, str(path))[0]
+        assert continued == pytest.approx(losses, rel=1e-6), strategy
 
 
 @needs_deepspeed

@@ -149,9 +149,9 @@ def begun(case: Case, folder: Path, *loads: Path) -> Any:
     return run_ranks(runs, ranks, strategy, folder, [*loads] or [None], timeout_s=120, **mesh)[0]
 
 
-def assert_same(found: Path, expected: Path, *, buffers: bool) -> None:
+def assert_same(path: Path, expected: Path, *, buffers: bool) -> None:
     """Assert that two checkpoints have the same names, shapes and values up to rounding."""
-    one, other = Checkpoint(found), Checkpoint(expected)
+    one, other = Checkpoint(path), Checkpoint(expected)
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
         assert tensor.shape == other.tensors[name].shape, name
@@ -204,8 +204,8 @@ def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Pat
     plain = begun(OTHERS["fsdp"], tmp_path / "plain")
     sliced = begun(CASES["fsdp+tensor"], tmp_path / "sliced")
     assert_same(sliced["conv"][0][0], plain["conv"][0][0], buffers=True)
-    said = describe_checkpoint(Checkpoint(sliced["conv"][0][0]))
-    assert said["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
+    description = describe_checkpoint(Checkpoint(sliced["conv"][0][0]))
+    assert description["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -229,24 +229,24 @@ def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
 
 def options(context: RunContext, folder: Path, chosen: list[str]) -> dict[str, Any]:
     """For each option: the losses after a save, and after the checkpoint was opened again."""
-    found = {}
+    losses_by_option = {}
     for option in chosen:
         strategy, keys, _ = keys_of(option, folder)
         path, losses = run(context, strategy, keys, folder / option)
         _, again = run(context, strategy, keys, folder / f"{option}, again", path)
-        found[option] = losses, again
-    return found
+        losses_by_option[option] = losses, again
+    return losses_by_option
 
 
 def options_in_one_process(
     context: RunContext, folder: Path, chosen: list[str]
 ) -> dict[str, list[float]]:
-    found = {}
+    losses = {}
     for option in chosen:
         strategy, keys, _ = keys_of(option, folder)
         single = strategy.replace("tensor_sequence", "single").replace("tensor", "single")
-        found[option] = run(context, single, keys, folder / "one", folder / option / "step-2")[1]
-    return found
+        losses[option] = run(context, single, keys, folder / "one", folder / option / "step-2")[1]
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_what_optimizers_keep_in_slices_is_saved_and_opened(tmp_path: Path, part
     chosen = [*OPTIONS][part::3]
     ranks = run_ranks(options, 2, tmp_path, chosen, tp=2, timeout_s=120)
     (one,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
-    for found in ranks:
-        for option, (losses, again) in found.items():
+    for rank_losses in ranks:
+        for option, (losses, again) in rank_losses.items():
             assert again == losses, option  # bit for bit
             assert one[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
 
@@ -298,7 +298,7 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "said"),
+    ("name", "place", "expected_message"),
     [
         ("parameter", 3, "model.blocks.1.mlp_norm.weight is not the same on rank 3 as on rank 2"),
         (
@@ -310,10 +310,10 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
     ],
 )
 def test_whole_tensors_that_differ_are_named_before_anything_is_written(
-    tmp_path: Path, name: str, place: int, said: str
+    tmp_path: Path, name: str, place: int, expected_message: str
 ) -> None:
     for message in run_ranks(drifting, 4, tmp_path, name, place, tp=2):
-        assert message.startswith(f"step 2: {said}")
+        assert message.startswith(f"step 2: {expected_message}")
         assert "train.deterministic=true" in message
         assert "no checkpoint was written" in message
 
@@ -348,8 +348,8 @@ def test_ranks_of_one_tp_group_draw_alike_also_after_a_run_of_another_mesh(tmp_p
     as_before = run_ranks(streams, 4, tmp_path / "again", Path(alike[0][1]), tp=2)
     apart = run_ranks(streams, 4, tmp_path / "whole", Path(alike[0][1]))
     together = run_ranks(streams, 4, tmp_path / "back", Path(apart[0][1]), tp=2)
-    for found in (alike, as_before, together):
-        drawn = [number for number, _ in found]
+    for draws in (alike, as_before, together):
+        drawn = [number for number, _ in draws]
         assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     assert [number for number, _ in alike] == [number for number, _ in as_before]
     assert len({number for number, _ in apart}) == 4

@@ -54,17 +54,17 @@ def test_stages_and_shards_of_four_ranks_are_read_by_safetensors(tmp_path):
         files = sorted(Path(path).glob(f"{part}-*.safetensors"))
         assert len(files) == 4
         places = json.loads((Path(path) / f"{part}.safetensors.index.json").read_text())
-        found = {}
+        tensors = {}
         for file in files:
             with safe_open(file, framework="pt") as one:
                 for name in one.keys():  # noqa: SIM118
-                    found[name] = one.get_tensor(name)
+                    tensors[name] = one.get_tensor(name)
                     assert places["weight_map"][name] == file.name
-                    assert torch.equal(found[name], opened.read(f"{part}.{name}"))
-        assert found.keys() == places["weight_map"].keys()
-        assert places["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+                    assert torch.equal(tensors[name], opened.read(f"{part}.{name}"))
+        assert tensors.keys() == places["weight_map"].keys()
+        assert places["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
         if part == "model":
-            model.load_state_dict(found)
+            model.load_state_dict(tensors)
     done = forked_cli(["checkpoint", "export", path, str(tmp_path / "whole.pt")])
     assert done.returncode == 0, done.stderr
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
@@ -106,9 +106,9 @@ def test_a_run_says_that_it_begins_the_optimizers_state_anew(tmp_path):
         assert done.returncode == 0, done.stderr
     done = forked_cli(["train", *words, "log.name=second", "--resume", made])
     assert done.returncode == 0, done.stderr
-    told = done.stdout + done.stderr
-    assert "continues after step 0 from" in told
-    assert "step-0 has no optimizer state: that of AdamW starts empty" in told
+    output = done.stdout + done.stderr
+    assert "continues after step 0 from" in output
+    assert "step-0 has no optimizer state: that of AdamW starts empty" in output
     done = forked_cli(["train", *words, "log.name=third", "--resume", str(tmp_path / "first")])
     assert done.returncode == 0, done.stderr
     assert "anew" not in done.stdout + done.stderr

@@ -32,10 +32,10 @@ def values(source: Any, part: str = "model") -> dict[str, torch.Tensor]:
     return {name: tensor.values().reshape(tensor.shape) for name, tensor in state.items()}
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 NAMES = [
@@ -109,10 +109,10 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
         ("params_ema", 3),
         ("a.b", 4),
     ):
-        found = open_source(file, key=key)
-        assert_same(values(found), weights_times(factor))
-        assert any("Left out: " in note for note in found.notes)
-    for key, said in (
+        source = open_source(file, key=key)
+        assert_same(values(source), weights_times(factor))
+        assert any("Left out: " in note for note in source.notes)
+    for key, message in (
         (
             "net",
             r"there is no 'net' in .*, did you mean 'nets'\? Dicts there: 'nets', 'params_ema'",
@@ -120,7 +120,7 @@ def test_the_model_is_chosen_by_its_key(tmp_path):
         ("nets.ema", r"there is no 'ema' in .* Dicts there: 'generator', 'discriminator'"),
         ("nets.step", r"'step' is not a dict"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             open_source(file, key=key)
     (tmp_path / ".metadata").touch()
     with pytest.raises(ConfigError, match=r"--key ema chooses in a file of torch.save, and"):
@@ -138,16 +138,16 @@ def test_the_only_model_is_found_under_any_key(key, tmp_path):
     # A module's extra state that is not a tensor does not make the file a trainer's.
     extra = {"fp8": {"scale": torch.ones(1)}}
     torch.save({**net().state_dict(), "up._extra_state": extra}, tmp_path / "w")
-    found = open_source(tmp_path / "w")
-    assert_same(values(found), net().state_dict())
-    assert found.notes == ("Left out: up._extra_state.",)
+    source = open_source(tmp_path / "w")
+    assert_same(values(source), net().state_dict())
+    assert source.notes == ("Left out: up._extra_state.",)
 
 
 def test_a_model_beside_a_tensor_is_found(tmp_path):
     torch.save({"epoch": torch.tensor(3), "state_dict": net().state_dict()}, tmp_path / "w.pt")
-    found = open_source(tmp_path / "w.pt")
-    assert_same(values(found), net().state_dict())
-    assert found.notes == ("Left out: epoch.",)
+    source = open_source(tmp_path / "w.pt")
+    assert_same(values(source), net().state_dict())
+    assert source.notes == ("Left out: epoch.",)
     torch.save({"model": net().state_dict(), "weights": weights_times(2)}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"'model' \(9 tensors\), 'weights' \(9 tensors\)"):
         open_source(tmp_path / "w.pt")
@@ -169,9 +169,9 @@ def test_prefixes_are_taken_away(tmp_path, capsys):
     keys = {f"module.encoder_k.{name}": value * 2 for name, value in weights.items()}
     torch.save({"epoch": 1, "state_dict": {**queries, **keys, "module.queue": torch.ones(2)}}, file)
     for prefix in ("module.encoder_q.", "encoder_q."):
-        found = open_source(file, strip=prefix)
-        assert_same(values(found), weights)
-        assert "Left out: 10 tensors whose names do not begin with encoder_q." in found.notes
+        source = open_source(file, strip=prefix)
+        assert_same(values(source), weights)
+        assert "Left out: 10 tensors whose names do not begin with encoder_q." in source.notes
     with pytest.raises(
         ConfigError, match=r"--strip q.: no name .* begin with encoder_k., encoder_q., q"
     ):
@@ -193,9 +193,9 @@ def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_p
     file = tmp_path / "last.ckpt"
     for prefix in ("model.", "net.", "module.model."):
         torch.save(of_lightning(prefix), file)
-        found = open_source(file)
-        assert_same(values(found), net().state_dict())
-        assert found.step == 5
+        source = open_source(file)
+        assert_same(values(source), net().state_dict())
+        assert source.step == 5
         kept = open_source(file, strip="")
         plain = prefix.removeprefix("module.")
         assert {name.removeprefix(plain) for name in kept.model} == {*net().state_dict()}
@@ -234,10 +234,10 @@ def test_moments_come_over_where_their_parameters_are_known(named, groups, tmp_p
     model, optimizer = trained(named, groups)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "w.pt")
-    found = open_source(tmp_path / "w.pt")
-    assert_same(values(found, "optimizer"), wanted(model, optimizer))
-    assert found.step == 2
-    assert any("they were matched to" in note for note in found.notes) is not named
+    source = open_source(tmp_path / "w.pt")
+    assert_same(values(source, "optimizer"), wanted(model, optimizer))
+    assert source.step == 2
+    assert any("they were matched to" in note for note in source.notes) is not named
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Any]:
@@ -261,19 +261,19 @@ def test_moments_under_names_come_over(tmp_path):
         ),
     ):
         torch.save({"net": model.state_dict(), key: state}, tmp_path / "w.pt")
-        found = open_source(tmp_path / "w.pt")
-        assert_same(values(found, "optimizer"), wanted(model, optimizer))
-        assert (found.step, found.notes) == (2, ())
+        source = open_source(tmp_path / "w.pt")
+        assert_same(values(source, "optimizer"), wanted(model, optimizer))
+        assert (source.step, source.notes) == (2, ())
 
 
 def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
     def note(state: dict[str, Any], weights: dict[str, Any] | None = None) -> str:
         model = weights or net().state_dict()
         torch.save({"model": model, "optimizer": state}, tmp_path / "w.pt")
-        found = open_source(tmp_path / "w.pt")
-        assert not found.optimizer
-        assert found.step is None
-        return " ".join(found.notes)
+        source = open_source(tmp_path / "w.pt")
+        assert not source.optimizer
+        assert source.step is None
+        return " ".join(source.notes)
 
     _, optimizer = trained(False, 2)
     assert "was left out: its 2 groups have numbers instead of names." in note(
@@ -312,19 +312,19 @@ def test_momentum_that_is_not_there_yet_is_not_taken(tmp_path):
     state = optimizer.state_dict()
     state["state"][0]["momentum_buffer"] = None
     torch.save({"model": model.state_dict(), "optimizer": state, "iteration": 4}, tmp_path / "w.pt")
-    found = open_source(tmp_path / "w.pt")
-    assert found.step == 4
-    assert len(found.optimizer) == 5
-    assert "up.weight.momentum_buffer" not in found.optimizer
+    source = open_source(tmp_path / "w.pt")
+    assert source.step == 4
+    assert len(source.optimizer) == 5
+    assert "up.weight.momentum_buffer" not in source.optimizer
 
 
 def test_numbers_of_numpy_beside_the_model_are_left_out(tmp_path):
     """A best accuracy, a curve and the script's arguments."""
     state = {"state_dict": net().state_dict(), "best": np.float64(3.5), "curve": np.arange(3)}
     torch.save({**state, "args": argparse.Namespace(lr=0.1)}, tmp_path / "last.pth.tar")
-    found = open_source(tmp_path / "last.pth.tar")
-    assert_same(values(found), net().state_dict())
-    assert found.notes == ("Left out: args, best, curve.",)
+    source = open_source(tmp_path / "last.pth.tar")
+    assert_same(values(source), net().state_dict())
+    assert source.notes == ("Left out: args, best, curve.",)
 
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path):

@@ -93,7 +93,7 @@ def test_timeline_has_the_phases_of_a_step_and_its_peak(compared):
 
 
 def test_each_failure_costs_its_own_row_and_says_why(compared):
-    _, document, said = compared
+    _, document, output = compared
     rows = {row["strategy"]: row for row in document["rows"]}
     assert rows["fairscale_fsdp"]["status"] == "refused"
     assert "CUDA" in rows["fairscale_fsdp"]["reason"]
@@ -101,29 +101,29 @@ def test_each_failure_costs_its_own_row_and_says_why(compared):
     assert "signal 11" in rows["crashes"]["reason"]
     assert rows["hangs"]["status"] == "time limit"
     assert "not done after 15 s" in rows["hangs"]["reason"]
-    assert "5/5 hangs: time limit" in said
+    assert "5/5 hangs: time limit" in output
     assert not left_over(compared[0])
 
 
 def left_over(folder):
     """Processes whose command line names the folder or whose current folder it is."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.readlink(process / "cwd") == str(folder) and int(process.name) != os.getpid():
-                found.append(process.name)
+                processes.append(process.name)
         except OSError:
             continue
-    return found
+    return processes
 
 
 def test_results_lie_in_one_folder(compared):
-    folder, document, said = compared
+    folder, document, output = compared
     place = folder / "runs/compare-1"
     assert json.loads((place / "compare.json").read_text()) == document
     assert (place / "single/memory.json").is_file()
     assert (place / "hangs.log").is_file()
-    assert "results in runs/compare-1" in said
+    assert "results in runs/compare-1" in output
     svg = (folder / "bars.svg").read_text()
     assert "bar-ddp-parameters" in svg
 
@@ -149,12 +149,12 @@ def chromium():
     import shutil
 
     names = ("chromium", "chromium-browser", "google-chrome")
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
+    browser_path = next((path for path in map(shutil.which, names) if path), None)
+    if browser_path is None:
         if os.environ.get("CI"):
             pytest.fail("chromium is missing, although CI installs it")
         pytest.skip("needs chromium: sudo apt-get install chromium")
-    return found
+    return browser_path
 
 
 def check_page(browser, file, width, rows):
@@ -257,12 +257,12 @@ def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
             time.sleep(0.2)
         time.sleep(2)
         os.killpg(process.pid, signal.SIGINT)
-        out, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+        out, output = process.communicate(timeout=60)
+    assert process.returncode == 130, output
     document = json.loads(out)
     assert document["stopped"]
     assert [row["strategy"] for row in document["rows"]] == ["single"]
-    assert "stopped: 1 of 2 strategies are done" in said
+    assert "stopped: 1 of 2 strategies are done" in output
     end = time.monotonic() + 5
     while left_over(tmp_path) and time.monotonic() < end:
         time.sleep(0.1)
@@ -309,10 +309,10 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
         )
         for _ in range(2)
     ]
-    found = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], found
+    outputs = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["compare-1", "compare-2"]
-    one, two = (json.loads(out)["rows"][0] for out, _ in found)
+    one, two = (json.loads(out)["rows"][0] for out, _ in outputs)
     assert one["losses"] == two["losses"]
 
 
@@ -338,9 +338,9 @@ def test_bisection_finds_the_edge(limit, first):
         tried.append(value)
         return None if value <= limit else f"{value} is too much"
 
-    found, reason = find_largest(fault, first)
-    assert limit - limit // 32 <= found <= limit
-    assert reason == f"{found + 1} is too much" or limit > 32
+    largest, reason = find_largest(fault, first)
+    assert limit - limit // 32 <= largest <= limit
+    assert reason == f"{largest + 1} is too much" or limit > 32
     assert len(tried) == len(set(tried)) <= 16
 
 
@@ -411,9 +411,9 @@ def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
 def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert run_guarded(lambda: main(words)) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
     assert not list(tmp_path.glob("runs/*/*"))
 
 
@@ -440,13 +440,13 @@ def test_the_table_is_cut_at_no_width(width):
     ]
     console = Console(width=width, file=io.StringIO())
     console.print(comparison_table(rows, "gpt", None, width))
-    said = console.file.getvalue()
-    assert "…" not in said
-    assert max(map(len, said.splitlines())) <= width
+    output = console.file.getvalue()
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= width
     for name in names:
-        assert f"│ {name} " in said
-    assert ("params" in said) is (width >= 130)
-    assert ("sent" in said) is (width >= 165)
+        assert f"│ {name} " in output
+    assert ("params" in output) is (width >= 130)
+    assert ("sent" in output) is (width >= 165)
 
 
 def test_the_largest_difference_of_losses_is_a_number():

@@ -78,9 +78,9 @@ def plain() -> dict[str, list[float]]:
 def test_what_not_every_step_or_rank_uses(strategy: str, plain: dict[str, list[float]]) -> None:
     expected = EXPECTED[strategy]
     keys = {"train.micro_batch_size": 8}
-    for found in run_ranks(losses_of, 2, list(expected), strategy, keys):
+    for outcomes in run_ranks(losses_of, 2, list(expected), strategy, keys):
         for name, refusal in expected.items():
-            losses, error, _ = found[name]
+            losses, error, _ = outcomes[name]
             if refusal is None:
                 assert error is None, name
                 assert len(losses) == STEPS
@@ -97,8 +97,8 @@ def test_what_some_micro_batches_use(strategy: str, plain: dict[str, list[float]
     """Each rank has several micro-batches, and the rows of a rank are of one kind."""
     keys = {"train.micro_batch_size": 2}
     names = ["Towers", "Masked", "Layers"]
-    for found in run_ranks(losses_of, 2, names, strategy, keys):
-        for name, (losses, error, _) in found.items():
+    for outcomes in run_ranks(losses_of, 2, names, strategy, keys):
+        for name, (losses, error, _) in outcomes.items():
             assert error is None
             assert losses == pytest.approx(plain[name], abs=2e-6), name
 
@@ -113,16 +113,16 @@ def test_what_is_found_unused_follows_everything_but_requires_grad(
     for size in (2, 8):
         keys = {**found_unused, "train.micro_batch_size": size}
         names = ["SkipOnce", "Late", "LateModule", "Skip", "Frozen"]
-        for found in run_ranks(losses_of, 2, names, "ddp", keys):
-            for name, (losses, error, _) in found.items():
+        for outcomes in run_ranks(losses_of, 2, names, "ddp", keys):
+            for name, (losses, error, _) in outcomes.items():
                 assert error is None, name
                 assert losses == pytest.approx(plain[name], abs=2e-6), name
 
 
 def test_one_process_follows_late_parameters_and_freezing(plain: dict[str, list[float]]) -> None:
     names = ["Towers", "Layers", "Skip", "SkipOnce", "Late", "LateModule", "Frozen", "Unfrozen"]
-    found = run_ranks(losses_of, 1, names, "single", {"train.micro_batch_size": 4})[0]
-    for name, (losses, error, _) in found.items():
+    outcomes = run_ranks(losses_of, 1, names, "single", {"train.micro_batch_size": 4})[0]
+    for name, (losses, error, _) in outcomes.items():
         if name == "Unfrozen":
             assert "towers.0.a.weight was frozen" in error
         else:
@@ -138,13 +138,13 @@ def chance(context: RunContext, strategies: list[str]) -> Any:
 def test_layers_that_each_rank_drops_by_chance_of_its_own() -> None:
     """No single process draws like this; the strategies must agree with each other."""
     strategies = ["ddp", "zero1_torch", "fsdp", "fsdp_zero2"]
-    for found in run_ranks(chance, 2, strategies):
-        for losses, error, _ in found.values():
+    for outcomes in run_ranks(chance, 2, strategies):
+        for losses, error, _ in outcomes.values():
             assert error is None
-            assert losses == pytest.approx(found["ddp"][0], abs=2e-6)
+            assert losses == pytest.approx(outcomes["ddp"][0], abs=2e-6)
             assert losses[-1] != losses[0]
-        assert any("(a random number of Python)" in note for note in found["fsdp"][2])
-        assert any("find_unused_parameters=true" in note for note in found["ddp"][2])
+        assert any("(a random number of Python)" in note for note in outcomes["fsdp"][2])
+        assert any("find_unused_parameters=true" in note for note in outcomes["ddp"][2])
 
 
 def without_example(context: RunContext, strategy: str) -> Any:

@@ -154,6 +154,6 @@ def sent(context, strategy, keys) -> list[int]:
 def test_all_ranks_together_send_what_the_formula_says(case, ranks):
     strategy, keys, _, formula = CASES[case]
     pp = ranks if keys is CUT else 1
-    found = run_ranks(sent, ranks, strategy, keys, pp=pp, timeout_s=120)[0]
-    assert len(found) == ranks
-    assert sum(found) == formula(ranks, sizes())
+    bytes_sent = run_ranks(sent, ranks, strategy, keys, pp=pp, timeout_s=120)[0]
+    assert len(bytes_sent) == ranks
+    assert sum(bytes_sent) == formula(ranks, sizes())

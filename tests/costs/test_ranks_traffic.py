@@ -84,9 +84,9 @@ def exchanged(context, make, samples, strategy, keys):
         rank = forecast_rank(
             engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank
         )
-        said = stated(rank.profiles[0], engine.plan)
+        stated_traffic = stated(rank.profiles[0], engine.plan)
         report = engine.memory()
-        return wire.seen, said, engine.plan.batch.accumulation_steps, report
+        return wire.seen, stated_traffic, engine.plan.batch.accumulation_steps, report
 
 
 def images() -> TensorSamples:
@@ -142,14 +142,14 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def totals(seen, said, micro_batches):
+def totals(seen, stated_traffic, micro_batches):
     """Bytes and messages by kind: of the real ranks, and as stated."""
     sent, calls = Counter(), Counter()
     for kind, nbytes in seen:
         sent[kind] += nbytes
         calls[kind] += 1
     expected, messages = Counter(), Counter()
-    for traffic in said:
+    for traffic in stated_traffic:
         if traffic.kind not in EXCHANGES or traffic.kind in ("send", "receive"):
             continue
         expected[traffic.kind] += traffic.step_bytes(micro_batches)
@@ -161,14 +161,14 @@ def totals(seen, said, micro_batches):
 def test_real_ranks_exchange_what_is_stated(case):
     world_size, make, data, strategy, keys = CASES[case]
     mesh = {"pp": 2, "dp": 2} if keys is MESH else {}
-    found = run_ranks(
+    results = run_ranks(
         exchanged, world_size, make, data(), strategy, keys, force_group=True, timeout_s=120, **mesh
     )
-    for rank in found[0][-1].ranks:
+    for rank in results[0][-1].ranks:
         assert (rank.volume is not None) is COUNTS_EXCHANGES
         assert rank.volume in (None, rank.predicted_volume), rank.rank
-    for seen, said, micro_batches, _ in found:
-        sent, calls, expected, messages = totals(seen, said, micro_batches)
+    for seen, stated_traffic, micro_batches, _ in results:
+        sent, calls, expected, messages = totals(seen, stated_traffic, micro_batches)
         assert sent.keys() == expected.keys()
         for kind, nbytes in sent.items():
             assert nbytes == pytest.approx(expected[kind], abs=16), kind
@@ -186,16 +186,16 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
     """With a width of 256 biases and norms are not sharded, and are gathered once a step."""
     make = partial(BlockLM, width=width)
     given = (make, text(), strategy, TWO)
-    found = run_ranks(exchanged, 2, *given, force_group=True, timeout_s=120)
+    results = run_ranks(exchanged, 2, *given, force_group=True, timeout_s=120)
     parameter = make().embedding.weight.nbytes
-    for rank in found[0][-1].ranks:
+    for rank in results[0][-1].ranks:
         gathered, foreseen = (
             v.sent.pop("all_gather") for v in (rank.volume, rank.predicted_volume)
         )
-        assert gathered - foreseen == parameter * 2 * found[0][2] // 2  # see below
+        assert gathered - foreseen == parameter * 2 * results[0][2] // 2  # see below
         assert rank.volume.sent == rank.predicted_volume.sent
-    for seen, said, micro_batches, _ in found:
-        sent, calls, expected, messages = totals(seen, said, micro_batches)
+    for seen, stated_traffic, micro_batches, _ in results:
+        sent, calls, expected, messages = totals(seen, stated_traffic, micro_batches)
         assert sent.keys() == expected.keys() == {"all_gather", "reduce_scatter"}
         # The head's and the embedding's weight: one parameter, gathered for each of them.
         tied = 4 * make().embedding.weight.numel() * 2 * micro_batches
@@ -203,7 +203,7 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
         assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"], rel=0.005)
         assert messages["all_gather"] == pytest.approx(calls["all_gather"], rel=0.2)
         assert messages["reduce_scatter"] == pytest.approx(calls["reduce_scatter"], rel=0.5)
-        assert any(t.every == "step" for t in said) == (width == 256)
+        assert any(t.every == "step" for t in stated_traffic) == (width == 256)
 
 
 def untied() -> GPT:
@@ -253,7 +253,7 @@ def volumes_of(strategy, keys, **mesh):
     """Each rank sends and receives the stated bytes in a step."""
     keys = {**keys, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
     given = (untied, words(), strategy, keys)
-    found = run_ranks(exchanged, math.prod(mesh.values()), *given, timeout_s=200, **mesh)
-    for rank in found[0][-1].ranks:
+    results = run_ranks(exchanged, math.prod(mesh.values()), *given, timeout_s=200, **mesh)
+    for rank in results[0][-1].ranks:
         assert rank.volume == rank.predicted_volume, rank.rank
-    return [rank.volume for rank in found[0][-1].ranks]
+    return [rank.volume for rank in results[0][-1].ranks]

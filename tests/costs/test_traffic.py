@@ -68,9 +68,9 @@ def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> 
 def test_the_volume_is_that_of_the_theory(strategy, volume, micro_batches):
     """ZeRO, section 7: 2 psi numbers for DDP and stages 1 and 2, 3 psi for stage 3."""
     plan = plan_of(strategy, **{"train.accumulation_steps": micro_batches})
-    found = theory_elements(stated(profile(), plan), micro_batches, size=4)
+    numbers_sent = theory_elements(stated(profile(), plan), micro_batches, size=4)
     of_each, once = volume
-    assert found == pytest.approx((of_each * micro_batches + once) * PSI, rel=0.005)
+    assert numbers_sent == pytest.approx((of_each * micro_batches + once) * PSI, rel=0.005)
     exchanged = [t for t in stated(profile(), plan) if t.kind in EXCHANGES]
     assert all(t.ranks == 8 and t.stride == 1 for t in exchanged)
 
@@ -90,10 +90,10 @@ def test_a_group_of_replicas_has_the_distance_of_its_mesh():
 
 def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_groups():
     plan = plan_of("hybrid", **{"strategy.replicate.shard_ranks": 4})
-    found = {t.kind: t for t in stated(profile(), plan)}
-    assert (found["reduce_scatter"].ranks, found["reduce_scatter"].stride) == (4, 1)
-    assert (found["all_reduce"].ranks, found["all_reduce"].stride) == (2, 4)
-    assert found["all_reduce"].nbytes * 4 == found["reduce_scatter"].nbytes
+    by_kind = {t.kind: t for t in stated(profile(), plan)}
+    assert (by_kind["reduce_scatter"].ranks, by_kind["reduce_scatter"].stride) == (4, 1)
+    assert (by_kind["all_reduce"].ranks, by_kind["all_reduce"].stride) == (2, 4)
+    assert by_kind["all_reduce"].nbytes * 4 == by_kind["reduce_scatter"].nbytes
 
 
 def test_a_sharded_exchange_is_beside_the_pass_it_serves():
@@ -127,9 +127,9 @@ def test_a_profile_without_shapes_still_has_its_gradients():
     assert (one.nbytes, one.calls) == (4 * (PSI + REST), 1)
 
 
-def moves(found: tuple[Traffic, ...], micro_batches: int = 1) -> dict[str, int]:
+def moves(stated_traffic: tuple[Traffic, ...], micro_batches: int = 1) -> dict[str, int]:
     sums: Counter[str] = Counter()
-    for traffic in found:
+    for traffic in stated_traffic:
         sums[traffic.kind] += traffic.step_bytes(micro_batches)
     return {kind: nbytes for kind, nbytes in sums.items() if "host" in kind or "disk" in kind}
 
@@ -153,20 +153,20 @@ def test_state_on_the_host_is_a_gradient_over_and_a_value_back():
 
 def test_parameters_on_the_host_come_for_each_gathering():
     keys = {"strategy.offload.parameters": "cpu", "train.accumulation_steps": 3}
-    found = moves(stated(profile(), plan_of("fsdp", device="cuda", **keys)), 3)
-    assert found["from_host"] == pytest.approx(3 * 2 * 4 * PSI / 8, rel=0.005)
-    assert found["to_host"] == pytest.approx(3 * 4 * PSI / 8, rel=0.005)
+    moved = moves(stated(profile(), plan_of("fsdp", device="cuda", **keys)), 3)
+    assert moved["from_host"] == pytest.approx(3 * 2 * 4 * PSI / 8, rel=0.005)
+    assert moved["to_host"] == pytest.approx(3 * 4 * PSI / 8, rel=0.005)
 
 
 def test_deepspeeds_offload_moves_gradients_and_values():
     share = (PSI + REST) // 8
-    found = moves(stated(profile(), plan_of("zero2_offload", device="cuda")))
-    assert found == {"to_host": 4 * share, "from_host": 4 * share}
-    found = moves(stated(profile(), plan_of("zero3_offload", device="cuda")))
+    moved = moves(stated(profile(), plan_of("zero2_offload", device="cuda")))
+    assert moved == {"to_host": 4 * share, "from_host": 4 * share}
+    moved = moves(stated(profile(), plan_of("zero3_offload", device="cuda")))
     # The shards move twice; the gradient moves to the host, back, and again as the optimizer's
     # input.
-    assert found["from_host"] == pytest.approx((2 + 1) * 4 * share, rel=0.01)
-    assert found["to_host"] == pytest.approx(2 * 4 * share, rel=0.01)
+    assert moved["from_host"] == pytest.approx((2 + 1) * 4 * share, rel=0.01)
+    assert moved["to_host"] == pytest.approx(2 * 4 * share, rel=0.01)
     assert moves(stated(profile(), plan_of("zero3_offload"))) == {}
 
 
@@ -217,12 +217,12 @@ def alone(monkeypatch, make, batch, keys):
 def test_activations_move_as_stated(monkeypatch, recompute):
     batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
     keys = {"strategy.offload.activations": "disk", **recompute}
-    moved, _, said, found = alone(monkeypatch, gpt_like, batch, keys)
-    nbytes, calls = offloaded_activations(found)
+    moved, _, expected, forecast = alone(monkeypatch, gpt_like, batch, keys)
+    nbytes, calls = offloaded_activations(forecast)
     assert calls > 0
     assert moved == 2 * nbytes
-    assert moves(said) == {"to_disk": nbytes, "from_disk": nbytes}
-    assert {t.kind: t.overlaps for t in said} == {"to_disk": "forward", "from_disk": "backward"}
+    assert moves(expected) == {"to_disk": nbytes, "from_disk": nbytes}
+    assert {t.kind: t.overlaps for t in expected} == {"to_disk": "forward", "from_disk": "backward"}
 
 
 def test_activations_on_the_host_take_powers_of_two(monkeypatch):
@@ -237,9 +237,11 @@ def test_activations_on_the_host_take_powers_of_two(monkeypatch):
 
     monkeypatch.setattr(DiskTransfer, "stored_bytes", lambda _, nbytes: pinned_bytes(nbytes))
     monkeypatch.setattr(ActivationOffloader, "close", closed)
-    _, _, _, found = alone(monkeypatch, gpt_like, batch, {"strategy.offload.activations": "disk"})
-    plain, _ = offloaded_activations(found)
-    assert most == [pinned_activations(found)]
+    _, _, _, forecast = alone(
+        monkeypatch, gpt_like, batch, {"strategy.offload.activations": "disk"}
+    )
+    plain, _ = offloaded_activations(forecast)
+    assert most == [pinned_activations(forecast)]
     assert most[0] > 1.1 * plain
 
 
@@ -289,15 +291,15 @@ def test_the_hosts_memory_must_hold_the_activations_of_all_ranks():
 def test_activations_of_images_move_as_stated(monkeypatch):
     batch = torch.randn(32, 1, 16, 16), torch.arange(32) % 3
     keys = {"strategy.offload.activations": "disk"}
-    moved, _, said, _ = alone(monkeypatch, partial(BlockConv, inplace=False), batch, keys)
-    assert moved == sum(moves(said).values()) > 0
+    moved, _, expected, _ = alone(monkeypatch, partial(BlockConv, inplace=False), batch, keys)
+    assert moved == sum(moves(expected).values()) > 0
 
 
 def test_the_state_goes_to_disk_and_back_once_a_step(monkeypatch):
     batch = torch.randint(13, (8, 6)), torch.randint(13, (8, 6))
     keys = {"strategy.offload.optimizer": "disk"}
-    _, files, said, _ = alone(monkeypatch, gpt_like, batch, keys)
-    assert files == moves(said)
+    _, files, expected, _ = alone(monkeypatch, gpt_like, batch, keys)
+    assert files == moves(expected)
     assert files["to_disk"] == 2 * 4 * sum(p.numel() for p in gpt_like().parameters())
 
 

@@ -62,9 +62,9 @@ class Chain(nn.Module):
 
 def cut_of(case: Case, at: str) -> Any:
     model, traced_model, batches = traced(case)
-    found, _ = traced_model.trace(batches[0], training=True)
-    call = next(index for index, call in enumerate(found.calls) if call.name == at)
-    return model, batches[0], cut_at(found, [call], traced_model)
+    trace, _ = traced_model.trace(batches[0], training=True)
+    call = next(index for index, call in enumerate(trace.calls) if call.name == at)
+    return model, batches[0], cut_at(trace, [call], traced_model)
 
 
 def test_no_batch_is_kept() -> None:
@@ -83,8 +83,8 @@ def test_no_batch_is_kept() -> None:
 def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> None:
     model, traced_model, batches = traced(CASES[name])
     points, _ = common_points(traced_model, batches[0])
-    found, _ = traced_model.trace(batches[0], training=True)
-    cut = cut_at(found, [points[len(points) // 2].call], traced_model)
+    trace, _ = traced_model.trace(batches[0], training=True)
+    cut = cut_at(trace, [points[len(points) // 2].call], traced_model)
     every = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     assert set(cut.owners) == every == cut.tensor_names_of(range(cut.stages))
     tied = dict(cut.ties)
@@ -129,10 +129,10 @@ def test_autocast_gives_the_same_numbers() -> None:
         inputs = inputs.float() if inputs.is_floating_point() else inputs
         traced_model = TracedModel(model, Squares(), CPU, Numerics(autocast=True))
         points, _ = common_points(traced_model, batch(inputs))
-        found, _ = traced_model.trace(batch(inputs), training=True)
+        trace, _ = traced_model.trace(batch(inputs), training=True)
         dtypes = set()
         for point in points:
-            cut = cut_at(found, [point.call], traced_model)
+            cut = cut_at(trace, [point.call], traced_model)
             compare(model, cut, [batch(inputs)])
             dtypes |= {tensor.dtype for tensor in stages_of(cut, model)[0].outgoing(batch(inputs))}
         assert torch.bfloat16 in dtypes
@@ -202,10 +202,10 @@ def test_different_parameters_on_the_same_memory_stay_together() -> None:
     model = Chain().double()
     model.layers[3].weight.data = model.layers[0].weight.data
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
-    points, _ = legal_points(found)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
+    points, _ = legal_points(trace)
     with pytest.raises(ConfigError, match="'layers.0.weight' and 'layers.3.weight' are different"):
-        cut_at(found, [points[1].call], traced_model)
+        cut_at(trace, [points[1].call], traced_model)
 
 
 class Steps:
@@ -229,9 +229,9 @@ def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     Steps.taken = 0
     model = Chain(between).double()
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
-    call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
-    cut = cut_at(found, [call], traced_model)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
+    call = next(i for i, c in enumerate(trace.calls) if c.name == "layers.3")
+    cut = cut_at(trace, [call], traced_model)
     Steps.taken = 10
     stage = stages_of(cut, model)[0].train()
     with pytest.raises(ConfigError, match="another path through the model than when it was traced"):
@@ -249,9 +249,9 @@ def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
     model.gain = nn.Parameter(torch.ones(8))
     model = model.double()
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
-    call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
-    cut = cut_at(found, [call], traced_model)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
+    call = next(i for i, c in enumerate(trace.calls) if c.name == "layers.3")
+    cut = cut_at(trace, [call], traced_model)
     Steps.taken = 10
     stage = stages_of(cut, model)[0].train()
     with pytest.raises(ConfigError, match=r"it reaches .*, computed with gain, instead of \('lay"):
@@ -378,21 +378,21 @@ class Hiding(nn.Module):
 def test_tensors_in_objects_within_objects_are_refused() -> None:
     model = made(Case(Hiding, rows))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(rows()), training=True)
+    trace, _ = traced_model.trace(batch(rows()), training=True)
     for at in ("c", "d"):
-        call = next(index for index, call in enumerate(found.calls) if call.name == at)
+        call = next(index for index, call in enumerate(trace.calls) if call.name == at)
         with pytest.raises(ConfigError, match="the result of 'b' has tensors in objects within"):
-            cut_at(found, [call], traced_model)
+            cut_at(trace, [call], traced_model)
 
 
 def test_a_gradient_hook_on_a_parameter_of_two_stages_is_refused() -> None:
     model = Language().double()
     model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
-    found, _ = traced_model.trace(batch(words()), training=True)
-    call = next(index for index, call in enumerate(found.calls) if call.name == "blocks.1")
+    trace, _ = traced_model.trace(batch(words()), training=True)
+    call = next(index for index, call in enumerate(trace.calls) if call.name == "blocks.1")
     with pytest.raises(ConfigError, match="'embed.weight' has a gradient hook"):
-        cut_at(found, [call], traced_model)
+        cut_at(trace, [call], traced_model)
 
 
 def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
@@ -426,15 +426,15 @@ def test_a_ghost_says_what_the_real_tensor_would() -> None:
     """A placeholder answers questions about shape, type and device as the real tensor would."""
     real = torch.randn(4, 6, dtype=torch.float64, requires_grad=True).t()
     placeholder = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
-    for found in (
+    for tensor in (
         placeholder,
         (placeholder * 2).sum(0),
         placeholder @ placeholder.T,
         placeholder + torch.ones(4, 6).T,
     ):
-        assert isinstance(found, PlaceholderTensor)
-        assert found.device == CPU
-        assert found.requires_grad
+        assert isinstance(tensor, PlaceholderTensor)
+        assert tensor.device == CPU
+        assert tensor.requires_grad
     assert placeholder.stride() == real.stride()
     assert not placeholder.detach().requires_grad
     assert not (placeholder > 0).requires_grad

@@ -64,15 +64,15 @@ def test_the_best_of_all_partitions(seed):
     ties = [row for row in rows if max(row[1]) <= best * (1 + 1e-12)]
     most_even = min(sum(s * s for s in row[1]) for row in ties)
 
-    found = partition(
+    result = partition(
         layers, stages, bandwidth=bandwidth, state_factor=4.0, in_flight=in_flight, memory=memory
     )
-    assert found.slowest == pytest.approx(best, rel=1e-12)
-    assert found.proven
-    assert sum(s * s for s in found.seconds) <= most_even + 1e-6 * best * best
-    seconds, held, _ = cost(layers, found.cuts, *rest)
-    assert found.seconds == pytest.approx(seconds, rel=1e-12)
-    assert found.bytes == tuple(held)
+    assert result.slowest == pytest.approx(best, rel=1e-12)
+    assert result.proven
+    assert sum(s * s for s in result.seconds) <= most_even + 1e-6 * best * best
+    seconds, held, _ = cost(layers, result.cuts, *rest)
+    assert result.seconds == pytest.approx(seconds, rel=1e-12)
+    assert result.bytes == tuple(held)
 
 
 def test_a_shared_tensor_counts_once_in_each_stage():
@@ -82,10 +82,10 @@ def test_a_shared_tensor_counts_once_in_each_stage():
         params=[(100, [0, 2]), (10, [1, 1])],
         saved=[(7, [0, 1]), (1, [2])],
     )
-    found = partition(
+    result = partition(
         layers, 3, bandwidth=math.inf, state_factor=2, in_flight=[3, 2, 1], memory=None
     )
-    assert found.bytes == (200 + 21, 20 + 14, 200 + 1)
+    assert result.bytes == (200 + 21, 20 + 14, 200 + 1)
     whole = partition(layers, 1, bandwidth=math.inf, state_factor=2, in_flight=[1], memory=None)
     assert whole.bytes == (220 + 8,)
     assert whole.cuts == ()
@@ -136,13 +136,13 @@ def test_stages_that_share_a_device_share_its_memory(seed):
     best_fit = sorted(max(together(row[2])) for row in rows)
     room = best_fit[len(best_fit) // 3]
     fitting = [row for row in rows if max(together(row[2])) <= room]
-    found = partition(layers, 4, **options, memory=[room] * 4, devices=devices)
-    assert max(together(found.bytes)) <= room
+    result = partition(layers, 4, **options, memory=[room] * 4, devices=devices)
+    assert max(together(result.bytes)) <= room
     best = min(max(row[1]) for row in fitting)
-    assert found.slowest >= best * (1 - 1e-12)
-    assert found.slowest <= best * 1.25
-    if found.proven:
-        assert found.slowest == pytest.approx(best, rel=1e-12)
+    assert result.slowest >= best * (1 - 1e-12)
+    assert result.slowest <= best * 1.25
+    if result.proven:
+        assert result.slowest == pytest.approx(best, rel=1e-12)
     with pytest.raises(ConfigError, match=r"no cut into 4 stages fits the memory: at best"):
         partition(layers, 4, **options, memory=[best_fit[0] - 1] * 4, devices=devices)
 

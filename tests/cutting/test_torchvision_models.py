@@ -87,18 +87,18 @@ def example(name: str) -> MicroBatch:
 
 def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
     """The cut into stages with equal FLOPs and bytes."""
-    found, _ = traced_model.trace(micro_batch, training=True)
+    trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
     there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
-    points = [p for p in legal_points(found)[0] if (p.name, p.number) in there]
-    work = [(cost.tick, cost.flops + cost.nbytes) for cost in found.costs]
+    points = [p for p in legal_points(trace)[0] if (p.name, p.number) in there]
+    work = [(cost.tick, cost.flops + cost.nbytes) for cost in trace.costs]
     total = sum(amount for _, amount in work)
     before = {p.call: sum(amount for tick, amount in work if tick < p.tick) for p in points}
     chosen: set[int] = set()
     for stage in range(1, stages):
         left = [call for call in before if call not in chosen]
         chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
-    return cut_at(found, sorted(chosen), traced_model)
+    return cut_at(trace, sorted(chosen), traced_model)
 
 
 def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
@@ -112,12 +112,12 @@ def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> An
 
 
 def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:
-    found = []
+    stages = []
     for index in range(cut.stages):
         tree = copy_modules(model)
         cut.strip(tree, [index], CPU)
-        found.append(cut.stage(tree, index, loss, CPU))
-    return found
+        stages.append(cut.stage(tree, index, loss, CPU))
+    return stages
 
 
 def run(
@@ -132,15 +132,15 @@ def run(
         total = chain(stages, micro_batch, training=True)
     if backward:
         total.backward()
-    found = {"loss": total.detach()}
-    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found |= {f"{n} after": b.clone() for n, b in model.named_buffers()}
+    results = {"loss": total.detach()}
+    results |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    results |= {f"{n} after": b.clone() for n, b in model.named_buffers()}
     with torch.no_grad():
         if cut is None:
             output = model.eval()(micro_batch.inputs)
         else:
             output = chain(stages, micro_batch, training=False)
-    return found | {f"output {i}": t for i, t in enumerate(tree_tensors(output))}
+    return results | {f"output {i}": t for i, t in enumerate(tree_tensors(output))}
 
 
 def fresh(model: nn.Module, *, numbers: bool) -> nn.Module:

@@ -58,19 +58,19 @@ class OneHeavyLayer(nn.Module):
 @pytest.mark.parametrize("blocks", [4, 8, 12])
 def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     model, stages = CachingLM(blocks), 2
-    found = chosen(model, CutRequest(stages))
-    shares = [s / sum(found.partition.seconds) for s in found.partition.seconds]
+    cut = chosen(model, CutRequest(stages))
+    shares = [s / sum(cut.partition.seconds) for s in cut.partition.seconds]
     assert max(shares) > 0.6
-    assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in found.uneven
-    assert "the model cannot be cut before 'blocks." in found.uneven
-    assert ".key' returns is passed on past it" in found.uneven
+    assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in cut.uneven
+    assert "the model cannot be cut before 'blocks." in cut.uneven
+    assert ".key' returns is passed on past it" in cut.uneven
     Blueprint.of(model)  # without the cache every block can be cut
-    found = chosen(model, CutRequest(stages))
-    assert found.uneven == ""
+    cut = chosen(model, CutRequest(stages))
+    assert cut.uneven == ""
 
 
 @pytest.mark.parametrize(
-    ("make", "request_", "said"),
+    ("make", "request_", "message"),
     [
         (Lists, CutRequest(2), ""),  # a list in the outermost forward can be cut
         (OneHeavyLayer, CutRequest(2), "between 'head' and the end no module is called"),
@@ -78,10 +78,10 @@ def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
         (CachingLM, CutRequest(1), ""),
     ],
 )
-def test_what_is_said_of_other_cuts(make, request_, said):
-    found = chosen(make(), request_).uneven
-    assert said in found
-    assert bool(found) is bool(said)
+def test_what_is_said_of_other_cuts(make, request_, message):
+    note = chosen(make(), request_).uneven
+    assert message in note
+    assert bool(note) is bool(message)
 
 
 def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():

@@ -106,8 +106,8 @@ def test_masks_of_the_small_voc_have_classes_borders_and_colours(written):
             palette = mask.getpalette()
     assert {0, 255} < seen <= {0, 1, 2, 3, 4, 5, 255}
     # The published colours of background, aeroplane, bicycle and the border.
-    found = [tuple(palette[3 * n : 3 * n + 3]) for n in (0, 1, 2, 255)]
-    assert found == [(0, 0, 0), (128, 0, 0), (0, 128, 0), (224, 224, 192)]
+    colours = [tuple(palette[3 * n : 3 * n + 3]) for n in (0, 1, 2, 255)]
+    assert colours == [(0, 0, 0), (128, 0, 0), (0, 128, 0), (224, 224, 192)]
 
 
 def test_an_idx_file_is_held_to_its_header(tmp_path):

@@ -45,14 +45,14 @@ def steps(dataset, batch, number, *, seed=3, drop_last=False, **options):
 
 def rows(step):
     """The (target, input) pairs of one rank's step, without padding."""
-    found = []
+    pairs = []
     for part in step.micro_batches:
         if part.padding:
             assert (part.count, part.rows) == (0, 0)
         else:
             assert part.count == part.rows == len(part.targets)
-            found += zip(part.targets.tolist(), part.inputs.tolist(), strict=True)
-    return found
+            pairs += zip(part.targets.tolist(), part.inputs.tolist(), strict=True)
+    return pairs
 
 
 def everything(dataset, batch, number, ranks, **options):

@@ -234,10 +234,10 @@ def test_a_cache_that_would_fill_the_disk_is_refused_with_its_largest_file(folde
         return
     with pytest.raises(ConfigError) as caught:
         prepare_data("text", str(folder), {})
-    said = str(caught.value)
-    assert "needs a cache of 2.00 TiB" in said
-    assert "are free)" in said
-    assert "the largest is hole.txt with 2.00 TiB, of which 0 B are written" in said
+    message = str(caught.value)
+    assert "needs a cache of 2.00 TiB" in message
+    assert "are free)" in message
+    assert "the largest is hole.txt with 2.00 TiB, of which 0 B are written" in message
     assert [path.name for path in cache.rglob("*") if path.is_file()] == []
     prepare_data("text", str(folder), {"pattern": "[ab]*.txt"})
 

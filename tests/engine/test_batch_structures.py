@@ -130,6 +130,6 @@ def test_what_is_made_of_a_batch_leaves_it_as_it_was(make):
 
 def test_a_mapping_that_cannot_be_changed_becomes_a_dict():
     inputs = MappingProxyType(items())
-    found = MicroBatch(inputs, TARGETS, 6, 6).double().inputs
-    assert type(found) is dict
-    assert found["weight"].dtype == torch.float64
+    double_inputs = MicroBatch(inputs, TARGETS, 6, 6).double().inputs
+    assert type(double_inputs) is dict
+    assert double_inputs["weight"].dtype == torch.float64

@@ -56,9 +56,9 @@ def test_the_files_are_what_the_safetensors_library_reads_and_writes(tmp_path):
 
     path = write(tmp_path)
     values = {k.removeprefix("model."): v for k, v in tensors().items() if k.startswith("model.")}
-    found = load_file(path / MODEL)
-    assert found.keys() == values.keys()
-    save_file({k: v.contiguous() for k, v in found.items()}, path / "again.safetensors")
+    tensors_read = load_file(path / MODEL)
+    assert tensors_read.keys() == values.keys()
+    save_file({k: v.contiguous() for k, v in tensors_read.items()}, path / "again.safetensors")
     assert load_file(path / "again.safetensors").keys() == values.keys()
 
 
@@ -119,9 +119,9 @@ def test_what_another_library_wrote_is_named_with_the_way_to_use_it(tmp_path):
     for path in (tmp_path, tmp_path / "weights.pt"):
         with pytest.raises(ConfigError, match=rf"bigtrain checkpoint convert {path} TARGET"):
             find_checkpoint(str(path))
-    with pytest.raises(ConfigError, match="Give a folder that holds") as found:
+    with pytest.raises(ConfigError, match="Give a folder that holds") as refusal:
         find_checkpoint(str(tmp_path / "nowhere"))
-    assert "convert" not in str(found.value)
+    assert "convert" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("offset", [20, -1, -9])

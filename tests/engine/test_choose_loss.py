@@ -83,8 +83,8 @@ def test_a_head_that_cannot_be_found(model, message):
 
 def test_which_jobs_have_it_when_nothing_is_said():
     language, own = LanguageTask(50257, label_smoothing=0.1), large()
-    found = choose_loss(spec_of(name="gpt"), language, own, batch())
-    assert found == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
+    choice = choose_loss(spec_of(name="gpt"), language, own, batch())
+    assert choice == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
     size = choose_loss(spec_of(name="gpt", chunk_size="1MiB"), language, own, batch())
     assert isinstance(size, ChunkedCrossEntropy)
     assert size.chunk_size == 2**20
@@ -105,8 +105,8 @@ def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
     assert choose_loss(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
     classes = spec_of(name="support.nets:TinyConv", chunked_loss=True)
     images = MicroBatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), 2, 2)
-    found = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
-    assert found == ChunkedCrossEntropy(head="head")
+    choice = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
+    assert choice == ChunkedCrossEntropy(head="head")
 
 
 @pytest.mark.parametrize(

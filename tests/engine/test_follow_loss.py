@@ -169,9 +169,9 @@ def test_micro_batches_add_up_to_the_whole_batch(name: str) -> None:
     expected.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    found = contributions(loss, model, batch)
+    loss_sum = contributions(loss, model, batch)
     scale = max(1.0, float(expected.detach().abs()))
-    assert float((found - expected.detach()).abs()) <= 1e-6 * scale
+    assert float((loss_sum - expected.detach()).abs()) <= 1e-6 * scale
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is not None
         assert float((parameter.grad - gradient).abs().max()) <= 1e-6 * scale
@@ -454,10 +454,10 @@ def test_a_validation_weighs_batches_by_what_they_count() -> None:
         **keys,
     ) as engine:
         engine.step((whole.inputs, whole.targets))
-        found = engine.evaluate([whole.part(0, 1), whole.part(1, 4)])["loss"]
+        figure = engine.evaluate([whole.part(0, 1), whole.part(1, 4)])["loss"]
         output = engine.model.eval()(whole.inputs)
         expected = float(LOSSES["shifted inside"](output, whole.targets).detach())
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert figure == pytest.approx(expected, rel=1e-6)
 
 
 def test_following_changes_nothing_that_a_loss_keeps() -> None:

@@ -104,41 +104,41 @@ def fail(context: RunContext, folder: Path) -> Any:
         assert gate.wait(_PATIENCE_S)
         raise OSError(28, "No space left on device")
 
-    said = []
+    messages = []
     with Engine(TinyLM, CrossEntropy(), adamw, job, context) as engine:
         engine.step((batch.inputs, batch.targets))
-        said.append(save_or_explain(engine, folder, last=False))
+        messages.append(save_or_explain(engine, folder, last=False))
         engine.saver.wait()
         if context.rank == 1:
             write._Writer._write_all = staticmethod(full)
         engine.step((batch.inputs, batch.targets))
-        said.append(save_or_explain(engine, folder, last=False))
+        messages.append(save_or_explain(engine, folder, last=False))
         engine.step((batch.inputs, batch.targets))
-        said.append(failed_save(engine, folder))
+        messages.append(failed_save(engine, folder))
         gate.set()
         end = time.monotonic() + _PATIENCE_S
-        while not (found := failed_save(engine, folder)) and time.monotonic() < end:
+        while not (failure := failed_save(engine, folder)) and time.monotonic() < end:
             time.sleep(0.01)
-        said.append(found)
+        messages.append(failure)
         write._Writer._write_all = staticmethod(plain)
-        said.append(save_or_explain(engine, folder, last=True))
-    return said
+        messages.append(save_or_explain(engine, folder, last=True))
+    return messages
 
 
 def test_a_save_that_fails_beside_training_is_said_when_it_has(tmp_path):
     folder = tmp_path / "run"
-    for said in run_ranks(fail, 2, folder):
-        (line,) = said[3]
-        assert said == [[], [], [], [line], []]
+    for messages in run_ranks(fail, 2, folder):
+        (line,) = messages[3]
+        assert messages == [[], [], [], [line], []]
         assert "no checkpoint was written to" in line
         assert "No space left" in line
         assert str(folder / "checkpoints") in line
         assert "rank 1" in line
         assert "The run goes on; the newest is still step-1." in line
-    found = newest_checkpoint(folder / "checkpoints")
-    assert found is not None
-    assert found.name == "step-3"
-    assert Checkpoint(found).meta["step"] == 3
+    newest = newest_checkpoint(folder / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-3"
+    assert Checkpoint(newest).meta["step"] == 3
 
 
 def lose(context: RunContext, folder: Path) -> Any:

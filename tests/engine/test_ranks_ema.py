@@ -123,7 +123,7 @@ def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
     """Train with an average, swap it in, evaluate, save, resume in a second engine, and
     continue.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, make, decay in (("plain", Plain, decay_of), ("tied", Tied, DECAY)):
         path = Path(folder) / name
         with engine_of(context, strategy, make, {}) as engine:
@@ -157,7 +157,7 @@ def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
                 copied = str(error)
         checkpoint = Checkpoint(exported)
         read = {n: read_whole(t) for n, t in checkpoint.tensors.items() if n.startswith("model.")}
-        found[name] = {
+        results[name] = {
             "swapped": swapped,
             "before": before,
             "after": after,
@@ -167,7 +167,7 @@ def average_all(context: Any, strategy: str, folder: str) -> dict[str, Any]:
             "copied": copied,
             "peak": (predicted.bytes, report.ranks[0].measured.peak.bytes) if report else None,
         }
-    return found
+    return results
 
 
 STRATEGIES = ["single", "ddp", "fsdp", "zero1_torch", "zero2", "1f1b", "tensor"]
@@ -180,10 +180,10 @@ LONGER = ["zero1", "zero3", "fsdp_zero2", "ddp+offload_disk", "gpipe", "oss", "f
 def test_an_average_is_that_of_a_plain_loop(strategy, tmp_path):
     axes = {"1f1b": {"pp": 2}, "gpipe": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2
-    (found, *_) = run_ranks(average_all, ranks, strategy, str(tmp_path), timeout_s=120, **axes)
+    (results, *_) = run_ranks(average_all, ranks, strategy, str(tmp_path), timeout_s=120, **axes)
     for name, make, decay in (("plain", Plain, decay_of), ("tied", Tied, DECAY)):
         average, weights = plain_average(make, decay, STEPS)
-        own = found[name]
+        own = results[name]
         for key, expected in (("swapped", average), ("exported", average), ("before", weights)):
             assert own[key].keys() == expected.keys(), key
             for tensor, values in expected.items():
@@ -230,9 +230,9 @@ def test_an_average_goes_on_under_another_strategy_and_begins_anew_where_there_i
             fresh = weights_of(engine)
         assert all(torch.equal(fresh[name], t) for name, t in weights_of(engine).items())
     for strategy, axes in (("fsdp", {}), ("1f1b", {"pp": 2})):
-        (found, _) = run_ranks(resumed_elsewhere, 2, strategy, str(saved), **axes)
+        (weights, _) = run_ranks(resumed_elsewhere, 2, strategy, str(saved), **axes)
         for name, values in expected.items():
-            torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(weights[name], values, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, 2])
@@ -269,8 +269,8 @@ def refused_where_ranks_differ(context: Any, strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "parameter_server_async"])
 def test_where_the_ranks_have_no_one_model_it_is_refused(strategy):
-    for said in run_ranks(refused_where_ranks_differ, 2, strategy):
-        assert f"ema: under strategy {strategy} the ranks do not have the same model" in said
+    for message in run_ranks(refused_where_ranks_differ, 2, strategy):
+        assert f"ema: under strategy {strategy} the ranks do not have the same model" in message
 
 
 def test_torchs_own_average_works_where_the_model_is_whole():

@@ -31,9 +31,11 @@ def joined_otherwise(context):
 
 
 def test_ranks_that_are_connected_as_another_mesh_are_refused():
-    for said in run_ranks(joined_otherwise, 2, pp=2):
-        assert "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in said
-        assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in said
+    for message in run_ranks(joined_otherwise, 2, pp=2):
+        assert (
+            "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in message
+        )
+        assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in message
 
 
 def first_weights(context, model):
@@ -74,16 +76,16 @@ def validated(context, rows):
 
 def test_validation_is_the_same_on_any_number_of_ranks():
     alone = run_ranks(validated, 1, 7)[0]
-    for found in run_ranks(validated, 2, 7):
-        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-12)
+    for figures in run_ranks(validated, 2, 7):
+        assert figures["loss"] == pytest.approx(alone["loss"], abs=1e-12)
 
 
 def test_accumulation_counts_gradients_once(tmp_path):
     """Between accumulated micro-batches DDP holds one copy of the gradients instead of two."""
     peaks = {}
     for rows in (4, 1):
-        found = run_ranks(gradient_bytes, 2, rows)
-        peaks[rows] = found[0]
+        gradient_sizes = run_ranks(gradient_bytes, 2, rows)
+        peaks[rows] = gradient_sizes[0]
     assert peaks[1] <= peaks[4]
 
 

@@ -68,9 +68,9 @@ def peaks(context, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1_torch", "fsdp", "zero2"])
 def test_it_equals_one_process_with_its_channels_first(strategy):
     (alone,) = run_ranks(trained, 1, "single", {})
-    for found in run_ranks(trained, 2, strategy, LAST, timeout_s=120.0):
-        if found.weights:
-            assert largest_difference(found, alone) < 2e-6
+    for record in run_ranks(trained, 2, strategy, LAST, timeout_s=120.0):
+        if record.weights:
+            assert largest_difference(record, alone) < 2e-6
     (last,) = run_ranks(trained, 1, "single", LAST)
     assert largest_difference(last, alone) < 2e-6
 

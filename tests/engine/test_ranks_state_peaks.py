@@ -48,7 +48,7 @@ def save_and_resume(
 ) -> dict[str, Pair]:
     """Save, resume, and save again during a step; return the predicted and measured peaks."""
     gate = small_pieces()
-    found: dict[str, Pair] = {}
+    peaks: dict[str, Pair] = {}
     for name, asynchronous in (("save", False), ("beside", True)):
         job_keys = {"train.global_batch_size": 8, "checkpoint.asynchronous": asynchronous, **keys}
         job = job_from_keys(strategy, job_keys)
@@ -74,14 +74,14 @@ def save_and_resume(
             found_all = engine.meter.measured()
             measured, step = found_all.state, found_all.peak
         if not asynchronous:
-            found[name] = predicted.save, measured.save
+            peaks[name] = predicted.save, measured.save
             continue
         # During a step, only the addition to the step's peak counts; that peak has a test of its
         # own.
         more = predicted.save.bytes - engine.prediction.peak.bytes + step.bytes
-        found[name] = replace(predicted.save, bytes=more), measured.save
-        found["resume"] = predicted.resume, measured.resume
-    return found
+        peaks[name] = replace(predicted.save, bytes=more), measured.save
+        peaks["resume"] = predicted.resume, measured.resume
+    return peaks
 
 
 SMALL = {"train.micro_batch_size": 2}
@@ -126,8 +126,8 @@ def test_servers_hold_what_is_saved_and_workers_what_is_said_of_it(
     tmp_path: Path, servers: int
 ) -> None:
     keys = {"strategy.replicate.servers": servers}
-    found = run_ranks(save_and_resume, 3, tmp_path, "parameter_server", keys)
-    for rank, rows in enumerate(found):
+    peaks = run_ranks(save_and_resume, 3, tmp_path, "parameter_server", keys)
+    for rank, rows in enumerate(peaks):
         for name, (predicted, measured) in rows.items():
             if rank >= servers and name == "save":
                 # A worker sends no tensors; its peak is the lists of owners, which are sent as

@@ -104,8 +104,8 @@ def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
     ],
 )
 def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
-    for found in run_ranks(in_turn, 2, of_critic, of_generator):
-        for own, expected in zip(found, plain_loop(), strict=True):
+    for losses in run_ranks(in_turn, 2, of_critic, of_generator):
+        for own, expected in zip(losses, plain_loop(), strict=True):
             assert own == pytest.approx(expected, rel=1e-5)
 
 
@@ -118,28 +118,28 @@ def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
     ],
 )
 def test_what_cannot_be_inside_another_loss_is_refused(strategy, why):
-    for said in run_ranks(in_turn, 2, strategy, "ddp"):
-        assert f"frozen: under strategy {strategy} {why}" in said
-        assert "Use strategy ddp, zero1_torch or zero2 for this engine" in said
+    for message in run_ranks(in_turn, 2, strategy, "ddp"):
+        assert f"frozen: under strategy {strategy} {why}" in message
+        assert "Use strategy ddp, zero1_torch or zero2 for this engine" in message
 
 
 def prepared_twice(context: Any) -> list[str]:
     """The messages for a second engine without `beside`, and for one with a different mesh."""
     del context
-    said = []
+    messages = []
     placement = RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="python")
     job = job_from_keys("ddp", {"device": "cpu"})
     plan = make_plan(job, 2, "cpu")
     try:
         connect_beside(None, job, plan, placement, {})
     except ConfigError as error:
-        said.append(str(error))
-    return said
+        messages.append(str(error))
+    return messages
 
 
 def test_a_second_engine_is_told_to_name_the_first():
-    for said in run_ranks(prepared_twice, 2):
-        assert said == [
+    for messages in run_ranks(prepared_twice, 2):
+        assert messages == [
             "prepare: the ranks are connected already, by another engine or by the script. Give "
             "prepare(..., beside=engine) for a second engine, or close the first."
         ]
@@ -153,20 +153,20 @@ def other_mesh(context: Any) -> tuple[str, float]:
             launcher="python",
         )  # fmt: skip
         job = job_from_keys("tensor", {"device": "cpu"})
-        said = ""
+        message = ""
         try:
             connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {})
         except ConfigError as error:
-            said = str(error)
+            message = str(error)
         job = job_from_keys("ddp", {"device": "cpu", "train.seed": 7})
         with connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {}) as own:
             assert own.mesh is context.mesh
-            return said, own.seed
+            return message, own.seed
 
 
 def test_engines_of_one_process_have_one_mesh_and_each_its_seed():
-    for said, seed in run_ranks(other_mesh, 2):
-        assert "the engine's ranks are pp 1 x dp 2 x tp 1 on cpu, and this one's" in said
+    for message, seed in run_ranks(other_mesh, 2):
+        assert "the engine's ranks are pp 1 x dp 2 x tp 1 on cpu, and this one's" in message
         assert seed == 7
 
 

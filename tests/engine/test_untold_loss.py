@@ -112,7 +112,7 @@ def setup_of(data: str, *words: str, model: str = "Net") -> RunSetup:
 
 
 @pytest.mark.parametrize(
-    ("data", "words", "model", "kind", "said"),
+    ("data", "words", "model", "kind", "expected_note"),
     [
         ("classes", (), "Net", CrossEntropy, "loss: cross entropy, as data.name="),
         ("values", (), "Net", MeanLoss, "loss: mean squared error, as data.name="),
@@ -122,14 +122,16 @@ def setup_of(data: str, *words: str, model: str = "Net") -> RunSetup:
         ("values", ("model.loss=torch.nn.functional:l1_loss",), "Net", MeanLoss, ""),
     ],
 )
-def test_data_without_a_task_train_and_are_measured_by_the_loss(data, words, model, kind, said):
+def test_data_without_a_task_train_and_are_measured_by_the_loss(
+    data, words, model, kind, expected_note
+):
     parts = setup_of(data, *words, model=model)
     notes = [note for note in parts.resolved.notes if note.startswith("loss: ")]
-    assert bool(notes) is bool(said)
-    assert all(said in note for note in notes)
+    assert bool(notes) is bool(expected_note)
+    assert all(expected_note in note for note in notes)
     assert type(parts.data.task) is CustomTask
-    found = parts.workload.loss
-    assert isinstance(getattr(found, "inner", found), kind) or "lobal" in type(found).__name__
+    loss = parts.workload.loss
+    assert isinstance(getattr(loss, "inner", loss), kind) or "lobal" in type(loss).__name__
     with parts.engine(RunContext.alone()) as engine:
         for batch in parts.training_steps(engine.context, 0):
             result = engine.step(batch)
@@ -184,13 +186,13 @@ class Sized(Image):
     ],
 )
 def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, class_dim):
-    loss, said = infer_loss("mine:data", model, example(targets))
+    loss, note = infer_loss("mine:data", model, example(targets))
     assert loss == CrossEntropy(class_dim=class_dim)
-    assert said.startswith("loss: cross entropy, as data.name=mine:data names no task and no loss")
+    assert note.startswith("loss: cross entropy, as data.name=mine:data names no task and no loss")
 
 
 @pytest.mark.parametrize(
-    ("model", "targets", "said"),
+    ("model", "targets", "message"),
     [
         (Net(), torch.zeros(4), r"targets \(4,\) of float32, outputs \(4, 3\) tell none"),
         (Net(1), torch.zeros(4), r"outputs \(4, 1\) tell none"),
@@ -200,8 +202,8 @@ def test_whole_numbers_are_classes_along_the_dim_that_is_left(model, targets, cl
         (Sized(), torch.zeros(4), "the model's output was not to be had on fake tensors"),
     ],
 )
-def test_what_tells_no_loss_is_refused_with_both_ways_out(model, targets, said):
-    with pytest.raises(ConfigError, match=said) as raised:
+def test_what_tells_no_loss_is_refused_with_both_ways_out(model, targets, message):
+    with pytest.raises(ConfigError, match=message) as raised:
         infer_loss("mine:data", model, example(targets))
     assert "Give Data(..., loss=...)" in str(raised.value)
     assert "model.loss=package.module:function" in str(raised.value)
@@ -215,7 +217,7 @@ def test_a_task_that_nobody_settled_refuses_to_be_trained_with():
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ("stream", r"gives a Stream in train, which has no __getitem__: samples are drawn by"),
         ("stream_to_validate", "gives a Stream in validation, which has no __getitem__"),
@@ -223,8 +225,8 @@ def test_a_task_that_nobody_settled_refuses_to_be_trained_with():
         ("empty", r"length 0\), at least 1 is needed. Check the function's files\.$"),
     ],
 )
-def test_samples_that_cannot_be_drawn_by_number_are_one_line(data, said):
-    with pytest.raises(ConfigError, match=said):
+def test_samples_that_cannot_be_drawn_by_number_are_one_line(data, message):
+    with pytest.raises(ConfigError, match=message):
         open_data(f"{__name__}:{data}", None, {}, seed=0)
 
 
@@ -249,9 +251,9 @@ def test_a_model_of_ones_own_without_a_job_gets_neutral_defaults(words, neutral)
     assert {key: getattr(rest, key) for key in plain} == plain
     assert (job.optim == rest) is neutral
     parts = setup_of("classes", *(word for word in words if word.startswith("optim")))
-    said = [note for note in parts.resolved.notes if note.startswith("optim: ")]
-    assert bool(said) is neutral
-    assert all(note.startswith("optim: adamw, lr 0.001 constant, no warm-up") for note in said)
+    notes = [note for note in parts.resolved.notes if note.startswith("optim: ")]
+    assert bool(notes) is neutral
+    assert all(note.startswith("optim: adamw, lr 0.001 constant, no warm-up") for note in notes)
 
 
 def test_what_a_job_says_of_the_optimizer_stays(tmp_path):

@@ -36,9 +36,9 @@ def test_a_damaged_cache_is_said_once_and_made_anew(
     path = tmp_path / "rates.json"
     path.write_text(text)
     assert read_cache(path) == read_cache(path) == {}
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith(f"bigtrain: {path} is damaged (")
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert errors.startswith(f"bigtrain: {path} is damaged (")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(drafts, "_SAID", set())
     assert read_cache(path) == {}

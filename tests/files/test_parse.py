@@ -40,11 +40,11 @@ def test_json_that_is_refused(text: str | bytes, reason: str) -> None:
     with pytest.raises(UnreadableError, match=reason) as caught:
         parse_json(text, "some.json", "Make it anew.")
     assert time.monotonic() - began < 5
-    said = str(caught.value)
-    assert said.startswith("some.json cannot be read: ")
-    assert said.endswith(". Make it anew.")
-    assert "\n" not in said
-    said.encode()
+    message = str(caught.value)
+    assert message.startswith("some.json cannot be read: ")
+    assert message.endswith(". Make it anew.")
+    assert "\n" not in message
+    message.encode()
 
 
 def test_json_that_is_read(tmp_path: Path) -> None:

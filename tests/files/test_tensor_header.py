@@ -39,17 +39,17 @@ def written(path: Path, text: str | bytes, body: bytes = BODY, length: int | Non
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         tensors_of_file(path)
-    said = str(caught.value)
-    assert said.startswith(f"{path} is no safetensors file: ")
-    assert "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(f"{path} is no safetensors file: ")
+    assert "\n" not in message
     assert caught.value.exit_status == 2
-    return said
+    return message
 
 
 def with_entry(**changes: Any) -> str:
-    found = header()
-    found["b"].update(changes)
-    return json.dumps(found)
+    entries = header()
+    entries["b"].update(changes)
+    return json.dumps(entries)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_what_the_library_of_the_format_writes_is_read(tmp_path: Path) -> None:
         "ü": torch.ones(2, dtype=torch.int8),
     }
     save_file(tensors, path, {"format": "pt"})
-    found = tensors_of_file(path)
-    assert set(found) == set(tensors)
+    read_tensors = tensors_of_file(path)
+    assert set(read_tensors) == set(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(read_whole(found[name]), tensor)
+        assert torch.equal(read_whole(read_tensors[name]), tensor)
 
 
 def test_what_is_drawn_is_refused_wherever_the_library_of_the_format_refuses(

@@ -56,12 +56,12 @@ def main() -> int:
                 names = workers.apply(_names, (part,))
                 names = names[:: EVERY[part]] if options.quick else names
                 asked = [(part, name) for name in names]
-                found = dict(workers.imap_unordered(_compute, asked, chunksize=1))
-                count += len(found)
+                computed = dict(workers.imap_unordered(_compute, asked, chunksize=1))
+                count += len(computed)
                 if options.write:
-                    _write(part, found)
+                    _write(part, computed)
                 else:
-                    differences += _compare(part, found, whole=not options.quick)
+                    differences += _compare(part, computed, whole=not options.quick)
     print(f"{count} cases in {time.monotonic() - began:.0f} s, {differences} differ")
     return 1 if differences else 0
 
@@ -89,13 +89,13 @@ def _workers(jobs: int, folder: str) -> Iterator[Any]:
         with multiprocessing.get_context("spawn").Pool(jobs, _start, (folder,)) as pool:
             yield pool
         return
-    shown, said = sys.stdout, sys.stderr
+    shown, errors = sys.stdout, sys.stderr
     _start(folder)
     try:
         yield _ThisProcess(shown)
     finally:
         os.chdir(HERE)  # the folder is removed next
-        sys.stdout, sys.stderr = shown, said
+        sys.stdout, sys.stderr = shown, errors
 
 
 class _ThisProcess:
@@ -143,8 +143,8 @@ def _compute(asked: tuple[str, str]) -> tuple[str, Any]:
 
     torch.manual_seed(0)
     module = import_module(f"golden.{part}")
-    found = json.dumps(_rounded(module.compute(module.cases()[name])))
-    return name, json.loads(found.replace(os.getcwd(), "CWD"))
+    text = json.dumps(_rounded(module.compute(module.cases()[name])))
+    return name, json.loads(text.replace(os.getcwd(), "CWD"))
 
 
 def _rounded(value: Any) -> Any:
@@ -155,11 +155,11 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _write(part: str, found: dict[str, Any]) -> None:
+def _write(part: str, computed: dict[str, Any]) -> None:
     """Write the cases sorted, with one line for each field."""
     cases = []
-    for name in sorted(found):
-        fields = found[name] if isinstance(found[name], dict) else {"": found[name]}
+    for name in sorted(computed):
+        fields = computed[name] if isinstance(computed[name], dict) else {"": computed[name]}
         lines = [
             f"  {json.dumps(key)}: {json.dumps(value, sort_keys=True)}"
             for key, value in sorted(fields.items())
@@ -168,14 +168,14 @@ def _write(part: str, found: dict[str, Any]) -> None:
     (HERE / f"{part}.json").write_text("{\n" + ",\n".join(cases) + "\n}\n", "utf-8")
 
 
-def _compare(part: str, found: dict[str, Any], *, whole: bool) -> int:
+def _compare(part: str, computed: dict[str, Any], *, whole: bool) -> int:
     """Show the first differences of a part; return the number of differing cases."""
     written = json.loads((HERE / f"{part}.json").read_text("utf-8"))
-    wanted = written if whole else {name: written.get(name) for name in found}
+    wanted = written if whole else {name: written.get(name) for name in computed}
     differing = []
-    for name in sorted(wanted.keys() | found.keys()):
-        now = found.get(name)
-        now = now if isinstance(now, dict) or name not in found else {"": now}
+    for name in sorted(wanted.keys() | computed.keys()):
+        now = computed.get(name)
+        now = now if isinstance(now, dict) or name not in computed else {"": now}
         if wanted.get(name) != now:
             differing.append((name, wanted.get(name), now))
     shown = 0
@@ -187,7 +187,7 @@ def _compare(part: str, found: dict[str, Any], *, whole: bool) -> int:
     if shown > MOST_SHOWN:
         print(f"{part}: and {shown - MOST_SHOWN} more fields")
     if differing:
-        print(f"{part}: {len(differing)} of {len(found)} cases differ")
+        print(f"{part}: {len(differing)} of {len(computed)} cases differ")
     return len(differing)
 
 

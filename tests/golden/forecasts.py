@@ -20,9 +20,9 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        said = " ".join(f"{key}={value}" for key, value in self.keys.items())
-        said += "" if self.share is None else f" budget {self.share}"
-        return f"{self.net} {self.strategy} x{self.ranks} {said}"
+        text = " ".join(f"{key}={value}" for key, value in self.keys.items())
+        text += "" if self.share is None else f" budget {self.share}"
+        return f"{self.net} {self.strategy} x{self.ranks} {text}"
 
 
 PRESETS = (

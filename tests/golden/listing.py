@@ -12,8 +12,8 @@ COMMANDS = ("init", "train", "plan", "compare", "verify", "strategies", "doctor"
 
 def cases() -> dict[str, list[str]]:
     """The words after `bigtrain`, by name of the case."""
-    found = {f"{name} --help": [name, "--help"] for name in COMMANDS}
-    return {"strategies --json": ["strategies", "--json"], "--help": ["--help"], **found}
+    helps = {f"{name} --help": [name, "--help"] for name in COMMANDS}
+    return {"strategies --json": ["strategies", "--json"], "--help": ["--help"], **helps}
 
 
 def compute(words: list[str]) -> Any:

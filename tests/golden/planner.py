@@ -53,7 +53,7 @@ MORE = {
 
 def cases() -> dict[str, list[str]]:
     """The arguments of `bigtrain plan`, by the names of the cases."""
-    found = {
+    arguments = {
         f"{model} on {devices} of {cluster}": [
             *("--cluster", cluster, "--devices", str(devices), *words)
         ]
@@ -61,17 +61,19 @@ def cases() -> dict[str, list[str]]:
         for cluster, devices in CLUSTERS.items()
     }
     for name, (model, words) in MORE.items():
-        found[f"{model}: {name}"] = [*words, *MODELS[model]]
-    return found
+        arguments[f"{model}: {name}"] = [*words, *MODELS[model]]
+    return arguments
 
 
 def compute(arguments: list[str]) -> Any:
     """The planner's JSON document; a plan that is in the front and among the best is
     listed once.
     """
-    found = product.planner_document(arguments)
-    del found["search_seconds"]
-    found["cluster"] = found["cluster"]["name"]  # its figures are in configs/clusters
-    best = found["plans"]
-    found["front"] = [f"plans[{best.index(one)}]" if one in best else one for one in found["front"]]
-    return found
+    document = product.planner_document(arguments)
+    del document["search_seconds"]
+    document["cluster"] = document["cluster"]["name"]  # its figures are in configs/clusters
+    best = document["plans"]
+    document["front"] = [
+        f"plans[{best.index(one)}]" if one in best else one for one in document["front"]
+    ]
+    return document

@@ -77,8 +77,10 @@ def rank_forecasts(
 
 def _peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
     resolved, workload = _resolved(net, strategy, ranks, keys)
-    found = [forecast_rank(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)]
-    return [one.peak().bytes for one in found if one is not None]
+    forecasts = [
+        forecast_rank(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)
+    ]
+    return [one.peak().bytes for one in forecasts if one is not None]
 
 
 def _resolved(
@@ -104,28 +106,28 @@ def _resolved(
 def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> dict[str, Any]:
     resolved, workload = _resolved(net, strategy, ranks, keys)
     plan, batch = resolved.plan, resolved.plan.batch
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "mesh": f"pp {plan.pp} x dp {plan.dp}, micro-batch {batch.micro_size} x "
         f"{batch.accumulation_steps}"
     }
     if resolved.layout is not None:
-        found["layout"] = list(resolved.layout.lines())
+        document["layout"] = list(resolved.layout.lines())
     if resolved.notes:
-        found["settled"] = list(resolved.notes)
+        document["settled"] = list(resolved.notes)
     kept = _kept(resolved)
     if kept:
-        found["keeps"] = kept
+        document["keeps"] = kept
     for rank in range(plan.pp):
-        found |= _rank(plan, rank, forecast_rank(resolved, workload, rank))
-    return found
+        document |= _rank(plan, rank, forecast_rank(resolved, workload, rank))
+    return document
 
 
 def _kept(resolved: ResolvedPlan) -> dict[str, str]:
     """The names of the modules by the choice of what they save."""
-    found: dict[str, list[str]] = {}
+    names_by_choice: dict[str, list[str]] = {}
     for name, choice in resolved.policies.items():
-        found.setdefault(choice, []).append(name)
-    return {choice: " ".join(names) for choice, names in sorted(found.items())}
+        names_by_choice.setdefault(choice, []).append(name)
+    return {choice: " ".join(names) for choice, names in sorted(names_by_choice.items())}
 
 
 def own_peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
@@ -146,23 +148,23 @@ def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     if predicted.forecast is None:
         return {f"{at} note": predicted.note}
     peak = _peak(predicted.forecast.peak())
-    found: dict[str, Any] = {at: peak}
+    document: dict[str, Any] = {at: peak}
     profiles = predicted.profiles
-    found[f"{at} profiles"] = [_profile(profile) for profile in profiles]
+    document[f"{at} profiles"] = [_profile(profile) for profile in profiles]
     if "cut" not in plan.techniques:
         own = [_peak(one) for one in _of_replicas(profiles[0], plan)]
         if any(one != peak for one in own):
-            found["replicas"] = own
+            document["replicas"] = own
         lines = collect_advice(profiles[0], plan)
         if lines:
-            found["advice"] = lines
+            document["advice"] = lines
     sent = _traffic(plan, profiles)
     if any(sent):
-        found[f"{at} traffic"] = sent
+        document[f"{at} traffic"] = sent
     there = _traffic(replace(plan, device_type="cuda"), profiles)
     if there != sent:
-        found[f"{at} traffic of a GPU"] = there
-    return found
+        document[f"{at} traffic of a GPU"] = there
+    return document
 
 
 def _peak(peak: Any) -> str:
@@ -198,12 +200,12 @@ def planner_document(arguments: Sequence[str]) -> dict[str, Any]:
     job = load_job(options.job, "single", options.overrides)
     question, margin = make_question(job, load_cluster(options.cluster), options)
     planned = ask(question)
-    found = json.loads(json.dumps(plan_document(planned, margin)))
+    document = json.loads(json.dumps(plan_document(planned, margin)))
     if planned.result.best:
-        found["file"] = plan_text(planned, planned.result.best[0], "bigtrain plan")
+        document["file"] = plan_text(planned, planned.result.best[0], "bigtrain plan")
     else:
-        found["nothing fits"] = no_fit_lines(planned)
-    return found
+        document["nothing fits"] = no_fit_lines(planned)
+    return document
 
 
 def loaded(words: Sequence[str], config: str | None, strategy: str | None) -> str | None:

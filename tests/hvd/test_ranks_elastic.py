@@ -56,34 +56,34 @@ def interrupted(context: RunContext) -> dict[str, Any]:
     me = hvd.rank()
     parts = made(me)
     sampler = hvd.elastic.ElasticSampler(range(10), seed=1)
-    found: dict[str, Any] = {"calls": [], "resets": []}
+    events: dict[str, Any] = {"calls": [], "resets": []}
     state = hvd.elastic.TorchState(
         *parts[:2], scheduler=parts[2], sampler=sampler, batch=me, seen=[]
     )
-    state.register_reset_callbacks([lambda: found["resets"].append(state.batch)])
+    state.register_reset_callbacks([lambda: events["resets"].append(state.batch)])
 
     @hvd.elastic.run
     def train(state: Any, word: str) -> str:
-        found["calls"].append((state.batch, list(state.seen), taken(*parts)[2:], len(sampler)))
-        if len(found["calls"]) == 1:
+        events["calls"].append((state.batch, list(state.seen), taken(*parts)[2:], len(sampler)))
+        if len(events["calls"]) == 1:
             step(*parts)
             sampler.record_batch(0, 2)
             state.batch, state.seen = 5, [*state.seen, "kept"]
             state.commit()
-            found["committed"] = taken(*parts)
+            events["committed"] = taken(*parts)
             step(*parts)
             sampler.record_batch(1, 2)
             state.batch = 6
             state.seen.append("lost")
             raise hvd.HorovodInternalError("an exchange of the script's own failed")
-        found.setdefault("restored", taken(*parts))
-        if len(found["calls"]) == 2:
+        events.setdefault("restored", taken(*parts))
+        if len(events["calls"]) == 2:
             state.batch = 7
             raise hvd.HostsUpdatedInterrupt(skip_sync=True)
         return word
 
-    found["returned"] = train(state, word="done")
-    return found
+    events["returned"] = train(state, word="done")
+    return events
 
 
 def test_a_function_goes_on_from_its_commit_after_an_interrupt():
@@ -114,8 +114,8 @@ def two_nodes(context: RunContext, folder: str) -> list[Any]:
     later = made(7)
     again = hvd.elastic.TorchState(*later[:2], scheduler=later[2], batch=0)
     again.keep_in(CommitFile(Path(folder) / str(me), writes=True))
-    found = again.resume()
-    return [none, found, again.batch, kept, taken(*later)]
+    resumed = again.resume()
+    return [none, resumed, again.batch, kept, taken(*later)]
 
 
 def test_the_newest_commit_of_any_node_is_that_of_all(tmp_path):

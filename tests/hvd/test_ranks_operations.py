@@ -78,10 +78,10 @@ def reduced(context: RunContext) -> dict[str, Any]:
 
 
 def test_reductions_are_those_of_all_tensors():
-    found = run_ranks(reduced, RANKS)
+    results = run_ranks(reduced, RANKS)
     mine = torch.stack([of_rank(n, (4, 2)) for n in range(RANKS)])
     plain = {"min": torch.amin, "max": torch.amax, "product": torch.prod, "sum": torch.sum}
-    for me, out in enumerate(found):
+    for me, out in enumerate(results):
         for dtype in TYPES:
             stack = torch.stack([of_rank(n, (2, 3), dtype) for n in range(RANKS)])
             for name in ("average", *plain):
@@ -181,8 +181,8 @@ def moved(context: RunContext) -> dict[str, Any]:
 
 
 def test_what_is_moved_arrives():
-    found = run_ranks(moved, RANKS)
-    for me, out in enumerate(found):
+    results = run_ranks(moved, RANKS)
+    for me, out in enumerate(results):
         for dtype in TYPES + MOVES:
             plain = out["from 1", dtype].dtype
             stack = torch.cat([of_rank(n, (n, 2), dtype).to(plain) for n in range(RANKS)])
@@ -216,7 +216,7 @@ def test_what_is_moved_arrives():
         whole = sum(of_rank(n, (3,)) for n in range(RANKS))
         assert torch.equal(out["async", "share"], whole[me : me + 1])
         assert out["waited"] > 0.2 or me == 2
-    assert (found[0]["early"], found[0]["polled"]) == (False, 1.0)
+    assert (results[0]["early"], results[0]["polled"]) == (False, 1.0)
 
 
 def leaf(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -241,27 +241,29 @@ def differentiated(context: RunContext) -> dict[str, torch.Tensor]:
         "share": lambda x: hvd.reducescatter(x, op=hvd.Average),
         "share of sum": lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=2.0),
     }
-    found = {}
+    gradients = {}
     for name, call in calls.items():
         own = leaf(me, (RANKS, 2))
         weighed(me, call(own)).backward()
         assert own.grad is not None
-        found[name] = own.grad
+        gradients[name] = own.grad
     own = leaf(me, (me + 1, 2))
     weighed(me, hvd.allgather(own)).backward()
     assert own.grad is not None
-    found["allgather"] = own.grad
-    found["refused"] = answers(lambda: hvd.allreduce(leaf(me, (2,)), op=hvd.Max).sum().backward())
-    return found
+    gradients["allgather"] = own.grad
+    gradients["refused"] = answers(
+        lambda: hvd.allreduce(leaf(me, (2,)), op=hvd.Max).sum().backward()
+    )
+    return gradients
 
 
 def test_gradients_are_those_of_horovod():
-    found = run_ranks(differentiated, RANKS)
+    results = run_ranks(differentiated, RANKS)
     ones = [leaf(20 + n, (RANKS, 2)).detach() for n in range(RANKS)]
     rows = [leaf(20 + n, (1, 2)).detach() for n in range(RANKS)]
     mean = torch.stack(ones).mean(0)
     gathered = torch.stack([leaf(20 + n, (6, 2)).detach() for n in range(RANKS)]).mean(0)
-    for me, out in enumerate(found):
+    for me, out in enumerate(results):
         expected = {
             "average": mean,
             "sum": torch.stack(ones).sum(0) / 2,
@@ -303,15 +305,15 @@ def uneven(context: RunContext) -> dict[str, Any]:
 
 
 def test_ranks_without_data_take_part_with_zeros():
-    found = run_ranks(uneven, RANKS)
-    assert [out["sums"] for out in found] == [[111.0, 101.0, 1.0, 1.0], [111.0], [111.0, 101.0]]
-    assert found[0]["average"] == 1.0
-    assert found[0]["half"] == [[3.0, 3.0]] * 2
+    results = run_ranks(uneven, RANKS)
+    assert [out["sums"] for out in results] == [[111.0, 101.0, 1.0, 1.0], [111.0], [111.0, 101.0]]
+    assert results[0]["average"] == 1.0
+    assert results[0]["half"] == [[3.0, 3.0]] * 2
     for name in ("gather", "broadcast", "min"):
-        assert "has joined, and takes part in sums and averages alone" in found[0][name]
-    assert "sparse_as_dense=True" in found[0]["gather"]
-    assert "allreduce with op=min" in found[0]["min"]
-    assert [(out["last"], out["after"], out["again"]) for out in found] == [(0, 1.0, True)] * 3
+        assert "has joined, and takes part in sums and averages alone" in results[0][name]
+    assert "sparse_as_dense=True" in results[0]["gather"]
+    assert "allreduce with op=min" in results[0]["min"]
+    assert [(out["last"], out["after"], out["again"]) for out in results] == [(0, 1.0, True)] * 3
 
 
 def in_sets(context: RunContext) -> dict[str, Any]:
@@ -350,8 +352,8 @@ def in_sets(context: RunContext) -> dict[str, Any]:
 
 
 def test_process_sets_exchange_among_themselves():
-    found = run_ranks(in_sets, RANKS)
-    for me, out in enumerate(found):
+    results = run_ranks(in_sets, RANKS)
+    for me, out in enumerate(results):
         assert out["who"] == ([0, 2], 2, 1, me != 1)
         assert out["all"] == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
         assert out["everyone"] == (3, True)
@@ -361,11 +363,11 @@ def test_process_sets_exchange_among_themselves():
         assert (out["removed"], out["kept"], out["sum"]) == ((True, False), False, 3.0)
         assert "is not connected. Call hvd.add_process_set(process_set)" in out["gone"]
         assert "process_set=1 is no process set. Give what hvd.add_process_set" in out["number"]
-    assert "rank 1 is not in process set 1 of ranks [0, 2]. Ask" in found[1]["outside"]
-    assert found[1]["alone"] == [1.0, 1.0]
+    assert "rank 1 is not in process set 1 of ranks [0, 2]. Ask" in results[1]["outside"]
+    assert results[1]["alone"] == [1.0, 1.0]
     weights = [leaf(20 + n, (2, 2)).detach() for n in (0, 2)]
     for place, me in enumerate((0, 2)):
-        out = found[me]
+        out = results[me]
         assert (out["rank"], out["from 2"], out["object"]) == (place, 2, 2)
         assert torch.equal(out["average"], (of_rank(0, (2, 2)) + of_rank(2, (2, 2))) / 2)
         assert torch.allclose(out["gradient"], sum(weights) / 2)
@@ -389,41 +391,41 @@ def differing(context: RunContext) -> dict[str, str]:
         "root": lambda: hvd.broadcast(torch.ones(2), me),
         "inner": lambda: hvd.allgather(torch.ones(2, 2 + me)),
     }
-    found = {name: answers(call) for name, call in calls.items()}
+    messages = {name: answers(call) for name, call in calls.items()}
     with pytest.raises(RuntimeError, match="asks for"):  # the exception that Horovod scripts catch
         hvd.allgather(torch.ones(2, 2 + me))
     # Ranks that were refused together continue together.
-    found["after"] = str(float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum)))
-    return found
+    messages["after"] = str(float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum)))
+    return messages
 
 
 def test_ranks_that_ask_for_different_things_are_refused_by_name():
-    found = run_ranks(differing, 2)
-    assert found[0] == found[1]
-    said = found[0]
+    results = run_ranks(differing, 2)
+    assert results[0] == results[1]
+    messages = results[0]
     assert (
         "rank 0 asks for allreduce 'x', of float32 [2], op=average, and rank 1 for allreduce 'x', "
-        "of float32 [3], op=average. Call the same exchanges in the same order" in said["shape"]
+        "of float32 [3], op=average. Call the same exchanges in the same order" in messages["shape"]
     )
-    assert "float64 [2]" in said["type"]
-    assert "'loss 0'" in said["name"]
-    assert "op=sum, and rank 1 for allreduce, of float32 [2], op=average" in said["op"]
-    assert "factors 2 and 1" in said["factor"]
-    assert "rank 0 asks for barrier, and rank 1 for allreduce" in said["kind"]
-    assert "root_rank=0, and rank 1" in said["root"]
-    assert "of float32 [2], and rank 1 for allgather, of float32 [3]" in said["inner"]
-    assert said["after"] == "2.0"
+    assert "float64 [2]" in messages["type"]
+    assert "'loss 0'" in messages["name"]
+    assert "op=sum, and rank 1 for allreduce, of float32 [2], op=average" in messages["op"]
+    assert "factors 2 and 1" in messages["factor"]
+    assert "rank 0 asks for barrier, and rank 1 for allreduce" in messages["kind"]
+    assert "root_rank=0, and rank 1" in messages["root"]
+    assert "of float32 [2], and rank 1 for allgather, of float32 [3]" in messages["inner"]
+    assert messages["after"] == "2.0"
 
 
 def timed(context: RunContext, path: str) -> str:
     hvd.init_with(context)
     hvd.start_timeline(path)
-    said = answers(lambda: hvd.start_timeline(path))
+    message = answers(lambda: hvd.start_timeline(path))
     hvd.allreduce(torch.ones(2), name="loss")
     hvd.broadcast(torch.ones(2), 0, name="weights")
     hvd.stop_timeline()
     hvd.stop_timeline()
-    return said
+    return message
 
 
 def test_a_timeline_is_written(tmp_path):
@@ -456,10 +458,10 @@ def ends_early(context: RunContext) -> None:
 
 
 def test_a_rank_that_ends_before_the_others_is_told_of_with_what_helps():
-    said = (
+    message = (
         r"hvd: allreduce 'loss', of float32 \[3\], op=average: another rank has ended .* hvd.join"
     )
-    with pytest.raises(RankFailure, match=said) as failure:
+    with pytest.raises(RankFailure, match=message) as failure:
         run_ranks(ends_early, 2, fresh=True)
     assert failure.value.rank == 1
 
@@ -529,8 +531,8 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
         "hvd.run starts processes. Start the script with torchrun": lambda: hvd.run,
         "has no 'alreduce', did you mean 'allreduce'?": lambda: hvd.alreduce,
     }
-    for said, call in refused.items():
-        assert said in answers(call)
+    for message, call in refused.items():
+        assert message in answers(call)
     hvd.shutdown()
     assert "comm=[3], and all 1 ranks take part" in answers(lambda: hvd.init(comm=[3]))
     assert "process_sets='all'" in answers(lambda: hvd.init(process_sets="all"))

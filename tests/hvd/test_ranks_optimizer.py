@@ -111,12 +111,12 @@ def exchanged(context: RunContext) -> dict[str, Any]:
 
 def test_what_goes_between_the_ranks():
     first, second = run_ranks(exchanged, 2)
-    for found in (first, second):
-        assert found["mean"] == [1.5] * 3
-        assert found["sum"] == found["older"] == [3.0] * 3
-        assert found["object"] == {"from": 1}
-        assert found["lr"] == 1.0
-        for moment, there in zip(found["moments"], second["moments"], strict=True):
+    for result in (first, second):
+        assert result["mean"] == [1.5] * 3
+        assert result["sum"] == result["older"] == [3.0] * 3
+        assert result["object"] == {"from": 1}
+        assert result["lr"] == 1.0
+        for moment, there in zip(result["moments"], second["moments"], strict=True):
             assert torch.equal(moment, there)
     assert (first["mine"], second["mine"]) == ([1.0] * 3, [2.0] * 3)
     assert first["nodes"] == second["nodes"] == (0, 1, True)
@@ -137,9 +137,9 @@ def twice(context: RunContext) -> str:
 
 
 def test_too_many_backward_passes_are_refused():
-    for said in run_ranks(twice, 2):
-        assert "for the 2. time since the last step, and backward_passes_per_step=1" in said
-        assert "Call step(), or give" in said
+    for message in run_ranks(twice, 2):
+        assert "for the 2. time since the last step, and backward_passes_per_step=1" in message
+        assert "Call step(), or give" in message
 
 
 def test_what_is_not_here_is_refused_with_what_is(monkeypatch):
@@ -185,11 +185,11 @@ def parameters_sent(context: RunContext) -> dict[str, Any]:
         "both": lambda m: [*m.parameters(), *m.named_buffers()],
         "tuple": lambda m: tuple(m.parameters()),
     }
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, form in forms.items():
         model = two_rows(hvd.rank())
         hvd.broadcast_parameters(form(model), root_rank=1)
-        found[name] = [p.detach() for p in model.parameters()]
+        outcomes[name] = [p.detach() for p in model.parameters()]
         assert all(p.requires_grad for p in model.parameters())
     model = two_rows(0)
     other = nn.Linear(3, 2 + hvd.rank())
@@ -205,25 +205,25 @@ def parameters_sent(context: RunContext) -> dict[str, Any]:
     for name, call in refused.items():
         with pytest.raises(ConfigError) as error:
             call()
-        found[name] = str(error.value)
-    return found
+        outcomes[name] = str(error.value)
+    return outcomes
 
 
 def test_parameters_come_over_whatever_holds_them():
     expected = list(two_rows(1).parameters())
-    for found in run_ranks(parameters_sent, 2):
-        for name, weights in found.items():
+    for outcomes in run_ranks(parameters_sent, 2):
+        for name, weights in outcomes.items():
             if isinstance(weights, list):
                 for weight, there in zip(weights, expected, strict=True):
                     assert torch.equal(weight, there), name
-        assert "Sequential is no dict or list of parameters. Give model.state" in found["module"]
-        assert "'step' is int, and tensors or pairs" in found["number"]
-        assert "list found, and tensors" in found["list"]
-        assert "NoneType found" in found["none"]
-        assert "Parameter" in found["one"] or "Tensor is no dict or list" in found["one"]
-        assert "'bias', of float32 [2], root_rank=0, and rank 1 for broadcast" in found["shapes"]
-        assert "'w0'" in found["names"]
-        assert "'w1'" in found["names"]
+        assert "Sequential is no dict or list of parameters. Give model.state" in outcomes["module"]
+        assert "'step' is int, and tensors or pairs" in outcomes["number"]
+        assert "list found, and tensors" in outcomes["list"]
+        assert "NoneType found" in outcomes["none"]
+        assert "Parameter" in outcomes["one"] or "Tensor is no dict or list" in outcomes["one"]
+        assert "'bias', of float32 [2], root_rank=0, and rank 1 for broadcast" in outcomes["shapes"]
+        assert "'w0'" in outcomes["names"]
+        assert "'w1'" in outcomes["names"]
 
 
 def states_sent(context: RunContext, kind: str) -> dict[str, Any]:
@@ -244,10 +244,10 @@ def states_sent(context: RunContext, kind: str) -> dict[str, Any]:
 
     def loss() -> torch.Tensor:
         inputs, targets = rows(0, slice(0, 24))
-        found = nn.functional.cross_entropy(model(inputs), targets)
+        loss_value = nn.functional.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
-        found.backward()
-        return found
+        loss_value.backward()
+        return loss_value
 
     if me == 1:
         plain = makers[kind](model.parameters())
@@ -291,8 +291,8 @@ def other_groups(context: RunContext) -> str:
 
 
 def test_optimizers_of_other_groups_are_refused():
-    for said in run_ranks(other_groups, 2):
-        assert "rank 0 has groups of [2, 2] parameters, and rank 1 of [4]. Make the same" in said
+    for message in run_ranks(other_groups, 2):
+        assert "rank 0 has groups of [2, 2] parameters, and rank 1 of [4]. Make the same" in message
 
 
 class Bag(nn.Module):
@@ -320,7 +320,7 @@ def words_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
     """The weights for each set of options; SGD without momentum accepts sparse gradients."""
     hvd.init_with(context)
-    found = []
+    weights = []
     for chosen in options:
         given = dict(chosen)
         model = Bag(0)
@@ -336,8 +336,8 @@ def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torc
             nn.functional.cross_entropy(out, targets[half]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([p.detach() for p in model.parameters()])
-    return found
+        weights.append([p.detach() for p in model.parameters()])
+    return weights
 
 
 def test_sparse_gradients_and_groups_give_the_same_weights():
@@ -360,8 +360,8 @@ def test_sparse_gradients_and_groups_give_the_same_weights():
             out = model(words[half], aside=rank == 0)
             (nn.functional.cross_entropy(out, targets[half]) / 2).backward()
         optimizer.step()
-    for found in run_ranks(bagged, 2, options):
-        for chosen, weights in zip(options, found, strict=True):
+    for results in run_ranks(bagged, 2, options):
+        for chosen, weights in zip(options, results, strict=True):
             same = [
                 torch.allclose(weight, expected, rtol=0, atol=1e-12)
                 for weight, expected in zip(weights, model.parameters(), strict=True)
@@ -372,7 +372,7 @@ def test_sparse_gradients_and_groups_give_the_same_weights():
 def steps_of(context: RunContext) -> dict[str, Any]:
     """Unusual orders of backward passes and steps in a script."""
     hvd.init_with(context)
-    me, found = hvd.rank(), {}
+    me, results = hvd.rank(), {}
     model = net(0)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = hvd.add_process_set([0])
@@ -384,12 +384,12 @@ def steps_of(context: RunContext) -> dict[str, Any]:
     backward()
     with pytest.raises(ConfigError) as error:
         optimizer.zero_grad()
-    found["zero"] = str(error.value)
+    results["zero"] = str(error.value)
     optimizer.step()  # after fewer passes than declared, as at the end of an epoch
-    found["short"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    results["short"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
-    found["passes"] = optimizer.backward_passes_per_step
+    results["passes"] = optimizer.backward_passes_per_step
     backward()
     optimizer.load_state_dict(optimizer.state_dict())  # as after an abandoned step
     optimizer.zero_grad()
@@ -399,13 +399,13 @@ def steps_of(context: RunContext) -> dict[str, Any]:
     optimizer.step()  # without skip_synchronize; they must not be averaged again
     for before, parameter in zip(once, model.parameters(), strict=True):
         assert torch.equal(before, parameter.grad)
-    found["weights"] = [p.detach().clone() for p in model.parameters()]
+    results["weights"] = [p.detach().clone() for p in model.parameters()]
     own = net(0)
     mine = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=outer)
     own(rows(me, slice(0, 4))[0]).sum().backward()
     mine.step()
-    found["own"] = [p.detach() for p in own.parameters()]
-    return found
+    results["own"] = [p.detach() for p in own.parameters()]
+    return results
 
 
 def test_steps_out_of_turn():
@@ -415,24 +415,24 @@ def test_steps_out_of_turn():
     model = net(0)
     for rank in range(2):
         (model(rows(rank, slice(0, 4))[0]).sum() / 2).backward()
-    for found in (first, second):
-        assert "zero_grad() between backward() and step() would drop" in found["zero"]
-        assert found["passes"] == 1
-        for gradient, parameter in zip(found["short"], model.parameters(), strict=True):
+    for result in (first, second):
+        assert "zero_grad() between backward() and step() would drop" in result["zero"]
+        assert result["passes"] == 1
+        for gradient, parameter in zip(result["short"], model.parameters(), strict=True):
             assert torch.allclose(gradient, parameter.grad, rtol=0, atol=1e-12)
     # Each alone, as rank 1 is not in the process set
-    for rank, found in enumerate((first, second)):
+    for rank, result in enumerate((first, second)):
         alone = net(0)
         alone(rows(rank, slice(0, 4))[0]).sum().backward()
         torch.optim.SGD(alone.parameters(), lr=0.1).step()
-        for weight, expected in zip(found["own"], alone.parameters(), strict=True):
+        for weight, expected in zip(result["own"], alone.parameters(), strict=True):
             assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
 
 
 def trained_later(context: RunContext) -> list[str]:
     """Parameters that are added or unfrozen after the optimizer was made."""
     hvd.init_with(context)
-    found = []
+    messages = []
     for is_added in (True, False):
         model = net(0)
         first, last = model[0], model[2]
@@ -451,8 +451,8 @@ def trained_later(context: RunContext) -> list[str]:
         model(rows(0, slice(0, 4))[0]).sum().backward()
         with pytest.raises(ConfigError) as error:
             optimizer.step()
-        found.append(str(error.value))
-    return found
+        messages.append(str(error.value))
+    return messages
 
 
 def test_gradients_that_would_not_be_averaged_are_refused():
@@ -465,23 +465,23 @@ def test_gradients_that_would_not_be_averaged_are_refused():
 def evaluated(context: RunContext) -> list[Any]:
     """Metrics exchanged without gradients, as in validation."""
     hvd.init_with(context)
-    found = []
+    metrics = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             value = torch.tensor([float(hvd.rank())]) * 2
-            found.append(hvd.allreduce(value, name="loss").item())
-            found.append(hvd.allreduce_(value.clone(), op=hvd.Sum).item())
-            found.append(hvd.allgather(value).tolist())
-            found.append(hvd.broadcast(value, 1).item())
-            found.append(hvd.broadcast_(value, 1).item())
-            found.append(hvd.reducescatter(value.repeat(2)).item())
-            found.append(hvd.alltoall(value.repeat(2)).tolist())
-    return found
+            metrics.append(hvd.allreduce(value, name="loss").item())
+            metrics.append(hvd.allreduce_(value.clone(), op=hvd.Sum).item())
+            metrics.append(hvd.allgather(value).tolist())
+            metrics.append(hvd.broadcast(value, 1).item())
+            metrics.append(hvd.broadcast_(value, 1).item())
+            metrics.append(hvd.reducescatter(value.repeat(2)).item())
+            metrics.append(hvd.alltoall(value.repeat(2)).tolist())
+    return metrics
 
 
 def test_metrics_are_exchanged_without_gradients():
-    for found in run_ranks(evaluated, 2):
-        assert found == [1.0, 2.0, [0.0, 2.0], 2.0, 2.0, 2.0, [2.0, 2.0]] * 2
+    for metrics in run_ranks(evaluated, 2):
+        assert metrics == [1.0, 2.0, [0.0, 2.0], 2.0, 2.0, 2.0, [2.0, 2.0]] * 2
 
 
 def test_arguments_of_the_optimizer_are_checked(monkeypatch):
@@ -507,8 +507,8 @@ def test_arguments_of_the_optimizer_are_checked(monkeypatch):
         ),
         ("compression=None has no compress", {"compression": None}),
     ]
-    for said, options in refused:
-        with pytest.raises(ConfigError, match=said):
+    for message, options in refused:
+        with pytest.raises(ConfigError, match=message):
             hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), num_groups=2)
     with pytest.raises(ConfigError, match="is one already. Wrap it once"):

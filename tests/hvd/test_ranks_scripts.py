@@ -79,12 +79,12 @@ class PlainLoop:
 
 
 def loaders(dataset, batch: int, epoch: int) -> list[DataLoader]:
-    found = []
+    made = []
     for rank in range(RANKS):
         sampler = DistributedSampler(dataset, num_replicas=RANKS, rank=rank)
         sampler.set_epoch(epoch)
-        found.append(DataLoader(dataset, batch_size=batch, sampler=sampler))
-    return found
+        made.append(DataLoader(dataset, batch_size=batch, sampler=sampler))
+    return made
 
 
 def test_epochs_of_digits(tmp_path):
@@ -106,11 +106,11 @@ def test_epochs_of_digits(tmp_path):
     assert expected[-1][0] < expected[0][0]
     for factor, compression in (("1.0", "none"), ("2.0", "fp16")):
         started("hvd_digits", str(tmp_path / "figures"), factor, compression)
-        found = json.loads((tmp_path / "figures").read_text())
-        losses = [abs(got[0] - wanted[0]) for got, wanted in zip(found, expected, strict=True)]
+        figures = json.loads((tmp_path / "figures").read_text())
+        losses = [abs(got[0] - wanted[0]) for got, wanted in zip(figures, expected, strict=True)]
         if compression == "none":
             assert max(losses) < 1e-10
-            assert [got[1] for got in found] == pytest.approx([wanted[1] for wanted in expected])
+            assert [got[1] for got in figures] == pytest.approx([wanted[1] for wanted in expected])
         else:
             assert 1e-10 < max(losses) < 1e-2
 
@@ -119,7 +119,7 @@ def test_images_with_several_passes_and_a_resume(tmp_path):
     images = script("hvd_images")
     started("hvd_images", str(tmp_path), "2")
     started("hvd_images", str(tmp_path), "3")  # continues from the second epoch's checkpoint
-    found = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
+    figures = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
     loop = PlainLoop(images.resnet, images.BASE_LR, momentum=0.9, weight_decay=5e-5)
     train, held = images.images(44, 1), images.images(16, 2)
     expected = []
@@ -148,15 +148,15 @@ def test_images_with_several_passes_and_a_resume(tmp_path):
                 with torch.no_grad():
                     held_losses.append(functional.cross_entropy(model(data), target).item())
         expected.append([sum(losses) / len(losses), sum(held_losses) / len(held_losses)])
-    for got, wanted in zip([*found[0], *found[1]], expected, strict=True):
+    for got, wanted in zip([*figures[0], *figures[1]], expected, strict=True):
         assert got == pytest.approx(wanted, rel=0, abs=1e-10)
 
 
 def test_a_synthetic_benchmark(tmp_path):
     synthetic = script("hvd_synthetic")
-    said = started("hvd_synthetic", str(tmp_path / "losses"))
-    assert said.count("img/sec") == synthetic.ITERATIONS
-    assert "Number of ranks: 2" in said
+    output = started("hvd_synthetic", str(tmp_path / "losses"))
+    assert output.count("img/sec") == synthetic.ITERATIONS
+    assert "Number of ranks: 2" in output
     loop = PlainLoop(synthetic.net, synthetic.LR * RANKS)
     losses = []
     for _ in range(synthetic.ITERATIONS * synthetic.STEPS):
@@ -193,10 +193,10 @@ def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
 def checked(folder: Path, resets: list[int], life: int) -> None:
     """Assert that the figures of a killed run equal those of a plain loop."""
     losses, weights = elastic_steps(script("hvd_elastic"))
-    found = json.loads((folder / "figures.json").read_text())
-    assert (found["life"], found["resets"]) == (life, resets)
-    assert found["losses"] == pytest.approx(losses, rel=0, abs=1e-12)
-    for got, wanted in zip(found["weights"], weights, strict=True):
+    figures = json.loads((folder / "figures.json").read_text())
+    assert (figures["life"], figures["resets"]) == (life, resets)
+    assert figures["losses"] == pytest.approx(losses, rel=0, abs=1e-12)
+    for got, wanted in zip(figures["weights"], weights, strict=True):
         assert torch.allclose(torch.tensor(got), torch.tensor(wanted), rtol=0, atol=1e-12)
 
 

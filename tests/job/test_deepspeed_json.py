@@ -32,14 +32,14 @@ def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
     plan = make_plan(job, 2, "cpu")
     technique = plan.techniques["replicate"]
     assert isinstance(technique, Zero)
-    found = deepspeed_settings(technique, plan, 1_000_000)
-    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (8, 2)
-    assert (found["gradient_accumulation_steps"], found["gradient_clipping"]) == (2, 0.5)
-    assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (True, False)
-    assert "optimizer" not in found
-    assert "scheduler" not in found
-    assert found["steps_per_print"] == 1000000
-    zero = found["zero_optimization"]
+    settings = deepspeed_settings(technique, plan, 1_000_000)
+    assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"]) == (8, 2)
+    assert (settings["gradient_accumulation_steps"], settings["gradient_clipping"]) == (2, 0.5)
+    assert (settings["bf16"]["enabled"], settings["fp16"]["enabled"]) == (True, False)
+    assert "optimizer" not in settings
+    assert "scheduler" not in settings
+    assert settings["steps_per_print"] == 1000000
+    zero = settings["zero_optimization"]
     assert (zero["stage"], zero["overlap_comm"]) == (2, True)
     assert zero["reduce_bucket_size"] == 1952
     assert "stage3_prefetch_bucket_size" not in zero  # the file does not have this key
@@ -184,10 +184,10 @@ def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
     path = written(tmp_path, **changes)
     given = [*keys_of(path), *CONTRADICTED]
     given += ["optim.schedule=constant"] if case == "schedule" else []
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         make_plan(load_job(None, None, given), 2, "cpu")
-    assert "\n" not in str(said.value)
-    assert path in str(said.value)
+    assert "\n" not in str(refusal.value)
+    assert path in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path)
 )
 def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     path = str(tmp_path / "none.json") if text is None else written(tmp_path, text)
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         load_job(None, None, [f"strategy.deepspeed={path}"])
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,12 @@ def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
 )
 def test_a_value_that_is_none_is_changed_in_the_file(changes, words, tmp_path):
     path = written(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         load_job(None, None, [f"strategy.deepspeed={path}"])
-    assert str(said.value).startswith(f"{path}: ")
-    assert "Set " not in str(said.value)  # setting it on the command line would contradict the file
+    assert str(refusal.value).startswith(f"{path}: ")
+    assert "Set " not in str(
+        refusal.value
+    )  # setting it on the command line would contradict the file
 
 
 def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):

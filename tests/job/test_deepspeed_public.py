@@ -38,10 +38,10 @@ def resolved(path: str) -> str | None:
 
 def variants(file: PublicFile) -> dict[str, tuple[dict[str, Any], str | None]]:
     """The file, and if it is refused because of fp16, also the file with bf16."""
-    found = {"as published": (file.config, file.as_published)}
+    variants_by_name = {"as published": (file.config, file.as_published)}
     if file.as_published is not None and "fp16" in file.as_published:
-        found["in bf16"] = (file.with_bf16, file.in_bf16)
-    return found
+        variants_by_name["in bf16"] = (file.with_bf16, file.in_bf16)
+    return variants_by_name
 
 
 TRAINING = [n for n, f in FILES.items() if None in [said for _, said in variants(f).values()]]
@@ -58,13 +58,13 @@ def test_there_are_thirty_of_them_from_many_repositories():
 @pytest.mark.parametrize("name", FILES)
 def test_each_runs_or_is_refused_by_the_right_line(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():
-        said = resolved(written(tmp_path, json.dumps(config)))
+        refusal = resolved(written(tmp_path, json.dumps(config)))
         if expected is None:
-            assert said is None, kind
+            assert refusal is None, kind
         else:
-            assert said is not None, kind
-            assert re.search(expected, said), (kind, said)
-            assert "\n" not in said
+            assert refusal is not None, kind
+            assert re.search(expected, refusal), (kind, refusal)
+            assert "\n" not in refusal
 
 
 def test_what_has_no_use_is_named_in_one_line(tmp_path):

@@ -113,9 +113,9 @@ def test_each_step_has_the_rate_of_deepspeeds_own_class(case, tmp_path):
     assert job.optim.schedule == "deepspeed"
     schedule = schedule_of(path, dict(job.optim), job.optim.warmup_steps, STEPS)
     assert schedule is not None
-    found = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
-    assert found == pytest.approx(by_deepspeed(kind, params), rel=1e-12, abs=1e-18)
-    assert len(set(found)) > 1
+    rates = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
+    assert rates == pytest.approx(by_deepspeed(kind, params), rel=1e-12, abs=1e-18)
+    assert len(set(rates)) > 1
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
@@ -129,8 +129,8 @@ def test_auto_is_what_the_job_says(tmp_path):
     assert schedule is not None
     params = {"warmup_max_lr": 3e-3, "warmup_num_steps": 12, "total_num_steps": STEPS}
     expected = by_deepspeed("WarmupDecayLR", params)
-    found = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
-    assert found == pytest.approx(expected, rel=1e-12)
+    rates = [schedule.rate(step, job.optim.lr) for step in range(STEPS)]
+    assert rates == pytest.approx(expected, rel=1e-12)
     without = schedule_of(path, dict(job.optim), 0, STEPS)
     assert without is not None
     assert without.rate(0, 3e-3) == 3e-3  # a job without a warm-up starts at the full rate

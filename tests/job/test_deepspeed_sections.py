@@ -109,9 +109,11 @@ SWITCHED_OFF: dict[str, Any] = {
 @pytest.mark.parametrize("key", tables.REFUSED)
 def test_what_is_not_done_is_refused_where_it_is_on_and_let_go_where_it_is_off(key, tmp_path):
     on = SWITCHED_ON.get(key, {"enabled": True})
-    with pytest.raises(ConfigError, match=rf"ds.json: {key}(=\S+)? is not supported\. \w+") as said:
+    with pytest.raises(
+        ConfigError, match=rf"ds.json: {key}(=\S+)? is not supported\. \w+"
+    ) as refusal:
         deepspeed_config(written(tmp_path, **{key: on}))
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
     off = SWITCHED_OFF.get(key, {"enabled": False})
     config = deepspeed_config(written(tmp_path, **{key: off}))
     assert key not in engine_part(config)
@@ -165,9 +167,9 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_keys_are_refused_by_name(case, tmp_path):
     changes, words = OTHERS[case]
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         deepspeed_config(written(tmp_path, **changes))
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_older_files_mean_the_same_in_todays_words(tmp_path):

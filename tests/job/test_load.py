@@ -284,9 +284,9 @@ def test_words_that_are_advised_come_through_a_shell_as_they_were(value):
     (pasted,) = subprocess.run(
         ["sh", "-c", f"printf '%s\\n' {word}"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    found = parse_overrides([pasted]).values["data"]["args"]["some"]
+    value_read = parse_overrides([pasted]).values["data"]["args"]["some"]
     expected = list(value) if isinstance(value, tuple) else value
-    assert (float(found) if isinstance(value, float) else found) == expected
+    assert (float(value_read) if isinstance(value, float) else value_read) == expected
 
 
 def test_keys_below_and_a_mapping_beside_them_are_both_taken():

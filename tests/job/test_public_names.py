@@ -31,9 +31,9 @@ def test_each_public_name_is_answered_with_a_key_that_there_is(ours):
         section = key.partition(".")[0]
         if f"{section}.{name}" in known or name in Job.model_fields:
             continue
-        with pytest.raises(ConfigError) as said:
+        with pytest.raises(ConfigError) as refusal:
             load_job(None, "single", [f"{section}.{name}=1"])
-        assert f"unknown key {section}.{name}, did you mean {ours}?" in str(said.value)
+        assert f"unknown key {section}.{name}, did you mean {ours}?" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_no_public_name_has_two_meanings():
     ],
 )
 def test_a_table_of_names_goes_before_the_letters_that_are_alike(words, expected):
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as refusal:
         load_job(None, "single", words)
-    assert expected in str(said.value)
+    assert expected in str(refusal.value)
 
 
 YACS_FILE = """\
@@ -99,15 +99,15 @@ def pasted(tmp_path, text):
     """The job that results from the words in the refusal of a YACS file."""
     path = tmp_path / "resnet50.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as said:
+    with pytest.raises(ConfigError, match="resnet50.yaml is a YACS file") as refusal:
         load_job(str(path))
-    assert "\n" not in str(said.value)
-    command = str(said.value).partition("--config imagenet ")[2].partition(" (ignored")[0]
-    return load_job("imagenet", "ddp", shlex.split(command)), str(said.value)
+    assert "\n" not in str(refusal.value)
+    command = str(refusal.value).partition("--config imagenet ")[2].partition(" (ignored")[0]
+    return load_job("imagenet", "ddp", shlex.split(command)), str(refusal.value)
 
 
 def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
-    job, said = pasted(tmp_path, YACS_FILE)
+    job, message = pasted(tmp_path, YACS_FILE)
     assert (job.model.name, job.data.path) == ("resnet50", "./data/some where/")
     assert (job.data.workers, job.data.args["size"], job.log.dir) == (4, 224, "./exp")
     assert (job.train.epochs, job.train.micro_batch_size) == (100, 32)
@@ -118,7 +118,7 @@ def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
     assert (optim.momentum, optim.dampening, optim.nesterov) == (0.9, 0.0, True)
     assert (optim.weight_decay, optim.decay_norms_and_biases) == (5e-05, True)
     assert (optim.schedule, optim.final_lr_share, optim.milestones) == ("cosine", 0.0, ())
-    assert "ignored: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in said
+    assert "ignored: CUDNN.BENCHMARK, MODEL.NUM_CLASSES, TEST.BATCH_SIZE" in message
     rates = [learning_rate(optim, step, 1000, 256, 10) for step in range(50)]
     line = torch.linspace(0.02, 0.2, 51, dtype=torch.float64)[:-1]
     torch.testing.assert_close(torch.tensor(rates, dtype=torch.float64), line)

@@ -25,9 +25,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_it_says_what_it_made_and_what_comes_next(made: tuple[Path, str]) -> None:
-    folder, said = made
+    folder, output = made
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0].startswith("made new/first one/mylib.py, ")
     assert lines[1:] == ["cd 'new/first one'", "bigtrain train job.yaml -n 2", "pytest"]
 
@@ -80,15 +80,15 @@ def test_nothing_is_written_over(
         for number in range(1 if what == "a file in it" else 5):
             (folder / f"mine-{number}").write_text("mine")
     assert main(["init", "a\0b" if what == "no name" else "there"]) == 2
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     needed = {
         "a file in it": "init: there is not empty (mine-0), and init overwrites nothing. Name a",
         "many files in it": "is not empty (mine-0, mine-1, mine-2 and 2 more)",
         "a file": "init: there cannot be made: File exists. Name a new folder: bigtrain init first",
         "no name": "cannot be made: embedded null byte",
     }[what]
-    assert needed in said
-    assert "Traceback" not in said
+    assert needed in errors
+    assert "Traceback" not in errors
     assert not (folder / "mylib.py").exists()
 
 

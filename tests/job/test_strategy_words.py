@@ -107,9 +107,9 @@ def test_an_alias_is_what_it_was(name: str) -> None:
 def test_the_aliases_are_all_that_combine_others() -> None:
     folder = Path(__file__).parents[2] / "configs" / "strategies"
     texts = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
-    named = {name for name, said in texts.items() if isinstance(said["strategy"], str)}
+    named = {name for name, text in texts.items() if isinstance(text["strategy"], str)}
     assert named == {*ALIASES, "offload_optimizer_cpu", "offload_optimizer_disk"}
-    assert {role for said in texts.values() for role in said["strategy"] if role in ROLES} == {
+    assert {role for text in texts.values() for role in text["strategy"] if role in ROLES} == {
         *ROLES
     }
 
@@ -173,9 +173,9 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
     default = load_job("default")
     for file in (short, named):
         assert load_job(file).strategy == job.strategy
-        for found in (load_job(None, file), load_job(None, None, plan=file)):
-            assert roles(found) == roles(job)
-            assert found.strategy.name == Path(file).stem
+        for loaded in (load_job(None, file), load_job(None, None, plan=file)):
+            assert roles(loaded) == roles(job)
+            assert loaded.strategy.name == Path(file).stem
     forms = [[f"strategy={words}"], ["STRATEGY", words], [f"strategy={{name: {words}}}"]]
     for form in [*forms, [f"strategy.name={words}"]]:
         assert load_job(None, None, form) == job
@@ -279,10 +279,10 @@ def test_a_path_with_a_plus_in_it_is_a_file(tmp_path: Path) -> None:
 
 def techniques(plan: Plan) -> dict[str, object]:
     """Names and options; a schedule's default replaces a number that is left out."""
-    found = {role: (t.name, t.model_dump()) for role, t in plan.techniques.items()}
-    if "cut" in found:
-        found["cut"][1].update(stages_per_rank=plan.techniques["cut"].per_rank(), at=())
-    return found
+    options_by_role = {role: (t.name, t.model_dump()) for role, t in plan.techniques.items()}
+    if "cut" in options_by_role:
+        options_by_role["cut"][1].update(stages_per_rank=plan.techniques["cut"].per_rank(), at=())
+    return options_by_role
 
 
 def offered(role: Role, *, pp: int, dp: int) -> list[Variant]:
@@ -293,22 +293,22 @@ def offered(role: Role, *, pp: int, dp: int) -> list[Variant]:
 def candidates() -> list[Candidate]:
     """One candidate for each strategy that the planner may name."""
     presets = [variant.label for variant in offered("replicate", pp=1, dp=2)]
-    found = [
+    plans = [
         candidate_of(1, 2, replicate, 2, 1, None, 1, place)
         for replicate, place in product(presets, (None, "disk"))
     ]
-    found += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
-    found += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
+    plans += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
+    plans += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
     schedules = dict.fromkeys(str(v.options["schedule"]) for v in offered("cut", pp=2, dp=1))
     for schedule, place in product(schedules, (None, "disk")):
         numbers = (2, 4) if schedule.startswith("interleaved") else (2,)
         for number in numbers if schedule in V_SHAPED_SCHEDULES or len(numbers) > 1 else (1,):
-            found.append(candidate_of(2, 1, "single", 1, 8, schedule, number, place))
-            found += [
+            plans.append(candidate_of(2, 1, "single", 1, 8, schedule, number, place))
+            plans += [
                 candidate_of(2, 2, replicate, 1, 4, schedule, number, place)
                 for replicate in ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
             ]
-    return found
+    return plans
 
 
 @pytest.mark.parametrize("one", candidates(), ids=lambda one: f"{one.label} {one.pp}x{one.dp}")

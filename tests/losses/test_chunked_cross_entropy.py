@@ -43,13 +43,13 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> dict[st
         "weight": torch.randn(VOCABULARY, WIDTH, generator=generator),
         "bias": torch.randn(VOCABULARY, generator=generator) if bias else None,
     }
-    found: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         name: None if tensor is None else tensor.to(dtype).requires_grad_()
         for name, tensor in made.items()
     }
     target = torch.randint(VOCABULARY, ROWS, generator=generator)
     target[0, 1] = target[1, 6] = -100
-    return found | {"target": target}
+    return tensors | {"target": target}
 
 
 def plainly(hidden, weight, bias, target, **options: Any) -> Tensor:
@@ -71,12 +71,12 @@ def test_values_and_gradients_are_those_of_the_whole(dtype, bias, smoothing, row
     tensors = inputs(dtype, bias=bias)
     options = {"label_smoothing": smoothing}
     expected = plainly(**tensors, **options)
-    found = chunked_cross_entropy(
+    result = chunked_cross_entropy(
         **tensors, **options, chunk_size=rows * VOCABULARY * dtype.itemsize
     )
     within = 1e-12 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(found, expected, rtol=within, atol=0)
-    one, other = gradients(expected, tensors), gradients(found, tensors)
+    torch.testing.assert_close(result, expected, rtol=within, atol=0)
+    one, other = gradients(expected, tensors), gradients(result, tensors)
     assert one.keys() == other.keys()
     for name in one:
         scale = float(one[name].abs().max())
@@ -87,10 +87,10 @@ def test_another_ignored_index_and_one_that_is_a_class():
     tensors = inputs()
     tensors["target"][tensors["target"] == -100] = 3
     expected = plainly(**tensors, ignore_index=3)
-    found = chunked_cross_entropy(**tensors, ignore_index=3, chunk_size=300)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    result = chunked_cross_entropy(**tensors, ignore_index=3, chunk_size=300)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
     for one, other in zip(
-        gradients(expected, tensors).values(), gradients(found, tensors).values(), strict=True
+        gradients(expected, tensors).values(), gradients(result, tensors).values(), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -136,10 +136,10 @@ def test_without_grad_there_is_the_value_and_nothing_is_kept():
     with torch.no_grad(), StorageTracker() as tracker:
         tracker.label(tensors.values(), "parameters")
         before = tracker.live_bytes
-        found = chunked_cross_entropy(**tensors, chunk_size=300)
-        assert tracker.live_bytes - before == found.nbytes
-    assert not found.requires_grad
-    torch.testing.assert_close(found, plainly(**tensors).detach(), rtol=1e-12, atol=0)
+        result = chunked_cross_entropy(**tensors, chunk_size=300)
+        assert tracker.live_bytes - before == result.nbytes
+    assert not result.requires_grad
+    torch.testing.assert_close(result, plainly(**tensors).detach(), rtol=1e-12, atol=0)
 
 
 def test_autocast_and_bf16_parameters_are_as_close_as_bf16_is():
@@ -353,8 +353,8 @@ def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
         assert isinstance(alone, ChunkedCrossEntropy)
         assert isinstance(behind, ChunkedCrossEntropy) is chunked
     asked = ModelSpec.of(ModelConfig(name="gpt", chunked_loss=True))
-    found = choose_loss(asked, task, model, batch_of(8), several_waiting=True)
-    assert isinstance(found, ChunkedCrossEntropy)
+    choice = choose_loss(asked, task, model, batch_of(8), several_waiting=True)
+    assert isinstance(choice, ChunkedCrossEntropy)
 
 
 def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():

@@ -114,8 +114,8 @@ def test_at_least_nine_tenths_of_the_logits_are_gone():
 def test_the_predicted_peak_is_the_measured_one(strategy, ranks, keys):
     small = ChunkedCrossEntropy(head="head", chunk_size=2**20)
     pp = 2 if strategy == "gpipe" else 1
-    for found in run_ranks(peaks, ranks, small, strategy, keys, pp=pp):
-        predicted, measured = found[2:]
+    for result in run_ranks(peaks, ranks, small, strategy, keys, pp=pp):
+        predicted, measured = result[2:]
         assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (predicted, measured)
         for kind in MEMORY_KINDS:
             mine = getattr(predicted.breakdown, kind)

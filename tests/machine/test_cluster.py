@@ -180,9 +180,9 @@ def test_rates_of_a_cpu_make_a_node_whose_ranks_share_it():
 
 
 def test_rates_of_gpus_make_a_node_of_them():
-    found = {**vars(RATES), "device": "cuda", "to_device_bytes": 2e10, "link_ranks": 8}
+    gpu_rates = {**vars(RATES), "device": "cuda", "to_device_bytes": 2e10, "link_ranks": 8}
     cluster = cluster_from_rates(
-        MeasuredRates(**found),
+        MeasuredRates(**gpu_rates),
         devices=8,
         host_memory=8 * GIB,
         device_memory=80 * GIB,
@@ -194,7 +194,7 @@ def test_rates_of_gpus_make_a_node_of_them():
     assert cluster.node.host_link == 2e10
     assert not cluster.node.shared
     with pytest.raises(ConfigError, match="device_memory is missing"):
-        cluster_from_rates(MeasuredRates(**found), devices=8, host_memory=8 * GIB)
+        cluster_from_rates(MeasuredRates(**gpu_rates), devices=8, host_memory=8 * GIB)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ S = 1 << 30
 
 def cluster(devices: int = 8, *, nodes: bool = True) -> Cluster:
     """A cluster whose links reach their full stated rates."""
-    found = load_cluster("a100-node").model_dump()
-    found["node"]["devices"] = devices
-    found["inside"] = {"latency": ALPHA, "bandwidth": RATE, "efficiency": 1.0}
-    found["between"] = {"latency": FAR_ALPHA, "bandwidth": FAR_RATE, "efficiency": 1.0}
+    values = load_cluster("a100-node").model_dump()
+    values["node"]["devices"] = devices
+    values["inside"] = {"latency": ALPHA, "bandwidth": RATE, "efficiency": 1.0}
+    values["between"] = {"latency": FAR_ALPHA, "bandwidth": FAR_RATE, "efficiency": 1.0}
     if not nodes:
-        found["between"] = None
-    return Cluster.model_validate(found)
+        values["between"] = None
+    return Cluster.model_validate(values)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -55,7 +55,7 @@ def test_one_rank_has_nobody_to_talk_to():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride", "devices", "found"),
+    ("ranks", "stride", "devices", "spread"),
     [
         (8, 1, 8, NodeSpread(1, 8, 8)),
         (4, 2, 8, NodeSpread(1, 4, 4)),
@@ -68,8 +68,8 @@ def test_one_rank_has_nobody_to_talk_to():
         (1, 1, 8, NodeSpread(1, 1, 1)),
     ],
 )
-def test_how_a_group_lies_on_nodes(ranks, stride, devices, found):
-    assert spread_over_nodes(ranks, stride, devices) == found
+def test_how_a_group_lies_on_nodes(ranks, stride, devices, spread):
+    assert spread_over_nodes(ranks, stride, devices) == spread
 
 
 def test_over_nodes_each_device_sends_its_part_over_its_own_link():
@@ -110,9 +110,9 @@ def test_what_makes_no_sense_is_an_error(given):
 
 
 def test_a_link_that_reaches_a_share_takes_longer():
-    found = cluster().model_dump()
-    found["inside"]["efficiency"] = 0.5
-    slow = Cluster.model_validate(found)
+    values = cluster().model_dump()
+    values["inside"]["efficiency"] = 0.5
+    slow = Cluster.model_validate(values)
     assert collective_seconds("send", S, 2, 1, slow) == pytest.approx(ALPHA + 2 * S / RATE)
 
 
@@ -131,8 +131,8 @@ def test_measured_figures_give_the_measured_times():
 
 
 def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
-    found = cluster().model_dump()
-    found["inside"]["kinds"] = {
+    values = cluster().model_dump()
+    values["inside"]["kinds"] = {
         "all_reduce": {
             "latency": ALPHA,
             "bandwidth": RATE,
@@ -141,7 +141,7 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
             "after_work": [(1e4, 2e-3), (1e6, 4e-3)],
         }
     }
-    measured = Cluster.model_validate(found)
+    measured = Cluster.model_validate(values)
 
     def seconds(nbytes: float, ranks: int = 4, calls: int = 1, *, work: bool = False) -> float:
         given = ("all_reduce", nbytes, ranks, 1, measured, calls)

@@ -155,12 +155,16 @@ def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
     monkeypatch.setattr(rates, "free_disk_bytes", lambda _folder: 1000)
     monkeypatch.setattr(rates, "LINK_TIMEOUT_S", 0.05)
     before = torch.get_rng_state()
-    found = measured_rates(again=True)
-    assert set(found.problems) == {"disk", "link"}
-    assert "1000 B free" in found.problems["disk"]
-    assert (found.disk_write_bytes, found.link_latency, found.link_bytes) == (None, None, None)
-    assert found.copy_bytes is not None
-    assert found.copy_bytes != GIVEN.copy_bytes
+    measured = measured_rates(again=True)
+    assert set(measured.problems) == {"disk", "link"}
+    assert "1000 B free" in measured.problems["disk"]
+    assert (measured.disk_write_bytes, measured.link_latency, measured.link_bytes) == (
+        None,
+        None,
+        None,
+    )
+    assert measured.copy_bytes is not None
+    assert measured.copy_bytes != GIVEN.copy_bytes
     assert cached_rates() == GIVEN
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -175,9 +179,9 @@ def test_rates_of_a_busy_machine_are_marked_and_taken_again(home, monkeypatch, c
     monkeypatch.setattr("bigtrain.machine.busy.usable_cores", lambda: 2)
     others_take(monkeypatch, 1.4)
     assert measured_rates(again=True) == replace(GIVEN, others_cores=1.4)
-    said = capsys.readouterr().err
-    assert "were measured while other programs used 1.4 of the 2 cores: they are too low" in said
-    assert "bigtrain doctor --again" in said
+    errors = capsys.readouterr().err
+    assert "were measured while other programs used 1.4 of the 2 cores: they are too low" in errors
+    assert "bigtrain doctor --again" in errors
     cluster = cached_local_cluster(2, "cpu")
     assert cluster.caveat == "while other programs used 1.4 of the 2 cores"
 

@@ -97,8 +97,13 @@ def kept(key=None):
 
 def test_without_runs_the_stated_defaults_apply():
     for engine, margin in (("torch", 0.005), ("deepspeed", 0.05), ("fairscale", 0.05)):
-        found = on_cpu(engine)
-        assert (found.margin, found.non_tensor_bytes, found.runs, found.ranks) == (margin, 0, 0, 0)
+        safety = on_cpu(engine)
+        assert (safety.margin, safety.non_tensor_bytes, safety.runs, safety.ranks) == (
+            margin,
+            0,
+            0,
+            0,
+        )
     assert on_cpu("torch").explanation == (
         "margin 0.5 %: the default of torch, as fewer than 20 ranks (0) have run on this device"
     )
@@ -124,10 +129,10 @@ def test_without_runs_the_stated_defaults_apply():
 )
 def test_the_margin_is_a_quantile_from_twenty_ranks_on(tracked, margin, line):
     record_residuals(entry(size) for size in reversed(tracked))
-    found = on_cpu("torch")
-    assert found.margin == pytest.approx(margin, abs=1e-12)
-    assert found.explanation.startswith(line)
-    assert found.ranks == len(tracked)
+    safety = on_cpu("torch")
+    assert safety.margin == pytest.approx(margin, abs=1e-12)
+    assert safety.explanation.startswith(line)
+    assert safety.ranks == len(tracked)
 
 
 def test_the_line_rounds_up():
@@ -138,8 +143,8 @@ def test_the_line_rounds_up():
 def test_runs_are_told_apart_by_their_end():
     for run in range(3):
         record_residuals([entry(when=f"2030-01-01T00:00:0{run}")] * 4)
-    found = on_cpu("torch")
-    assert (found.runs, found.ranks) == (3, 12)
+    margin = on_cpu("torch")
+    assert (margin.runs, margin.ranks) == (3, 12)
 
 
 def test_bytes_beside_the_tensors_are_the_same_quantile():
@@ -304,14 +309,14 @@ def test_a_report_gives_entries_for_ranks_with_both_figures():
         RankMemory(4, MemoryMeasurement(more, 2000), nothing),
         RankMemory(5, MemoryMeasurement(peak, None), peak),
     )
-    found = MemoryReport("ddp", "cpu", ranks).residuals("torch", "bf16")
-    assert [e.process_bytes for e in found] == [2000, 1500, None]
-    assert [e.non_tensor_bytes for e in found] == [1000, 500, None]
-    assert [e.residual for e in found] == pytest.approx([1 / 9, 1 / 9, 0])
-    assert {(e.engine, e.strategy, e.device, e.precision) for e in found} == {
+    residuals = MemoryReport("ddp", "cpu", ranks).residuals("torch", "bf16")
+    assert [e.process_bytes for e in residuals] == [2000, 1500, None]
+    assert [e.non_tensor_bytes for e in residuals] == [1000, 500, None]
+    assert [e.residual for e in residuals] == pytest.approx([1 / 9, 1 / 9, 0])
+    assert {(e.engine, e.strategy, e.device, e.precision) for e in residuals} == {
         ("torch", "ddp", "cpu", "bf16")
     }
-    assert len({e.when for e in found}) == 1
+    assert len({e.when for e in residuals}) == 1
 
 
 def step_entry(ratio=1.0, **other):
@@ -339,8 +344,8 @@ def test_the_uncertainty_of_seconds_is_a_quantile_from_ten_runs_on():
     record_residuals(
         step_entry(ratio) for ratio in (0.9, 1.1, 0.95, 1.0, 1.05, 0.8, 1.3, *[1.0] * 3)
     )
-    found = step_uncertainty("torch", "blocks", "cpu")
-    assert found == (
+    text = step_uncertainty("torch", "blocks", "cpu")
+    assert text == (
         "± 30.0 %, the error of 90% of 10 earlier runs of torch by timed blocks; "
         "predicted 1.00 of the measured (median)"
     )
@@ -359,8 +364,8 @@ def test_a_run_on_a_busy_machine_says_nothing_of_seconds(
     steps = StepMeasurement(5, 1.0, CpuUse("here", 5.0, 4.2, machine))
     ranks = [RankMemory(n, MemoryMeasurement(None, None), None, None, steps) for n in (0, 1)]
     report = MemoryReport("ddp", "cpu", tuple(ranks), StepForecast(predicted, basis="blocks"))
-    found = report.step_residual("torch")
-    assert (found and found.predicted_seconds) == kept_seconds
+    residual = report.step_residual("torch")
+    assert (residual and residual.predicted_seconds) == kept_seconds
     assert report.as_json()["step"]["busy"] == (machine == 20.0)
     notes = " ".join(memory_notes(report))
     assert ("other programs used the machine" in notes) == (machine == 20.0)
@@ -381,13 +386,13 @@ def train(folder, *words, ranks=1):
 
 
 def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
-    done, found = train(tmp_path, ranks=2)
+    done, entries = train(tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "runs/run/memory.json").read_text())
-    assert len(found) == 2
-    ends = {values.pop("when") for values in found}
+    assert len(entries) == 2
+    ends = {values.pop("when") for values in entries}
     assert len(ends) == 1
-    for rank, values in zip(memory["ranks"], found, strict=True):
+    for rank, values in zip(memory["ranks"], entries, strict=True):
         assert values == {
             "engine": "torch",
             "strategy": "ddp",
@@ -401,9 +406,9 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
     assert "predicted step: none (the rates of this machine are not known" in done.stdout
     assert "memory was tracked in every step" in done.stdout
     rate_cache._store(RATES)
-    done, found = train(tmp_path, "log.name=again", "memory.track_steps=1", ranks=2)
+    done, entries = train(tmp_path, "log.name=again", "memory.track_steps=1", ranks=2)
     assert done.returncode == 0, done.stderr
-    assert len(found) == 4
+    assert len(entries) == 4
     assert (on_cpu("torch").runs, on_cpu("torch").ranks) == (2, 4)
     folder = tmp_path / "runs/again"
     step = json.loads((folder / "memory.json").read_text())["step"]
@@ -422,16 +427,16 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
 
 
 def test_a_run_that_fails_leaves_none(tmp_path):
-    done, found = train(tmp_path, "model.args.breaks=true")
+    done, entries = train(tmp_path, "model.args.breaks=true")
     assert done.returncode == 1
     assert "the seventh seal" in done.stderr
-    assert found == []
+    assert entries == []
 
 
 def test_a_run_is_not_hurt_by_a_cache_that_takes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
-    done, found = train(tmp_path)
+    done, entries = train(tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/run/memory.json").exists()
     assert "residuals" not in done.stdout + done.stderr
-    assert found == []
+    assert entries == []

@@ -123,12 +123,12 @@ def trained(**keys: object) -> tuple[list[float], Peak, Peak]:
 def test_a_compiled_run_equals_the_uncompiled_one_and_its_peak_is_predicted() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found, predicted, tracked = trained(**{"train.compile": "blocks"})
+    losses, predicted, tracked = trained(**{"train.compile": "blocks"})
     # One in the forecast, one in the run
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
     assert predicted == tracked
     expected, as_written, _ = trained()
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-6)
     assert predicted.bytes < as_written.bytes
 
 

@@ -56,9 +56,9 @@ def test_ranks_begin_with_the_values_of_the_file(strategy, pp, tmp_path):
     path = tmp_path / "lenet.pth"
     expected = saved(path, wrapped="module.")
     words = (f"model.pretrained={path}", "train.check_first_steps=2")
-    found = run_ranks(beginning, 2, strategy, words, pp=pp)[0][0]
-    assert found.keys() == {name.removeprefix("module.") for name in expected}
-    for name, values in found.items():
+    weights = run_ranks(beginning, 2, strategy, words, pp=pp)[0][0]
+    assert weights.keys() == {name.removeprefix("module.") for name in expected}
+    for name, values in weights.items():
         torch.testing.assert_close(values, expected[f"module.{name}"], rtol=0, atol=0)
 
 
@@ -67,9 +67,11 @@ def test_a_head_for_other_classes_begins_anew_where_that_is_asked_for(tmp_path):
     expected = saved(path, SMALL, num_classes=1000)
     words = [f"model.name={SMALL}", f"model.pretrained={path}", "data.name=synthetic"]
     words += ["data.args.num_classes=10", "data.args.input_shape=[3,64,64]"]
-    with pytest.raises(ConfigError, match=r"fc.weight is \[1000, 1024\] .* \[10, 1024\]") as said:
+    with pytest.raises(
+        ConfigError, match=r"fc.weight is \[1000, 1024\] .* \[10, 1024\]"
+    ) as refusal:
         opened("single", words)
-    fix = shlex.split(str(said.value).partition(" Set ")[2].partition(" to begin")[0])
+    fix = shlex.split(str(refusal.value).partition(" Set ")[2].partition(" to begin")[0])
     assert fix == ["model.pretrained_except=[fc]"]
     model = opened("single", [*words, *fix]).blueprint.twin().materialize("cpu", seed=0)
     for name, values in model.state_dict().items():
@@ -116,9 +118,9 @@ def test_what_would_leave_other_weights_is_refused(case, tmp_path):
     write, message = REFUSED[case]
     path = tmp_path / "weights.pth"
     write(path)
-    with pytest.raises(ConfigError, match=f"model.pretrained={path}: .*{message}") as said:
+    with pytest.raises(ConfigError, match=f"model.pretrained={path}: .*{message}") as refusal:
         opened("single", [f"model.pretrained={path}"])
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_keys_that_say_nothing_are_refused(tmp_path):

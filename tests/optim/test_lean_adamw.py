@@ -162,9 +162,9 @@ def test_full_moments_are_taken_over_into_few_bits():
     weight.grad = bias.grad = None
     weight.grad = before * 0
     optimizer.step()
-    found = optimizer._read(optimizer.state[weight], "exp_avg", slice(0, 16384), torch.float32)
+    moment = optimizer._read(optimizer.state[weight], "exp_avg", slice(0, 16384), torch.float32)
     assert optimizer.state[weight]["exp_avg"].dtype == torch.uint8
-    torch.testing.assert_close(found.view(64, 256), before * 0.9, rtol=0.1, atol=0.01)
+    torch.testing.assert_close(moment.view(64, 256), before * 0.9, rtol=0.1, atol=0.01)
 
 
 def test_without_torchao_it_says_what_to_install():

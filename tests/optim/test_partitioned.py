@@ -172,9 +172,9 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
         rounds(whole, plain)
         rounds(cut, pieces)
         assert torch.equal(whole.weight, cut.weight)
-        found = whole_tensors(pieces.state())
+        state = whole_tensors(pieces.state())
         for key, value in whole_tensors(plain.state()).items():
-            assert torch.equal(value, found[key]), key
+            assert torch.equal(value, state[key]), key
 
 
 def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():

@@ -63,8 +63,8 @@ RUNS = {
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_resumed_run_goes_on_and_the_memory_is_foretold(case, tmp_path):
-    found = run_ranks(train, 1, "single", RUNS[case], tmp_path, wide)[0]
-    losses, again, (measured, predicted) = found
+    result = run_ranks(train, 1, "single", RUNS[case], tmp_path, wide)[0]
+    losses, again, (measured, predicted) = result
     assert losses[2:] == again
     assert losses[-1] < losses[0]
     # The forecast omits the tables of the codes: 4 KiB for a run.

@@ -120,8 +120,8 @@ def test_another_optimizer_leaves_what_only_the_one_below_it_has():
 
 def test_a_warm_up_begins_at_its_factor():
     config = OptimConfig(lr=2.0, warmup_steps=4, warmup_factor=0.1)
-    found = [learning_rate(config, step, 10, 8, 5) for step in range(6)]
-    assert found == pytest.approx([0.2, 0.65, 1.1, 1.55, 2.0, 2.0])
+    schedule_rates = [learning_rate(config, step, 10, 8, 5) for step in range(6)]
+    assert schedule_rates == pytest.approx([0.2, 0.65, 1.1, 1.55, 2.0, 2.0])
     linear = torch.optim.lr_scheduler.LinearLR
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler = linear(optimizer, start_factor=0.1, total_iters=4)
@@ -130,6 +130,6 @@ def test_a_warm_up_begins_at_its_factor():
         by_torch.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert found == pytest.approx(by_torch)
+    assert schedule_rates == pytest.approx(by_torch)
     epochs = OptimConfig(lr=2.0, warmup_epochs=0.8, warmup_factor=0.1)
-    assert [learning_rate(epochs, step, 10, 8, 5) for step in range(6)] == found
+    assert [learning_rate(epochs, step, 10, 8, 5) for step in range(6)] == schedule_rates

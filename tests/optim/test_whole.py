@@ -34,8 +34,8 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_step_needs_is_found_out_by_steps(name):
     make, expected = KINDS[name]
-    found = kind(make)
-    assert (found.elementwise, found.separable, found.counts) == expected
+    needs = kind(make)
+    assert (needs.elementwise, needs.separable, needs.counts) == expected
 
 
 def test_a_class_that_is_only_called_as_torchs_is_tried():

@@ -18,14 +18,14 @@ from bigtrain.own_loop.keys import FOLLOWED, INSTEAD
 
 
 def keys_of(kind: type[BaseModel], prefix: str = "") -> set[str]:
-    found = set()
+    keys = set()
     for name, field in kind.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found |= keys_of(inner, f"{prefix}{name}.")
+            keys |= keys_of(inner, f"{prefix}{name}.")
         else:
-            found.add(f"{prefix}{name}")
-    return found
+            keys.add(f"{prefix}{name}")
+    return keys
 
 
 def test_every_key_has_one_verdict() -> None:
@@ -44,9 +44,9 @@ def test_what_is_not_followed_is_refused_by_its_name(key: str) -> None:
     given = key.replace(".", "__")
     with pytest.raises(ConfigError) as refused:
         bigtrain.prepare(linear, F.cross_entropy, sgd, **{given: 1})  # type: ignore[arg-type]
-    said = str(refused.value)
-    assert said.startswith(f"prepare(..., {given}=...) would be ignored: ")
-    assert said.endswith("Leave it out.")
+    message = str(refused.value)
+    assert message.startswith(f"prepare(..., {given}=...) would be ignored: ")
+    assert message.endswith("Leave it out.")
 
 
 def test_a_whole_section_is_looked_into() -> None:
@@ -81,7 +81,7 @@ def test_keys_that_are_followed_are_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         (
             {"train__global_batch_size": 8},
@@ -96,11 +96,11 @@ def test_keys_that_are_followed_are_followed() -> None:
         ),
     ],
 )
-def test_more_rows_than_the_keys_say_are_refused(keys: dict[str, Any], said: str) -> None:
+def test_more_rows_than_the_keys_say_are_refused(keys: dict[str, Any], message: str) -> None:
     batch = torch.randn(24, 4), torch.arange(24) % 3
     with (
         bigtrain.prepare(linear, F.cross_entropy, sgd, **keys) as engine,
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
     ):
         engine.step(batch)
 
@@ -108,13 +108,13 @@ def test_more_rows_than_the_keys_say_are_refused(keys: dict[str, Any], said: str
 def test_a_batch_that_is_none_is_said() -> None:
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     with bigtrain.prepare(linear, F.cross_entropy, sgd) as engine:
-        for batch, said in (
+        for batch, message in (
             (x, r"step: got a Tensor, and \(inputs, targets\)"),
             ((x, y, y), "step: got a tuple of 3 things"),
             ({"x": x}, "step: got a dict with 'x'"),
             ((x[:0], y[:0]), "has no row"),
             (("text", "more"), "the inputs hold no tensor"),
         ):
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=message):
                 engine.step(batch)  # type: ignore[arg-type]
         engine.step((x, y))

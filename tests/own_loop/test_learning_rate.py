@@ -209,7 +209,7 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("cosine", r"learning_rate: got 'cosine'\. Give a number; a function of the step"),
         (lambda _: None, r"learning_rate: it gave a NoneType\. Give a number"),
@@ -218,8 +218,8 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
         (lr_scheduler.StepLR, r"with the optimizer TypeError: .*step_size"),
     ],
 )
-def test_what_is_no_rate_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_rate_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         opened(learning_rate=given)
 
 
@@ -263,9 +263,9 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
     assert again.seen["t"].dtype == torch.bfloat16
     assert again.seen["t"][0] == 1.5
     assert again.seen["t"][1].isnan()
-    said = capsys.readouterr().err
-    assert "has no state of third, which stays as it is" in said
-    assert "has a state of other, which is not used: call engine.attach(other=...)" in said
+    errors = capsys.readouterr().err
+    assert "has no state of third, which stays as it is" in errors
+    assert "has a state of other, which is not used: call engine.attach(other=...)" in errors
 
 
 def test_an_optimizer_that_is_made_already_is_answered_with_what_makes_it() -> None:
@@ -276,12 +276,12 @@ def test_an_optimizer_that_is_made_already_is_answered_with_what_makes_it() -> N
             bigtrain.prepare(model, F.cross_entropy, given)
         return str(refusal.value)
 
-    said = refused(torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95)))
-    assert "got an AdamW that is made already" in said
-    assert "Give functools.partial(torch.optim.AdamW, lr=0.002, betas=(0.9, 0.95))." in said
+    message = refused(torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95)))
+    assert "got an AdamW that is made already" in message
+    assert "Give functools.partial(torch.optim.AdamW, lr=0.002, betas=(0.9, 0.95))." in message
     groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "lr": 1.0}]
-    said = refused(torch.optim.SGD(groups, lr=0.5, momentum=0.9))
-    maker = said.partition("lambda parameters: ")[2].partition(". A group")[0]
+    message = refused(torch.optim.SGD(groups, lr=0.5, momentum=0.9))
+    maker = message.partition("lambda parameters: ")[2].partition(". A group")[0]
     weights, biases = (lambda p: p.dim() > 1), (lambda p: p.dim() == 1)
     names = {"torch": torch, "BELONGS_TO_0": weights, "BELONGS_TO_1": biases}
     made = eval(f"lambda parameters: {maker}", names)(list(model.parameters()))

@@ -87,8 +87,8 @@ def test_a_module_comes_back_as_it_was() -> None:
 def test_a_forward_of_the_users_own() -> None:
     def forward(model: Any, inputs: Any) -> Tensor:
         assert isinstance(model.head, nn.Linear)
-        found: Tensor = model(inputs["ids"], mask=inputs["extra"]["mask"])
-        return found * 2
+        output: Tensor = model(inputs["ids"], mask=inputs["extra"]["mask"])
+        return output * 2
 
     inputs = {"ids": IDS, "extra": {"mask": MASK}}
     expected = plain(lambda twin: twin(IDS, mask=MASK) * 2)

@@ -32,25 +32,25 @@ def kept(context: RunContext, folder: str) -> list[Any]:
     their errors.
     """
     job = job_from_keys("ddp", {"train.global_batch_size": 8, **UNSEEN})
-    said: list[Any] = []
+    results: list[Any] = []
     with Engine(Net, F.cross_entropy, sgd, job, context) as engine:
-        said.append(engine.newest(folder))
+        results.append(engine.newest(folder))
         for call in (engine.save, engine.load, engine.newest):
             for wrong in (None, 3, "", "a\0b"):
                 with pytest.raises(ConfigError) as refused:
                     call(wrong)  # type: ignore[operator]
-                said.append(str(refused.value))
+                results.append(str(refused.value))
         with pytest.raises(CheckpointError) as none:
             engine.load(folder)
-        said.append(str(none.value))
+        results.append(str(none.value))
         engine.step(BATCH)
         path = engine.save(folder, extra={"epoch": 1})
         second = engine.step(BATCH).loss
         engine.load(folder)
-        said += [path, engine.newest(folder), engine.newest(Path(folder)), engine.steps_done]
+        results += [path, engine.newest(folder), engine.newest(Path(folder)), engine.steps_done]
         assert engine.step(BATCH).loss == second
         assert engine.load(str(path)) == {"epoch": 1}
-    return said
+    return results
 
 
 def test_paths_may_be_text_and_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
@@ -78,17 +78,17 @@ def test_a_removed_checkpoint_is_told_of_once(
         for _ in range(5):
             engine.step(BATCH)
             engine.save(tmp_path)
-    said = capsys.readouterr().err
-    assert said.count("was removed") == 1
-    assert f"{tmp_path / 'step-1'} was removed: only the newest 2 checkpoints stay" in said
-    assert "checkpoint__keep=20" in said
+    errors = capsys.readouterr().err
+    assert errors.count("was removed") == 1
+    assert f"{tmp_path / 'step-1'} was removed: only the newest 2 checkpoints stay" in errors
+    assert "checkpoint__keep=20" in errors
 
 
 def test_a_checkpoint_of_a_loop_says_the_classes_it_is_of(tmp_path: Path) -> None:
     with bigtrain.prepare(Net, F.cross_entropy, sgd, memory__predict=False) as engine:
-        found = describe_checkpoint(bigtrain.Checkpoint(engine.save(tmp_path)))
-    assert found["model"] == {"name": "Net"}
-    assert found["optimizer"] == "SGD"
+        description = describe_checkpoint(bigtrain.Checkpoint(engine.save(tmp_path)))
+    assert description["model"] == {"name": "Net"}
+    assert description["optimizer"] == "SGD"
 
 
 def test_memory_is_printed_as_a_table() -> None:

@@ -97,13 +97,13 @@ def alone(parts: int) -> dict[str, Any]:
     def figures(x: Tensor, y: Tensor) -> dict[str, float]:
         with torch.no_grad():
             outputs = model.eval()(x)
-            found = {
+            figures_by_name = {
                 "loss": F.cross_entropy(outputs, y).item(),
                 "accuracy": accuracy(outputs, y).item(),
                 "top": float(outputs.max(-1).values.mean()),
             }
         model.train()
-        return found
+        return figures_by_name
 
     x, y = rows(12)
     first = figures(*every)
@@ -134,21 +134,21 @@ def test_every_rank_has_the_figures_of_all_rows(strategy: str, ranks: int) -> No
     axes = axes_of(strategy, ranks)
     parts = ranks // axes.get("pp", 1) // axes.get("tp", 1) - (strategy == "parameter_server")
     expected = alone(parts)
-    for rank, found in enumerate(run_ranks(measured, ranks, strategy, **axes)):
+    for rank, result in enumerate(run_ranks(measured, ranks, strategy, **axes)):
         for name in ("first", "second", "none"):
             if name == "first" or strategy != "local_sgd":
-                assert found[name] == pytest.approx(expected[name], rel=2e-5), name
+                assert result[name] == pytest.approx(expected[name], rel=2e-5), name
         cuts = axes.get("pp", 1) > 1
-        assert ("engine.predict(inputs)" in found["called"]) == cuts
-        if found["outputs"] is None:
+        assert ("engine.predict(inputs)" in result["called"]) == cuts
+        if result["outputs"] is None:
             assert strategy == "parameter_server"
             assert rank == 0
             continue
         if strategy != "local_sgd":
-            assert len(found["outputs"]) == 12 // parts
+            assert len(result["outputs"]) == 12 // parts
             assert all(
                 any(row == pytest.approx(one, abs=1e-5) for one in expected["outputs"])
-                for row in found["outputs"]
+                for row in result["outputs"]
             )
 
 

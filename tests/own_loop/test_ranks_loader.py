@@ -94,10 +94,10 @@ def plain(orders: list[list[int]]) -> list[float]:
     return losses
 
 
-def together(found: list[Any], replicas: int) -> list[list[int]]:
+def together(results: list[Any], replicas: int) -> list[list[int]]:
     """The rows of each step, over all replicas."""
-    firsts = found[:: len(found) // replicas] if replicas < len(found) else found
-    return [sorted(n for rank in firsts for n in rank[0][s]) for s in range(len(found[0][0]))]
+    firsts = results[:: len(results) // replicas] if replicas < len(results) else results
+    return [sorted(n for rank in firsts for n in rank[0][s]) for s in range(len(results[0][0]))]
 
 
 def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> No
     for strategy, ranks, first, last, replicas in turns:
         axes = {"pp": 2} if strategy == "1f1b" else {}
         given = (strategy, tmp_path, first, last, 2 if strategy == "ddp" else 0)
-        found = run_ranks(run, ranks, *given, **axes)
-        rows += together(found, replicas)
-        losses += found[0][1]
-        for rank in found:
-            assert rank[1] == found[0][1]
+        results = run_ranks(run, ranks, *given, **axes)
+        rows += together(results, replicas)
+        losses += results[0][1]
+        for rank in results:
+            assert rank[1] == results[0][1]
     assert [len(one) for one in rows] == [8, 8, 6, 8, 8, 6, 8, 8]
     for epoch in (rows[:3], rows[3:6]):
         assert sorted(n for step in epoch for n in step) == list(range(ROWS))
@@ -165,7 +165,7 @@ def stream() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
+    ("dataset", "message"),
     [
         (stream(), r"a Stream has no dataset\[i\] and len\(dataset\)"),
         (iter([1]), r"a list_iterator has no dataset"),
@@ -173,10 +173,10 @@ def stream() -> Any:
         ([], "has 0 samples"),
     ],
 )
-def test_what_is_no_data_set_is_said(dataset: Any, said: str) -> None:
+def test_what_is_no_data_set_is_said(dataset: Any, message: str) -> None:
     with (
         bigtrain.prepare(net, F.cross_entropy, sgd, train__global_batch_size=4) as engine,
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
     ):
         engine.loader(dataset)
 

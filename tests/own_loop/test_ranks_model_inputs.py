@@ -61,15 +61,15 @@ def renamed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    found: Tensor = model(inputs["ids"], attention_mask=inputs["m"])
-    return found
+    output: Tensor = model(inputs["ids"], attention_mask=inputs["m"])
+    return output
 
 
 def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float]]:
     """Losses with inputs by name and with a custom function, and the error of the memory
     forecast.
     """
-    found = []
+    results = []
     inputs, targets = batch()
     for forward in (None, own):
         whole = inputs if forward is None else renamed(inputs)
@@ -87,8 +87,8 @@ def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float
             losses = [engine.step(given).loss for _ in range(3)]
             measured, predicted = engine.meter.measured().peak, engine.prediction.peak
             off = abs(predicted.bytes / measured.bytes - 1) if predicted and measured else 1.0
-            found.append((losses, off))
-    return found
+            results.append((losses, off))
+    return results
 
 
 def plain() -> list[float]:

@@ -136,8 +136,8 @@ def test_a_scheduler_moves_what_updates(
     strategy: str, ranks: int, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     expected_rates, expected_losses = plain()
-    found = run_ranks(scheduled, ranks, strategy, keys, tmp_path, **axes(strategy, ranks))
-    for rates, losses, counts in found:
+    results = run_ranks(scheduled, ranks, strategy, keys, tmp_path, **axes(strategy, ranks))
+    for rates, losses, counts in results:
         assert counts == [2, 2]
         assert rates == pytest.approx(expected_rates, rel=1e-12)
         if strategy not in OWN_NUMBERS:

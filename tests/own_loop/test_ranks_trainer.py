@@ -65,8 +65,8 @@ def plain(precision: str) -> Numbers:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-            found: torch.Tensor = model(x.double() if double else x)
-        return found.float() if precision == "bf16" else found
+            output: torch.Tensor = model(x.double() if double else x)
+        return output.float() if precision == "bf16" else output
 
     for epoch in range(example.EPOCHS):
         sampler.set_epoch(epoch)
@@ -113,8 +113,8 @@ def compare(first: Numbers, second: Numbers, precision: str) -> None:
     assert losses == pytest.approx([loss for loss, _ in wanted], rel=by_loss)
     assert losses[-1] < 0.8 * losses[0]
     assert [loss for loss, _ in epochs] == pytest.approx([loss for loss, _ in figures], rel=by_loss)
-    found = [a for _, a in epochs]
-    assert found == pytest.approx([a for _, a in figures], abs=by_accuracy + 1e-4)
+    accuracies = [a for _, a in epochs]
+    assert accuracies == pytest.approx([a for _, a in figures], abs=by_accuracy + 1e-4)
 
 
 PAIRS = [

@@ -37,8 +37,8 @@ def test_stages_without_trained_parameters(
     ranks: int, pp: int, strategy: str, names: list[str]
 ) -> None:
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in names}
-    for found in run_ranks(chains, ranks, strategy, names, pp=pp):
-        for frozen, (losses, error, held) in found.items():
+    for results in run_ranks(chains, ranks, strategy, names, pp=pp):
+        for frozen, (losses, error, held) in results.items():
             assert error is None, frozen
             assert losses == pytest.approx(plain[frozen], abs=2e-6), frozen
             assert held  # parameters are saved, including frozen ones
@@ -61,8 +61,8 @@ def test_their_checkpoints_go_on_under_other_strategies(tmp_path: Path, pp: int)
     """Saved by a pipeline of two stages; read by one process and by replicas."""
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in ("first", "last")}
     run_ranks(resumed, 2, str(tmp_path), pp=2)
-    for found in run_ranks(resumed, 2, str(tmp_path), pp=pp):
-        for frozen, losses in found.items():
+    for resumed_losses in run_ranks(resumed, 2, str(tmp_path), pp=pp):
+        for frozen, losses in resumed_losses.items():
             assert losses == pytest.approx(plain[frozen][2:], abs=2e-6), frozen
 
 
@@ -76,7 +76,7 @@ def by_values(context: RunContext, strategies: list[str]) -> Any:
 
 @pytest.mark.parametrize("strategies", [["1f1b", "gpipe"], ["zero_bubble", "layer_split"]])
 def test_losses_that_ask_for_values_and_outputs_that_change(strategies: list[str]) -> None:
-    for found in run_ranks(by_values, 2, strategies, pp=2):
-        for (strategy, case), (losses, error) in found.items():
+    for results in run_ranks(by_values, 2, strategies, pp=2):
+        for (strategy, case), (losses, error) in results.items():
             assert error is None, (strategy, case)
             assert losses == pytest.approx(plain_losses(case, 3), abs=2e-6), (strategy, case)

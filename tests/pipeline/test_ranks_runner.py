@@ -37,7 +37,7 @@ Shapes = Sequence[Sequence[tuple[int, int]]]
 
 def steps(shapes: Shapes, replica: int) -> list[list[MicroBatch]]:
     generator = torch.Generator().manual_seed(100 + replica)
-    found = []
+    micro_batches_by_step = []
     for number, step in enumerate(shapes):
         batches = []
         for place, (full, length) in enumerate(step):
@@ -51,8 +51,8 @@ def steps(shapes: Shapes, replica: int) -> list[list[MicroBatch]]:
                 batches.append(MicroBatch(inputs, targets, 0, 0))
             else:
                 batches.append(MicroBatch(inputs, targets, LOSS.count(targets), rows))
-        found.append(batches)
-    return found
+        micro_batches_by_step.append(batches)
+    return micro_batches_by_step
 
 
 def model_of() -> HandCut:
@@ -141,10 +141,10 @@ def check(results: list[tuple[Any, ...]], expected: tuple[Any, ...]) -> None:
     for mine in results:
         assert mine[0] == pytest.approx(losses, abs=1e-10)
         assert mine[1] == pytest.approx(norms, abs=1e-10)
-        for found, wanted in zip(mine[2], gradients, strict=True):
-            assert found.keys() == wanted.keys()
+        for gradient, wanted in zip(mine[2], gradients, strict=True):
+            assert gradient.keys() == wanted.keys()
             for name, tensor in wanted.items():
-                torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10)
+                torch.testing.assert_close(gradient[name], tensor, rtol=0, atol=1e-10)
         # A stage's buffer counts micro-batches, while the whole model counts batches.
         assert mine[3].keys() == state.keys()
         for name, tensor in state.items():
@@ -224,16 +224,16 @@ def test_state_goes_and_comes(strategy: str, dp: int) -> None:
 def predicted(context: RunContext) -> list[Any]:
     runner = pipeline(context, "zbv_zero_bubble", "single", 2, None)
     batches = steps(RAGGED, 0)
-    found = []
+    predictions = []
     for step in batches:
         runner.forward_backward(step)
         runner.update()
         outputs = [runner.predict(batch) for batch in step]
-        found.append(
+        predictions.append(
             [out if out is None else (out[0].tolist(), out[1].tolist()) for out in outputs]
         )
     context.barrier()  # a rank must not exit while another still receives from it
-    return found
+    return predictions
 
 
 def test_predictions_are_on_the_rank_of_the_last_stage() -> None:

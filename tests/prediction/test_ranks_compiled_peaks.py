@@ -100,9 +100,9 @@ def test_what_torch_does_not_compile_on_fakes_is_forecast_as_written_and_said(
 
     monkeypatch.setattr(compiled, "fake_program", broken)
     compiled._program.cache_clear()
-    found = predicted(**{"train.compile": "blocks"})
-    assert found.peak == predicted().peak
-    assert found.advice[0] == (
+    prediction = predicted(**{"train.compile": "blocks"})
+    assert prediction.peak == predicted().peak
+    assert prediction.advice[0] == (
         "train.compile=blocks: bytes are forecast for blocks as written "
         "(NotImplementedError: no lowering of this)"
     )

@@ -44,13 +44,13 @@ STRATEGIES: dict[str, dict[str, int]] = {
 
 def variants() -> dict[str, Any]:
     """Each optimizer in its default form, foreach, and fused if there is such a kernel."""
-    found = {}
+    optimizers = {}
     for name, make in OPTIMIZERS.items():
-        found[name] = make
-        found[f"{name} foreach"] = partial(make, foreach=True)
+        optimizers[name] = make
+        optimizers[f"{name} foreach"] = partial(make, foreach=True)
         if name in FUSED:
-            found[f"{name} fused"] = partial(make, fused=True)
-    return found
+            optimizers[f"{name} fused"] = partial(make, fused=True)
+    return optimizers
 
 
 class _Block(nn.Module):
@@ -80,12 +80,12 @@ class Blocks(nn.Module):
 def peaks_of(context, strategy, names, keys):
     """For each optimizer: (name, how the model is given, predicted, measured); and the note."""
     batch = torch.randn(16, WIDTH), torch.arange(16) % 8
-    found = []
+    rows = []
     for name in names:
         for model in (Blocks, Blocks()):  # built tensor by tensor by the engine, or built already
             row = peaks(context, model, batch, strategy, keys, variants()[name])
-            found.append((name, "made" if model is Blocks else "given", *row))
-    return found
+            rows.append((name, "made" if model is Blocks else "given", *row))
+    return rows
 
 
 def check(strategy: str, names: list[str], keys: dict[str, Any]) -> None:

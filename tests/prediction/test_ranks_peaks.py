@@ -54,8 +54,8 @@ def test_the_peak_is_predicted_part_by_part(case):
     for model, batch in ((wide, text()), (TinyConv, images())):
         if keys.get("train.micro_batch_size", 0) > len(batch[0]):
             continue
-        found = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
-        for predicted, measured, note in found:
+        results = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
+        for predicted, measured, note in results:
             assert note is None
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (
                 predicted,
@@ -157,8 +157,8 @@ def peaks_alone(context, strategy, keys):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
 @pytest.mark.parametrize("case", fewer(ALONE, 3))
 def test_on_one_rank_fully_shard_copies_without_buffers_of_an_exchange(case, strategy):
-    (found,) = run_ranks(peaks_alone, 1, strategy, ALONE[case], force_group=True)
-    for predicted, measured, note in found:
+    (result,) = run_ranks(peaks_alone, 1, strategy, ALONE[case], force_group=True)
+    for predicted, measured, note in result:
         assert note is None
         assert predicted.phase == measured.phase
         for kind in MEMORY_KINDS:
@@ -215,8 +215,8 @@ def peaks_in_slices(context: RunContext, cases: dict[str, Any], mesh: dict[str, 
 def test_each_rank_of_slices_has_the_peak_that_was_predicted(case: str) -> None:
     mesh, strategies = IN_SLICES[case]
     ranks = math.prod(mesh.values())
-    for found in run_ranks(peaks_in_slices, ranks, strategies, mesh, timeout_s=150, **mesh):
-        for key, (predicted, measured, note) in found.items():
+    for results in run_ranks(peaks_in_slices, ranks, strategies, mesh, timeout_s=150, **mesh):
+        for key, (predicted, measured, note) in results.items():
             assert note is None, key
             assert predicted.bytes == pytest.approx(measured.bytes, rel=5e-4), key
             assert predicted.phase == measured.phase, key

@@ -34,8 +34,8 @@ class Recurrent(nn.Module):
         return (layer.proj_size or layer.hidden_size) * (1 + layer.bidirectional)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.layer(x[:, None].expand(-1, 12, -1))[0][:, -1])
-        return found
+        output: Tensor = self.head(self.layer(x[:, None].expand(-1, 12, -1))[0][:, -1])
+        return output
 
 
 def peaks_of_all(context, strategy, names, precision):

@@ -214,10 +214,10 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
 
 def test_a_model_is_shortened_where_neighbours_are_alike():
     with torch.device("meta"):
-        found = shorten_model(gpt())
+        shortened = shorten_model(gpt())
         assert shorten_model(Images()) is not None
-    assert found is not None
-    short, order = found
+    assert shortened is not None
+    short, order = shortened
     assert [name for name, _ in independent_blocks(short)] == ["blocks.0", "blocks.1", "blocks.2"]
     assert order == (0, 1, 1, 1, 1, 2)  # the last block represents only itself
 
@@ -273,19 +273,19 @@ def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
     recorded: list[list[str]] = []
 
     def noted(*given: Any, **options: Any) -> Any:
-        found = record_sections(*given, **options)
-        recorded.append([section.name for section in found[0].sections])
-        return found
+        short_section = record_sections(*given, **options)
+        recorded.append([section.name for section in short_section[0].sections])
+        return short_section
 
     monkeypatch.setattr(runs, "record_sections", noted)
     library = SectionLibrary(model, tokens(2), lambda *_: loss, optimizer, CPU)
-    found = library.model_sections(plan, 3, "keep").sections[-1]
+    short_section = library.model_sections(plan, 3, "keep").sections[-1]
     assert recorded == [["", *(f"blocks.{n}" for n in range(3)), ""], ["", "blocks.0", ""]]
     names = [name for name, _ in independent_blocks(model)]
     given = (Workload(model, tokens(3), loss, optimizer), names, [tokens(3)], plan, CPU)
     whole = record_sections(*given)[0].sections[-1]
-    assert found.passes == whole.passes
-    assert found.backward.times.sum() == whole.backward.times.sum()
+    assert short_section.passes == whole.passes
+    assert short_section.backward.times.sum() == whole.backward.times.sum()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
     """A section whose storages live until any later moment that an anchor can express."""
     lengths = tuple(rng.randint(3, 7) for _ in range(windows))
     own = list(Anchor)[:windows]
-    found = []
+    storages_drawn = []
     for _ in range(storages):
         window = rng.choice(own)
         birth = rng.randint(1, lengths[window])
@@ -33,9 +33,11 @@ def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
         until = rng.choice([window, *later, Anchor.END, Anchor.OPTIMIZER])
         first = birth + 1 if until == window else 2
         death = rng.randint(first, lengths[until] + 1) if until in own else 1
-        found.append(Storage(rng.randint(1, 99), "activations", window, birth, until, death))
-    kept = tuple(n for n, s in enumerate(found) if s.until == Anchor.OPTIMIZER)
-    return SectionPass(lengths, tuple(found), gradients=kept)
+        storages_drawn.append(
+            Storage(rng.randint(1, 99), "activations", window, birth, until, death)
+        )
+    kept = tuple(n for n, s in enumerate(storages_drawn) if s.until == Anchor.OPTIMIZER)
+    return SectionPass(lengths, tuple(storages_drawn), gradients=kept)
 
 
 def counted(passes: Sequence[SectionPass]) -> list[int]:
@@ -45,7 +47,7 @@ def counted(passes: Sequence[SectionPass]) -> list[int]:
     order += [(n, 1) for n in reversed(range(len(passes)))]
     order += [(n, 2) for n in range(len(passes))] if windows == 3 else []
     moments = [(n, w, t) for n, w in order for t in range(1, passes[n].lengths[w] + 1)]
-    found = []
+    sizes = []
     for now in range(len(moments)):
         alive = 0
         for n, one in enumerate(passes):
@@ -60,8 +62,8 @@ def counted(passes: Sequence[SectionPass]) -> list[int]:
                 last = (n, int(s.until), one.lengths[s.until]) if gone else None
                 over = last is not None and last in moments[:now]
                 alive += s.nbytes if born and not dead and not over else 0
-        found.append(alive)
-    return found
+        sizes.append(alive)
+    return sizes
 
 
 def bytes_of(timeline: Timeline, ticks: int) -> list[int]:

@@ -38,8 +38,8 @@ def largest_model(memory_bytes: int, widths: StateWidths, stage: int, ranks: int
     for share in (crossing, crossing + 1):
         left = math.floor(memory_bytes - sharded * share)
         if left >= 0:
-            found = share * ranks
-            most = max(most, min(found, int(left / whole)) if whole else found)
+            numbers = share * ranks
+            most = max(most, min(numbers, int(left / whole)) if whole else numbers)
     return most
 
 
@@ -102,11 +102,11 @@ def in_flight_together(actions: Sequence[Action]) -> int:
     return max(accumulate(IN_FLIGHT_CHANGE[action.kind] for action in actions), default=0)
 
 
-def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> float:
+def theory_elements(exchanges: Sequence[Traffic], micro_batches: int, size: int) -> float:
     """The volume of a step as the ZeRO paper counts it: an all-reduce twice, others once.
 
     Args:
-        found: the exchanges of a rank; copies between device and host are ignored.
+        exchanges: the exchanges of a rank; copies between device and host are ignored.
         micro_batches: number in a step.
         size: bytes of a number.
 
@@ -115,7 +115,7 @@ def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> 
     """
     return sum(
         t.step_bytes(micro_batches) * (2 if t.kind == "all_reduce" else 1) / size
-        for t in found
+        for t in exchanges
         if t.kind in EXCHANGES
     )
 

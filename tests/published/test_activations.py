@@ -65,8 +65,8 @@ def test_table_2_per_layer(name):
         (model.activation_bytes(b, t, False, "full"), sbh * 2),
         (model.activation_bytes(b, t, True, "full"), sbh * 2 / t),
     ]
-    for found, formula in rows:
-        assert found == pytest.approx(formula, rel=1e-14)
+    for actual, formula in rows:
+        assert actual == pytest.approx(formula, rel=1e-14)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,7 +76,7 @@ def test_first_stage(name):
     4.5 GiB for 22B is 2sbh per layer, not divided by the tensor ranks: each saves the whole input.
     """
     model, t, pp, v, _, _, b = MODELS[name]
-    found = [
+    activations = [
         model.first_stage_activation_bytes(
             b, t, shared and way != "full", way, pp=pp, stages_per_rank=v
         )
@@ -84,8 +84,10 @@ def test_first_stage(name):
     ]
     gib, percent = FIRST_STAGE[name]
     half = 0.05 + 1e-9  # the paper rounds 59.25 and 29.25 to 59.3 and 29.2
-    assert [size / GIB for size in found] == pytest.approx(gib, abs=half)
-    assert [100 * size / found[0] for size in found[1:]] == pytest.approx(percent, abs=half)
+    assert [size / GIB for size in activations] == pytest.approx(gib, abs=half)
+    assert [100 * size / activations[0] for size in activations[1:]] == pytest.approx(
+        percent, abs=half
+    )
 
 
 def test_the_ends_of_a_model():
@@ -134,8 +136,8 @@ def test_table_5_gain(name):
     Times that round to the printed ones give these gains, so the paper used unrounded times.
     """
     full, new, gain, _, _ = TIMES[name]
-    found = 100 * (full / new - 1)
-    assert (round(found, 1) == gain) == (name in ("530B", "1T"))
+    computed_gain = 100 * (full / new - 1)
+    assert (round(computed_gain, 1) == gain) == (name in ("530B", "1T"))
     low = 100 * ((full - 0.005) / (new + 0.005) - 1)
     high = 100 * ((full + 0.005) / (new - 0.005) - 1)
     assert low - 0.05 <= gain <= high + 0.05
@@ -210,15 +212,15 @@ def test_what_autograd_saves_of_a_layer(name, device):
     """
     model, _, _, _, _, _, b = MODELS[name]
     s, h, a = model.sequence_length, model.width, model.num_heads
-    found = fake_saved_bytes(device, b, s, h, a)
+    saved = fake_saved_bytes(device, b, s, h, a)
     paper = model.activation_bytes(b)
     assert paper == s * b * h * 34 + 5 * a * s * s * b
     if device == "cuda":
-        assert found == paper + 16 * s * b
-        assert found == pytest.approx(paper, rel=5e-5)
+        assert saved == paper + 16 * s * b
+        assert saved == pytest.approx(paper, rel=5e-5)
     else:
         masks = 2 * s * b * h + a * s * s * b
-        assert found == paper + masks + 8 * s * b
+        assert saved == paper + masks + 8 * s * b
 
 
 def test_fake_tensors_save_what_real_ones_do():
@@ -314,10 +316,10 @@ def test_profiles_for_cuda_follow_its_autocast():
     scores = sb * model.sequence_length * model.num_heads
     paper = model.activation_bytes(b) + 16 * sb
     keys = {"train.precision": "bf16"}
-    found = of_one_layer(torch.float32, device="cuda", **keys)
-    assert found == paper + 4 * sb * h + 2 * scores + 24 * h * h
+    saved = of_one_layer(torch.float32, device="cuda", **keys)
+    assert saved == paper + 4 * sb * h + 2 * scores + 24 * h * h
     # A CPU's autocast leaves bf16 results in bf16, and its dropout masks are larger.
-    assert of_one_layer(torch.float32, **keys) != found
+    assert of_one_layer(torch.float32, **keys) != saved
 
 
 GPT_SHAPE = {"vocab_size": 64, "sequence_length": 32, "width": 48, "num_heads": 3}

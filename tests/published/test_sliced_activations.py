@@ -55,6 +55,6 @@ def test_what_autograd_saves_of_a_layer_in_slices(name, t):
     model, b = MODELS[name]
     s, h, a = model.sequence_length, model.width, model.num_heads
     norms = 16 * s * b
-    found = sliced_saved_bytes(t, None, b, s, h, a)
-    assert found == model.activation_bytes(b, t) + norms
+    saved = sliced_saved_bytes(t, None, b, s, h, a)
+    assert saved == model.activation_bytes(b, t) + norms
     assert sliced_saved_bytes(t, 0, b, s, h, a) == model.activation_bytes(b, t, True) + norms // t

@@ -77,11 +77,11 @@ def test_table_2_largest_models(cut):
     are up to 0.6% below the formula, whose exact digits are asserted as well.
     """
     printed, _ = TABLE_2[cut]
-    found = [cut * largest_model(32 * GB, StateWidths(), stage, 64) / GB for stage in range(4)]
+    numbers = [cut * largest_model(32 * GB, StateWidths(), stage, 64) / GB for stage in range(4)]
     first = TABLE_2[1][0]
     assert printed == pytest.approx([cut * cell for cell in first])
-    assert (found[0], found[3]) == (printed[0], printed[3])
-    assert [round(found[1] / cut, 1), round(found[2] / cut, 1)] == [first[1], first[2]]
+    assert (numbers[0], numbers[3]) == (printed[0], printed[3])
+    assert [round(numbers[1] / cut, 1), round(numbers[2] / cut, 1)] == [first[1], first[2]]
     formula = {
         1: [7.6, 14.4],
         2: [15.3, 28.8],
@@ -89,7 +89,7 @@ def test_table_2_largest_models(cut):
         8: [61.1, 115.4],
         16: [122.3, 230.8],
     }
-    assert [round(number, 1) for number in found[1:3]] == formula[cut]
+    assert [round(number, 1) for number in numbers[1:3]] == formula[cut]
     differ = [cell != mine for cell, mine in zip(printed[1:3], formula[cut], strict=True)]
     assert differ == {1: [False, False], 2: [True, False]}.get(cut, [True, True])
 
@@ -179,10 +179,10 @@ def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
     return forecast_step(profile, plan), profile, BF16 if narrow else wide
 
 
-def states_of(found) -> int:
+def states_of(forecast) -> int:
     """Parameters, gradients and optimizer state after the backward pass, in bytes."""
-    held = found.states
-    return held.parameters + (held.gradients or found.gradients) + held.optimizer
+    held = forecast.states
+    return held.parameters + (held.gradients or forecast.gradients) + held.optimizer
 
 
 SCALARS = 4 * (4 + 12 * CONFIG.num_layers)
@@ -199,13 +199,13 @@ def test_forecast_states_are_the_formula(strategy, stage, ranks, precision):
     gradients are views of its buckets, so they are not a second copy; the timelines contain the
     gradient that a backward pass makes before it is copied there.
     """
-    found, profile, widths = forecast_of(strategy, precision, ranks)
+    forecast, profile, widths = forecast_of(strategy, precision, ranks)
     numbers = profile.trained_elements
     assert numbers == CONFIG.num_parameters
     floor = min_state_bytes(numbers, widths, stage, ranks)
     scalars = SCALARS / ranks if stage == 1 else SCALARS
     assert profile.state_scalars == SCALARS
-    assert states_of(found) == floor + round(scalars)
+    assert states_of(forecast) == floor + round(scalars)
 
 
 def test_ddp_without_views_holds_the_gradients_twice():
@@ -213,20 +213,20 @@ def test_ddp_without_views_holds_the_gradients_twice():
     keys = {"train.global_batch_size": 2, "strategy.replicate.gradient_as_bucket_view": False}
     plan = make_plan(job_from_keys("ddp", keys), 2, "cpu")
     plain, profile, _ = forecast_of("ddp", "fp32", 2)
-    found = forecast_step(profile, plan)
-    assert states_of(found) == states_of(plain)
-    assert found.states.buffers - plain.states.buffers == 4 * CONFIG.num_parameters
+    forecast = forecast_step(profile, plan)
+    assert states_of(forecast) == states_of(plain)
+    assert forecast.states.buffers - plain.states.buffers == 4 * CONFIG.num_parameters
 
 
 def test_a_rank_count_that_divides_no_tensor_pads_each():
     """Stage 1 divides all parameters as one flat row, fully_shard the rows of each tensor."""
     numbers = CONFIG.num_parameters
-    found, _, widths = forecast_of("zero1_torch", "fp32", 3)
-    assert states_of(found) == min_state_bytes(numbers, widths, 1, 3) + round(SCALARS / 3)
+    forecast, _, widths = forecast_of("zero1_torch", "fp32", 3)
+    assert states_of(forecast) == min_state_bytes(numbers, widths, 1, 3) + round(SCALARS / 3)
     shapes = [p.shape for p in describe(lambda: GPT(CONFIG)).model.parameters()]
     shards = sum(-(-shape[0] // 3) * shape[1:].numel() for shape in shapes)
-    found, _, widths = forecast_of("fsdp", "fp32", 3)
-    assert states_of(found) == 16 * shards + SCALARS
+    forecast, _, widths = forecast_of("fsdp", "fp32", 3)
+    assert states_of(forecast) == 16 * shards + SCALARS
     assert 0 < 16 * shards - min_state_bytes(numbers, widths, 3, 3) < 16 * 32 * 8 * len(shapes)
 
 
@@ -237,11 +237,11 @@ def test_stage_2_of_torch_keeps_what_it_gathers_beside_its_shards(ranks):
     The shards stay while the parameters are gathered: 4P/N bytes that the formula does not have. So
     the peak exceeds the formula by more than the parameters.
     """
-    found, profile, widths = forecast_of("fsdp_zero2", "fp32", ranks)
+    forecast, profile, widths = forecast_of("fsdp_zero2", "fp32", ranks)
     numbers = profile.trained_elements
-    assert states_of(found) == min_state_bytes(numbers, widths, 3, ranks) + SCALARS
+    assert states_of(forecast) == min_state_bytes(numbers, widths, 3, ranks) + SCALARS
     shards = 4 * numbers // ranks
-    assert found.peak().bytes > min_state_bytes(numbers, widths, 2, ranks) + shards
+    assert forecast.peak().bytes > min_state_bytes(numbers, widths, 2, ranks) + shards
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
@@ -253,11 +253,11 @@ def test_deepspeed_reduces_and_keeps_a_bucket_beside_the_formula():
     """
     for precision, more in (("fp32", 0), ("bf16", 2)):
         for strategy in ("zero1", "zero2"):
-            found, profile, widths = forecast_of(strategy, precision, 4)
+            forecast, profile, widths = forecast_of(strategy, precision, 4)
             numbers = profile.trained_elements
             floor = min_state_bytes(numbers, widths, 2, 4) + more * numbers // 4
-            assert states_of(found) - floor == pytest.approx(0, abs=64)
-            assert found.states.buffers > 0
+            assert states_of(forecast) - floor == pytest.approx(0, abs=64)
+            assert forecast.states.buffers > 0
 
 
 STAGES = [
@@ -284,13 +284,13 @@ def test_no_forecast_is_below_its_floor(strategy, engine, stage, counts, micro_b
         pytest.importorskip(engine)
     for precision in ("fp32", "bf16"):
         for ranks in counts:
-            found, profile, widths = forecast_of(
+            forecast, profile, widths = forecast_of(
                 strategy, precision, ranks, model_name, micro_batches
             )
             bounded = plan_of(strategy, precision, ranks).replicate.sharded_states
             assert bounded >= stage
             floor = min_state_bytes(profile.trained_elements, widths, bounded, ranks)
-            assert found.peak().bytes >= floor, (precision, ranks)
+            assert forecast.peak().bytes >= floor, (precision, ranks)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +302,6 @@ def test_two_engines_hold_less_than_their_stage_by_the_paper(strategy, stage, pr
     """
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
-    found, profile, widths = forecast_of(strategy, precision, 2, "deep")
-    assert found.peak().bytes < min_state_bytes(profile.trained_elements, widths, stage, 2)
+    forecast, profile, widths = forecast_of(strategy, precision, 2, "deep")
+    assert forecast.peak().bytes < min_state_bytes(profile.trained_elements, widths, stage, 2)
     assert plan_of(strategy, precision, 2).replicate.sharded_states == stage + 1

@@ -239,13 +239,13 @@ def free_port() -> str:
 def listening() -> set[tuple[str, str]]:
     """Sockets on which this process listens, each with its address in the kernel's table."""
     own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    found = set()
+    sockets = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                found.add((fields[9], fields[1].partition(":")[0]))
-    return found
+                sockets.add((fields[9], fields[1].partition(":")[0]))
+    return sockets
 
 
 def test_on_one_node_everything_listens_on_the_loopback(tmp_path: Path) -> None:

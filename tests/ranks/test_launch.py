@@ -78,8 +78,8 @@ def test_more_ranks_than_the_machine_can_hold(monkeypatch: pytest.MonkeyPatch) -
 def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
     words = ["train", "-n", "9", "data.name=digits", "train.global_batch_size=8"]
     assert main(words) == 2
-    said = capfd.readouterr().err
-    assert said == (
+    errors = capfd.readouterr().err
+    assert errors == (
         "bigtrain: -n 9: each rank needs at least one sample of every step, and "
         "train.global_batch_size is 8. Use -n 8 or fewer, or train.global_batch_size=9\n"
     )
@@ -90,8 +90,8 @@ def test_more_ranks_than_samples_are_refused_before_any_starts(capfd) -> None:
 def test_a_wrong_key_is_said_once_before_any_rank_starts(capfd) -> None:
     for ranks in ([], ["-n", "2"], ["-n", "2", "--dry-run"]):
         assert main(["train", *ranks, "optim.lrr=1"]) == 2
-        said = "bigtrain: unknown key optim.lrr, did you mean optim.lr?\n"
-        assert capfd.readouterr().err == said
+        message = "bigtrain: unknown key optim.lrr, did you mean optim.lr?\n"
+        assert capfd.readouterr().err == message
 
 
 def test_a_dry_run_of_many_ranks_is_one_process(monkeypatch, capfd) -> None:
@@ -125,10 +125,10 @@ def test_kernel_that_ended_a_rank_for_its_memory_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert _status((3, -signal.SIGKILL), oom_kill_count() - 1) == 1
-    said = capsys.readouterr().err
-    assert "the kernel killed it because host memory ran out (host memory " in said
-    assert "GiB free now" in said
-    assert "--cap SIZE, which explains" in said
+    errors = capsys.readouterr().err
+    assert "the kernel killed it because host memory ran out (host memory " in errors
+    assert "GiB free now" in errors
+    assert "--cap SIZE, which explains" in errors
 
 
 @pytest.mark.parametrize(
@@ -226,10 +226,10 @@ def test_a_lost_rank_is_started_again_with_all_others(
     assert launched(program, restarts=2) == 0
     folder = [f'log.dir="{tmp_path.parent}"', f'log.name="{tmp_path.name}"']
     assert launched.lives() == [(0, 2, []), (1, 2, [*folder, "checkpoint.resume=auto"])]
-    said = capfd.readouterr().err
-    assert "bigtrain: rank 1 was killed (signal 9)" in said
+    errors = capfd.readouterr().err
+    assert "bigtrain: rank 1 was killed (signal 9)" in errors
     line = "bigtrain: restart 1 of 2 on 2 ranks, from step-1 (step 2 was the last one done), "
-    assert line + "global batch 12\n" in said
+    assert line + "global batch 12\n" in errors
 
 
 def test_restarts_come_to_an_end(launched: Launched, capfd: pytest.CaptureFixture[str]) -> None:
@@ -308,6 +308,6 @@ def test_a_rank_that_stands_still_is_ended_and_started_again(
     program = "note()\nif rank == 1 and life == 0: die(signal.SIGSTOP)\n"
     program += "if life == 0: time.sleep(60)"
     assert launched(program, restarts=1) == 0
-    said = capfd.readouterr().err
-    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s and is killed" in said
-    assert "restart 1 of 1" in said
+    errors = capfd.readouterr().err
+    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s and is killed" in errors
+    assert "restart 1 of 1" in errors

@@ -68,11 +68,11 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
     ],
 )
 def test_detect(environ: dict[str, str], launcher: str, numbers: tuple[int, int, int, int]) -> None:
-    found = detect_rank_info(environ)
-    assert found.launcher == launcher
-    found_numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size)
+    info = detect_rank_info(environ)
+    assert info.launcher == launcher
+    found_numbers = (info.rank, info.local_rank, info.world_size, info.local_world_size)
     assert found_numbers == numbers
-    assert found.one_node is (numbers[2] == numbers[3])
+    assert info.one_node is (numbers[2] == numbers[3])
 
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:

@@ -21,34 +21,34 @@ ANSWERS = {
 
 
 def manager(server: socket.socket, answers: dict[str, str]) -> list[str]:
-    said = []
+    requests = []
     with server, server.makefile("rw") as lines:
         for line in lines:
-            said.append(line.strip())
+            requests.append(line.strip())
             command = line.split()[0].partition("=")[2]
             if command not in answers:
-                return said
+                return requests
             lines.write(answers[command] + "\n")
             lines.flush()
-    return said
+    return requests
 
 
 def asked(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
     mine, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool, mine:
         serving = pool.submit(manager, theirs, answers)
-        found = share_value(value, {"PMI_FD": str(mine.fileno())})
+        address = share_value(value, {"PMI_FD": str(mine.fileno())})
         mine.close()
-        return found, serving.result(5)
+        return address, serving.result(5)
 
 
 def test_rank_0_puts_and_the_others_get() -> None:
-    found, said = asked("10.0.0.7:4321", ANSWERS)
-    assert found == "10.0.0.7:4321"
-    assert "cmd=put kvsname=kvs_1 key=bigtrain-rank-0 value=10.0.0.7:4321" in said
-    found, said = asked(None, ANSWERS)
-    assert found == "10.0.0.7:4321"
-    assert not any(line.startswith("cmd=put") for line in said)
+    address, requests = asked("10.0.0.7:4321", ANSWERS)
+    assert address == "10.0.0.7:4321"
+    assert "cmd=put kvsname=kvs_1 key=bigtrain-rank-0 value=10.0.0.7:4321" in requests
+    address, requests = asked(None, ANSWERS)
+    assert address == "10.0.0.7:4321"
+    assert not any(line.startswith("cmd=put") for line in requests)
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,17 @@ DIFFERENCES = {
 
 
 def built(context, name):
-    said = {"model": net, "optimizer": SGD, "loss": F.cross_entropy, "strategy": "ddp", "keys": {}}
+    arguments = {
+        "model": net,
+        "optimizer": SGD,
+        "loss": F.cross_entropy,
+        "strategy": "ddp",
+        "keys": {},
+    }
     if context.rank == 1:
-        said |= DIFFERENCES[name][0]
-    job = job_from_keys(said["strategy"], said["keys"])
-    Engine(said["model"], said["loss"], said["optimizer"], job, context).close()
+        arguments |= DIFFERENCES[name][0]
+    job = job_from_keys(arguments["strategy"], arguments["keys"])
+    Engine(arguments["model"], arguments["loss"], arguments["optimizer"], job, context).close()
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
@@ -97,7 +103,7 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["optim.lr=0.3"], "optim.lr is 0.3 on rank 1 and 0.002 on rank 0"),
         pytest.param(
@@ -113,11 +119,11 @@ def started(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, said):
+def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, message):
     (zero, silence), (one, line) = started(tmp_path, [[], words])
     assert (zero, one) == (2, 2)
     assert "started differently" not in silence
-    assert said in line
+    assert message in line
     assert line.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 

@@ -66,14 +66,14 @@ def test_every_exchange_in_one_process(force_group: bool) -> None:
 
 def exchange_without(context: RunContext) -> list[dict[str, object]]:
     context.tolerate_losses([1, 2], ["first", "second", "third", "fourth"])
-    beside, found = context.for_background(), [exchange(context)]
+    beside, results = context.for_background(), [exchange(context)]
     if context.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    found += [exchange(context), exchange(beside)]
+    results += [exchange(context), exchange(beside)]
     with context.long_timeout():
-        found.append(exchange(context))
-    found[-1]["lost"] = context.agreed_lost_ranks()
-    return found
+        results.append(exchange(context))
+    results[-1]["lost"] = context.agreed_lost_ranks()
+    return results
 
 
 def test_every_exchange_goes_on_without_a_rank_that_is_lost() -> None:

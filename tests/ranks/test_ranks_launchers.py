@@ -123,8 +123,8 @@ def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, o
     assert finished.seconds_together < GONE_S
     assert "closed by peer" not in finished.output
     # If the launcher is faster than the surviving rank, it reports the killed rank itself.
-    told = re.search(LOST, finished.output) or re.search("[Ss]ignal 9|SIGKILL", finished.output)
-    assert told, finished.output
+    reported = re.search(LOST, finished.output) or re.search("[Ss]ignal 9|SIGKILL", finished.output)
+    assert reported, finished.output
     if launcher == "srun":
         assert re.search(LOST, finished.output), finished.output
 

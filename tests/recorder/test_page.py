@@ -11,11 +11,11 @@ from bigtrain.recorder.page import Cause, doing, make_page, records_by_files, sh
 from bigtrain.recorder.ring import EVENTS, FlightRecorder
 
 
-def record(rank: int, **said: Any) -> dict[str, Any]:
+def record(rank: int, **changes: Any) -> dict[str, Any]:
     place = {"phase": "forward", "block": "blocks.2", "step": 3, "micro_batch": 1}
     what = {"idle_s": 30.0, "peak_bytes": None, "error": None, "unit": "micro-batch"}
     stack = ["/v/lib/python3/site-packages/torch/autograd/graph.py:9 _engine_run_backward"]
-    return {"rank": rank, **place, **what, "stack": stack, "exchanges": [], "events": [], **said}
+    return {"rank": rank, **place, **what, "stack": stack, "exchanges": [], "events": [], **changes}
 
 
 def exchange(number: int, *, done: bool = False, kind: str = "all_reduce", size: int = 2**20):
@@ -94,7 +94,7 @@ def test_other_causes(cause: Cause, words: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("changes", "words"),
     [
         ({}, "is in the forward pass of blocks.2 (micro-batch 1 of step 3)"),
         ({"phase": "step"}, "is in the optimizer's step (step 3)"),
@@ -112,8 +112,8 @@ def test_other_causes(cause: Cause, words: str):
         ),
     ],
 )
-def test_what_a_rank_does(said: dict[str, Any], words: str):
-    assert doing(record(0, **said)).startswith(words)
+def test_what_a_rank_does(changes: dict[str, Any], words: str):
+    assert doing(record(0, **changes)).startswith(words)
 
 
 def test_stacks_that_are_alike_are_shown_once_and_torch_is_left_out():
@@ -135,8 +135,8 @@ def test_the_page_is_printed_and_left_in_the_folder(tmp_path, capsys):
     recorder.enter("forward")
     show_page(recorder, {1: recorder.record()}, Cause("failed", 1, "ValueError: odd"))
     path = tmp_path / "flight_recorder.json"
-    said = capsys.readouterr().err
-    assert said == (
+    errors = capsys.readouterr().err
+    assert errors == (
         "bigtrain: rank 1 failed in the forward pass (step 2, micro-batch 1)\n"
         f"bigtrain: the last events of each rank: {path}\n"
     )
@@ -182,9 +182,9 @@ def test_what_broke_the_main_thread_stands_in_its_record():
         raise ValueError("odd")
     except ValueError as error:
         recorder.fail(error)
-    said = recorder.record()
-    assert said["error"] == "ValueError"
-    assert [line.rpartition(" ")[2] for line in said["stack"]] == [
+    rank_record = recorder.record()
+    assert rank_record["error"] == "ValueError"
+    assert [line.rpartition(" ")[2] for line in rank_record["stack"]] == [
         "test_what_broke_the_main_thread_stands_in_its_record"
     ]
 

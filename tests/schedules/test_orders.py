@@ -144,9 +144,9 @@ def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatc
 
 def test_unequal_stages_wait_for_the_slowest():
     slow = [StageSeconds(1.0, 1.0, 1.0), StageSeconds(3.0, 3.0, 3.0)]
-    found = simulate_step(schedule_orders("1f1b", 2, 1, 10), slow)
-    assert found.seconds == pytest.approx(1.0 + 10 * 9.0 + 2.0)
-    assert found.busy == (30.0, 90.0)
+    step = simulate_step(schedule_orders("1f1b", 2, 1, 10), slow)
+    assert step.seconds == pytest.approx(1.0 + 10 * 9.0 + 2.0)
+    assert step.busy == (30.0, 90.0)
 
 
 def test_a_schedule_that_never_ends():

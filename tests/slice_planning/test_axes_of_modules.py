@@ -61,8 +61,8 @@ def test_fused_queries_keys_and_values(layout, plain):
 
 def test_keys_that_queries_share_in_groups():
     separate = Block(64, Heads("separate", 64, 8, 2))
-    found = whole_classes(separate, 2, 5, 64)
-    assert {name: found[f"{name}.weight"] for name in ("q", "k", "v", "out")} == {
+    classes = whole_classes(separate, 2, 5, 64)
+    assert {name: classes[f"{name}.weight"] for name in ("q", "k", "v", "out")} == {
         "q": "0/64:32",
         "k": "0/16:8",
         "v": "0/16:8",
@@ -95,8 +95,8 @@ def test_fewer_keys_than_ranks_stay_whole_and_queries_are_sliced_within_groups()
 
 def test_heads_of_keys_and_of_groups_are_one_axis_where_neither_is_enough():
     model = Block(48, Heads("separate", 48, 6, 3))
-    found = whole_classes(model, 2, 5, 48, ranks=4)
-    assert found == {"q.weight": "0/48:8", "q.bias": "0/48:8", "out.weight": "1/48:8"}
+    classes = whole_classes(model, 2, 5, 48, ranks=4)
+    assert classes == {"q.weight": "0/48:8", "q.bias": "0/48:8", "out.weight": "1/48:8"}
 
 
 def test_one_key_for_all_queries_stays_whole():
@@ -183,9 +183,9 @@ class Cached(Heads):
 
 
 def test_what_is_put_behind_nothing_stays_what_it_is():
-    found = whole_classes(Block(32, Cached("separate", 32, 4)), 2, 5, 32)
+    classes = whole_classes(Block(32, Cached("separate", 32, 4)), 2, 5, 32)
     names = ("q.weight", "k.weight", "v.weight")
-    assert {name: found[name] for name in names} == dict.fromkeys(names, "0/32:8")
+    assert {name: classes[name] for name in names} == dict.fromkeys(names, "0/32:8")
     plan = plan_slices(work_on(Block(32, Cached("separate", 32, 4)), 2, 5, 32), 2)
     assert len(plan.classes) == 1, "queries, keys and values are one class"
 
@@ -205,12 +205,12 @@ class Residual(nn.Module):
 
 def test_convolutions_and_batch_norm_with_its_statistics():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(1, 8), Residual(8, 16))
-    found = lines(model, 2, 3, 6, 6)
+    slices = lines(model, 2, 3, 6, 6)
     names = ("one.weight", "one.bias", "norm.weight", "norm.bias")
-    assert {name: found[f"2.{name}"] for name in names} == dict.fromkeys(names, "0/16")
-    assert found["2.norm.running_mean"] == found["2.norm.running_var"] == "0/16"
-    assert found["2.two.weight"] == "1/16"
-    assert "2.norm.num_batches_tracked" not in found
+    assert {name: slices[f"2.{name}"] for name in names} == dict.fromkeys(names, "0/16")
+    assert slices["2.norm.running_mean"] == slices["2.norm.running_var"] == "0/16"
+    assert slices["2.two.weight"] == "1/16"
+    assert "2.norm.num_batches_tracked" not in slices
 
 
 def inverted(width, inner, groups):
@@ -225,8 +225,8 @@ def inverted(width, inner, groups):
 
 def test_depthwise_convolution():
     model = nn.Sequential(nn.GroupNorm(1, 8), *inverted(8, 24, 24))
-    found = whole_classes(model, 2, 8, 6, 6)
-    assert {n: found[f"{n}.weight"] for n in (1, 2, 3, 4)} == {
+    classes = whole_classes(model, 2, 8, 6, 6)
+    assert {n: classes[f"{n}.weight"] for n in (1, 2, 3, 4)} == {
         1: "0/24",
         2: "0/24",
         3: "0/24",
@@ -236,9 +236,9 @@ def test_depthwise_convolution():
 
 def test_grouped_convolution_is_sliced_by_groups_or_by_what_is_in_a_group():
     model = nn.Sequential(nn.GroupNorm(1, 8), *inverted(8, 24, 6))
-    found = whole_classes(model, 2, 8, 6, 6)
+    classes = whole_classes(model, 2, 8, 6, 6)
     by_groups = {1: "0/24:4", 2: "0/24:4", 3: "0/24:4", 4: "1/24:4"}
-    assert {n: found[f"{n}.weight"] for n in (1, 2, 3, 4)} == by_groups
+    assert {n: classes[f"{n}.weight"] for n in (1, 2, 3, 4)} == by_groups
 
 
 class Dense(nn.Module):

@@ -131,9 +131,9 @@ def test_residual_blocks_send_no_more_than_two_exchanges_each():
 def test_blocks_that_are_alike_are_sliced_alike():
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=500, num_layers=12, width=32, num_heads=4))
-    found = plan_slices(work_on(model, 2, 8, tokens=500), 2).lines()
-    assert "blocks.*.attention.qkv.weight" in found
-    assert not any(name.startswith("blocks.0") for name in found)
+    slices = plan_slices(work_on(model, 2, 8, tokens=500), 2).lines()
+    assert "blocks.*.attention.qkv.weight" in slices
+    assert not any(name.startswith("blocks.0") for name in slices)
 
 
 def test_few_parameters_that_cost_traffic_stay_whole():
@@ -169,7 +169,7 @@ def test_a_shorter_model_is_sliced_as_the_one_that_its_blocks_stand_for():
     assert [*repeats.values()] == [1, 7, 1]
     whole = plan_slices(work_on(model, 2, 32, tokens=256), 2).slices
     alone = plan_slices(SimpleNamespace(**given), 2).slices
-    found = plan_slices(SimpleNamespace(**given), 2, repeats=repeats).slices
-    assert alone.keys() - found.keys() == {"embedding.position.weight"}
-    assert found == {name: whole[name] for name in found}
-    assert {n for n in whole if "blocks" not in n} == {n for n in found if "blocks" not in n}
+    slices = plan_slices(SimpleNamespace(**given), 2, repeats=repeats).slices
+    assert alone.keys() - slices.keys() == {"embedding.position.weight"}
+    assert slices == {name: whole[name] for name in slices}
+    assert {n for n in whole if "blocks" not in n} == {n for n in slices if "blocks" not in n}

@@ -51,8 +51,8 @@ def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:
     message = rf"slices: up.weight is sliced, and {LISTED}.*a line up.weight: whole"
     with pytest.raises(ConfigError, match=message):
         TensorSlices(slices=lines).lay_slices(work("numbers"), plan)
-    found = TensorSlices(slices=lines).lay_slices(work("sizes"), plan)
-    assert found.by_name.keys() == lines.keys()
+    slices_read = TensorSlices(slices=lines).lay_slices(work("sizes"), plan)
+    assert slices_read.by_name.keys() == lines.keys()
 
 
 def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:

@@ -36,15 +36,15 @@ def all_sets(options):
 @pytest.mark.parametrize("claims", [4, 9, 20])
 def test_the_frontier_is_that_of_all_sets(seed, claims):
     options = drawn(seed, 9, claims)
-    found = frontier(options)
+    points = frontier(options)
     every = list(all_sets(options))
     best = {
         point
         for point in every
         if not any(o != point and o[0] <= point[0] and o[1] <= point[1] for o in every)
     }
-    assert {(p.cost, p.nbytes) for p in found} == best
-    for point in found:
+    assert {(p.cost, p.nbytes) for p in points} == best
+    for point in points:
         taken = [options[n] for n in point.taken]
         assert sum(o.cost for o in taken) == point.cost
         assert len(frozenset().union(*(o.claims for o in taken))) == sum(
@@ -84,8 +84,8 @@ def test_blocks_that_are_alike_are_solved_once(monkeypatch):
         "_branch",
         lambda self, part: branched.append(part) or branch(self, part),
     )
-    found = frontier(blocks_along_a_skip(200), best_key=lambda p: (p.nbytes, p.cost))
-    assert len(found[0].taken) == 201
+    points = frontier(blocks_along_a_skip(200), best_key=lambda p: (p.nbytes, p.cost))
+    assert len(points[0].taken) == 201
     assert len(branched) < 20
 
 

@@ -72,8 +72,8 @@ def test_the_lines_of_a_plan_are_read_as_the_plan(ranks):
 
 
 def test_tied_names_need_one_line_and_the_pattern_with_fewest_stars_counts():
-    found, _ = read_lines({"head.weight": "0"}, MODEL, 2)
-    assert found == dict.fromkeys(("embedding.token.weight", "head.weight"), Slices.even(0, 301))
+    slices, _ = read_lines({"head.weight": "0"}, MODEL, 2)
+    assert slices == dict.fromkeys(("embedding.token.weight", "head.weight"), Slices.even(0, 301))
     lines = {"blocks.*.mlp.expand.weight": "0", "blocks.1.mlp.expand.weight": "whole"}
     assert list(read_lines(lines, MODEL, 2)[0]) == ["blocks.0.mlp.expand.weight"]
 

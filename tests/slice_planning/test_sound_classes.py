@@ -20,10 +20,10 @@ MOST = 8
 
 
 def classes_of(model, inputs):
-    found = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
+    classes = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
     own = [
         one
-        for one in found
+        for one in classes
         if one.units > 1
         and one.in_activations
         and not one.is_table
@@ -33,12 +33,12 @@ def classes_of(model, inputs):
 
 
 def assert_shuffled_alike(model, count=MOST):
-    found = classes_of(model, torch.zeros(2, 3, 64, 64))
-    assert len(found) == count
+    classes = classes_of(model, torch.zeros(2, 3, 64, 64))
+    assert len(classes) == count
     randomize(model)
     model.double().eval()
     images = torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    for own in found:
+    for own in classes:
         assert difference(model, lambda: model(images), own.slices) < 1e-9, own.name
 
 
@@ -73,12 +73,12 @@ def test_classes_of_attention(layout):
     shared = 2 if layout in ("split", "groups") else 0
     attention = Block(32, Heads(layout, 32, 4, shared))
     model = nn.Sequential(attention, Block(32, GatedMLP(32, 24, fused=True)), nn.Linear(32, 7))
-    found = classes_of(model, torch.zeros(2, 5, 32))
+    classes = classes_of(model, torch.zeros(2, 5, 32))
     # Heads, hidden places, and the 7 places of the output.
-    assert len(found) == 3
+    assert len(classes) == 3
     model.double()
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    for own in found:
+    for own in classes:
         assert difference(model, lambda: model(x), own.slices) < 1e-12, own.name
 
 

@@ -148,19 +148,19 @@ CASES = {
 
 
 def of_cases(context):
-    found = {}
+    results = {}
     for name, make in CASES.items():
         for sequence_dim in (0 if "first" in name else 1, None):
             group = slice_group(context, sequence_dim=sequence_dim)
             case = make(context.tp_size)
-            found[name, sequence_dim] = differences(case, group), dict(group.gathers)
-    return found
+            results[name, sequence_dim] = differences(case, group), dict(group.gathers)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3, 4])
 def test_heads_in_slices_have_the_gradients_of_one_process(ranks):
-    for found in run_ranks(of_cases, ranks, tp=ranks):
-        for key, (distance, gathers) in found.items():
+    for by_case in run_ranks(of_cases, ranks, tp=ranks):
+        for key, (distance, gathers) in by_case.items():
             assert max(distance.values()) < 1e-12, (key, distance)
             assert not gathers, key
 
@@ -176,5 +176,5 @@ def of_matrices(context):
 
 def test_a_sequence_is_known_again_in_the_rows_of_a_matrix():
     """Three products by rows, one of which is a view of two dims; and two inputs of columns."""
-    for found in run_ranks(of_matrices, 2, tp=2):
-        assert found == {"reduce_scatter": 3, "all_gather": 2}
+    for exchanges in run_ranks(of_matrices, 2, tp=2):
+        assert exchanges == {"reduce_scatter": 3, "all_gather": 2}

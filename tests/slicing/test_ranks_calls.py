@@ -127,25 +127,25 @@ WHOLE = {
 
 
 def all_calls(context, kind, count):
-    found = []
+    results = []
     for name, (shapes, function) in KINDS[kind].items():
         group = slice_group(context)
         for slices in singles(shapes, group.size):
             result = called(name, function, shapes, slices, group)
             ((number, own),) = slices.items()
-            found.append((name, f"{number}.{own.dim}", result))
+            results.append((name, f"{number}.{own.dim}", result))
         for slices in mixed(name, shapes, group.size, count):
-            found.append((name, "", called(name, function, shapes, slices, group)))
-    return found
+            results.append((name, "", called(name, function, shapes, slices, group)))
+    return results
 
 
 def wrong_and_whole(kind, ranks, count):
     """Return wrong results, and for each call the tensors and dims whose slices are gathered."""
     wrong, whole = [], {}
-    for found in zip(*run_ranks(all_calls, ranks, kind, count, tp=ranks), strict=True):
-        for name, _, result in found:
+    for results_by_rank in zip(*run_ranks(all_calls, ranks, kind, count, tp=ranks), strict=True):
+        for name, _, result in results_by_rank:
             wrong += [(name, result.slices, text) for text in result.wrong]
-        name, where, result = found[0]
+        name, where, result = results_by_rank[0]
         if where and result.gathers:
             whole.setdefault(name, []).append(where)
     return wrong, {name: " ".join(places) for name, places in whole.items()}

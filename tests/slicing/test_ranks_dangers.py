@@ -164,10 +164,10 @@ def all_slices(model, ranks):
 
 def right_ones(context):
     group = slice_group(context)
-    found = {}
+    results = {}
 
     def note(name, model, slices, steps=1):
-        found[name] = compared(model, run, slices, group, steps)
+        results[name] = compared(model, run, slices, group, steps)
 
     note("changed", in_double(Changed), SLICES)
     note("recomputed", in_double(Recomputed, False), SLICES)
@@ -181,12 +181,12 @@ def right_ones(context):
     note("direct", in_double(Direct), {**SLICES, **dict.fromkeys(inner, COLUMNS)}, steps=2)
     note("tied", in_double(Tied), {"second.weight": COLUMNS})
     note("hooked", in_double(Hooked), SLICES)
-    return found
+    return results
 
 
 def test_what_models_do_is_right_on_slices():
-    for found in run_ranks(right_ones, 2, tp=2):
-        for name, result in found.items():
+    for results in run_ranks(right_ones, 2, tp=2):
+        for name, result in results.items():
             assert not result.error, f"{name}: {result.error}"
             assert result.worst < 1e-12, (name, result)
 
@@ -212,7 +212,7 @@ class Total(torch.autograd.Function):
 
 
 def refusals(context):
-    group, said = slice_group(context), {}
+    group, messages = slice_group(context), {}
     model = in_slices(in_double(Layers), SLICES, group)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     hidden = model.up(x)
@@ -221,7 +221,7 @@ def refusals(context):
         try:
             call()
         except ConfigError as error:
-            said[name] = str(error)
+            messages[name] = str(error)
 
     note("its result", lambda: Double.apply(hidden) + 1)
     note("its gradient", lambda: Total.apply(hidden).backward())
@@ -237,7 +237,7 @@ def refusals(context):
     note("two ways", lambda: in_slices(in_double(Tied), two, group))
     few = {"up.weight": Slices(0, (SliceSection(INNER, INNER),))}
     note("few", lambda: in_slices(in_double(Layers), few, group))
-    return said
+    return messages
 
 
 def _dispatched(hidden):
@@ -261,15 +261,15 @@ REFUSED = {
 
 
 def test_what_cannot_be_right_is_refused_by_name():
-    for said in run_ranks(refusals, 2, tp=2):
-        assert said.keys() == REFUSED.keys()
+    for messages in run_ranks(refusals, 2, tp=2):
+        assert messages.keys() == REFUSED.keys()
         for name, words in REFUSED.items():
             with pytest.raises(ConfigError, match=words):
-                raise ConfigError(said[name])
+                raise ConfigError(messages[name])
 
 
 def other_ones(context):
-    group, found = slice_group(context), {}
+    group, results = slice_group(context), {}
     whole = in_double(Layers)
     model = in_slices(whole, SLICES, group)
     x = torch.linspace(-1, 1, 12 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH)
@@ -281,35 +281,35 @@ def other_ones(context):
     with torch.no_grad():
         copied.up.weight.mul_(2)
     wanted = whole(x)
-    found["deepcopy is apart"] = difference(model(x), wanted)
+    results["deepcopy is apart"] = difference(model(x), wanted)
     copied.load_state_dict(model.state_dict())
-    found["deepcopy"] = difference(copied(x), wanted)
-    found["same group"] = float(copied.up._bigtrain_slice_group is not group)
+    results["deepcopy"] = difference(copied(x), wanted)
+    results["same group"] = float(copied.up._bigtrain_slice_group is not group)
     with torch.no_grad():
-        found["no_grad"] = difference(model(x), wanted)
+        results["no_grad"] = difference(model(x), wanted)
     with torch.inference_mode():
-        found["inference"] = difference(model(x), wanted)
+        results["inference"] = difference(model(x), wanted)
         changed = model.up(x)
         changed.diagonal(0, 1, 2).zero_()
         plain = whole.up(x)
         plain.diagonal(0, 1, 2).zero_()
-        found["inference, in place"] = difference(changed.whole(), plain)
-        found["inference, einsum"] = difference(
+        results["inference, in place"] = difference(changed.whole(), plain)
+        results["inference, einsum"] = difference(
             torch.einsum("ab,b->a", model.up.weight, x[0, 0]).whole(), whole.up.weight @ x[0, 0]
         )
-    found["sliced still"] = float(not is_sliced(model.up(x)))
+    results["sliced still"] = float(not is_sliced(model.up(x)))
     hidden = copy.deepcopy(model.up(x).detach())
-    found["deepcopy of a tensor"] = difference(hidden.whole(), whole.up(x))
+    results["deepcopy of a tensor"] = difference(hidden.whole(), whole.up(x))
     with torch.autocast("cpu", torch.bfloat16):
         one, other = whole.float()(x.float()), model.float()(x.float())
-    found["autocast"] = difference(one, other) / one.abs().max().item() / 40
-    found["autocast, type"] = float(one.dtype is not other.dtype)
-    return found
+    results["autocast"] = difference(one, other) / one.abs().max().item() / 40
+    results["autocast, type"] = float(one.dtype is not other.dtype)
+    return results
 
 
 def test_modes_and_copies():
-    for found in run_ranks(other_ones, 2, tp=2):
-        assert {name: value for name, value in found.items() if not value < 1e-3} == {}
+    for differences in run_ranks(other_ones, 2, tp=2):
+        assert {name: value for name, value in differences.items() if not value < 1e-3} == {}
 
 
 def alive_tensors(context):
@@ -382,8 +382,8 @@ def test_random_numbers_of_slices_are_a_ranks_own_and_all_others_common():
     first, second = run_ranks(drawn_numbers, 2, tp=2)
     for once, again in (first[0], second[0]):
         assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
-    for found in (first, second):
-        assert 0.28 < found[1].mean() < 0.32
+    for result in (first, second):
+        assert 0.28 < result[1].mean() < 0.32
     assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 are expected
     for one, other in zip(first[2:], second[2:], strict=True):
         assert torch.equal(one, other)
@@ -409,16 +409,16 @@ class Block(Layers):
 
 def recomputed_blocks(context):
     group, slices = slice_group(context), {**SLICES, "mean": COLUMNS}
-    found = [compared(in_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
-    found.append(compared(in_double(Block, False, True), run, slices, group))
+    results = [compared(in_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
+    results.append(compared(in_double(Block, False, True), run, slices, group))
     with pytest.raises(ConfigError, match="selective saves the results of matrix products"):
         run(in_slices(in_double(Block, True, True), slices, group))
-    return found
+    return results
 
 
 def test_blocks_of_slices_are_computed_again():
-    for found in run_ranks(recomputed_blocks, 2, tp=2):
-        for result in found:
+    for results in run_ranks(recomputed_blocks, 2, tp=2):
+        for result in results:
             assert not result.error, result.error
             assert result.worst < 1e-12, result
 

@@ -33,7 +33,7 @@ def made_fake(model, mode):
 
 def exchanged(context, names, seed):
     warnings.simplefilter("ignore")
-    found = {}
+    exchanges = {}
     for name in names:
         whole, run = NETS[name]()
         slices = random_slices(whole, context.tp_size, seed, 0.6)
@@ -53,13 +53,13 @@ def exchanged(context, names, seed):
             else:
                 run(model)[1].backward()
             kinds.append([(exchange.kind, exchange.nbytes) for exchange in group.exchanges])
-        found[name] = kinds
-    return found
+        exchanges[name] = kinds
+    return exchanges
 
 
 def assert_alike(names, seed, ranks):
-    for found in run_ranks(exchanged, ranks, names, seed, tp=ranks, timeout_s=200):
-        for name, (real, fake) in found.items():
+    for results in run_ranks(exchanged, ranks, names, seed, tp=ranks, timeout_s=200):
+        for name, (real, fake) in results.items():
             assert real, name
             assert real == fake, name
 

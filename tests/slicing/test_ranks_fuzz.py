@@ -14,7 +14,7 @@ NEAR = 1e-11
 
 def fuzzed(context, names, seeds, sequence_dim):
     warnings.simplefilter("ignore")
-    found = []
+    results = []
     for name in names:
         whole, run = {**NETS, **LARGE}[name]()
         for seed in seeds:
@@ -22,16 +22,16 @@ def fuzzed(context, names, seeds, sequence_dim):
             slices = random_slices(whole, group.size, seed, (0.15, 0.5, 0.9)[seed % 3])
             gathered = set(list(slices)[:: seed + 1])
             result = compared(copy.deepcopy(whole), run, slices, group, gathered=gathered)
-            found.append((name, seed, result))
-    return found
+            results.append((name, seed, result))
+    return results
 
 
 def assert_right(names, seeds, ranks, sequence_dim=None):
     runs = run_ranks(fuzzed, ranks, names, seeds, sequence_dim, tp=ranks, timeout_s=400)
     wrong = [
         (name, seed, result.worst, result.where, result.error[-1500:])
-        for found in runs
-        for name, seed, result in found
+        for results in runs
+        for name, seed, result in results
         if not result.worst < NEAR
     ]
     assert not wrong

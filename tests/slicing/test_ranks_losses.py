@@ -42,14 +42,14 @@ def both(context, logits, dim, compute, sections=None):
     wanted = compute(whole)
     wanted.sum().backward()
     own = slices.local(logits, group.rank, group.size).clone().requires_grad_()
-    found = compute(SlicedTensor.of(own, slices, group))
-    if isinstance(found, SlicedTensor):
-        found = found.whole()
-    found.sum().backward()
+    loss = compute(SlicedTensor.of(own, slices, group))
+    if isinstance(loss, SlicedTensor):
+        loss = loss.whole()
+    loss.sum().backward()
     gradient = slices.local(whole.grad, group.rank, group.size)
-    same = torch.allclose(found, wanted, atol=1e-13, rtol=1e-13, equal_nan=True)
+    same = torch.allclose(loss, wanted, atol=1e-13, rtol=1e-13, equal_nan=True)
     near = torch.allclose(own.grad, gradient, atol=1e-13, rtol=1e-13, equal_nan=True)
-    return same and found.shape == wanted.shape and found.dtype == wanted.dtype, near, group.gathers
+    return same and loss.shape == wanted.shape and loss.dtype == wanted.dtype, near, group.gathers
 
 
 def of_logits(context):
@@ -83,7 +83,7 @@ def test_cross_entropy_of_logits_in_slices(ranks):
 
 def low(context):
     """Cross entropy of 16-bit logits, in a run and by torch's function."""
-    found = []
+    results = []
     for shape, loss in (((7, 11), CrossEntropy()), ((2, 11, 3, 5), CrossEntropy(class_dim=1))):
         logits, target, _ = values(shape, "some")
         logits = logits.bfloat16()
@@ -100,17 +100,19 @@ def low(context):
             loss_here.backward()
             gradient = slices.local(whole.grad, group.rank, group.size)
             far = (own.grad - gradient).abs().max() / gradient.abs().max()
-            found.append((loss_here.dtype == wanted.dtype, own.grad.dtype == gradient.dtype))
-            found.append((abs(loss_here - wanted).item() / wanted.item() < 1e-2, far.item() < 1e-2))
+            results.append((loss_here.dtype == wanted.dtype, own.grad.dtype == gradient.dtype))
+            results.append(
+                (abs(loss_here - wanted).item() / wanted.item() < 1e-2, far.item() < 1e-2)
+            )
             if wanted.dtype == torch.float32:
-                found.append((abs(loss_here - wanted).item() / wanted.item() < 1e-6, True))
-            found.append((not group.gathers, True))
-    return found
+                results.append((abs(loss_here - wanted).item() / wanted.item() < 1e-6, True))
+            results.append((not group.gathers, True))
+    return results
 
 
 def test_low_precision_is_computed_in_float32():
-    for found in run_ranks(low, 2, tp=2):
-        assert all(map(all, found)), found
+    for results in run_ranks(low, 2, tp=2):
+        assert all(map(all, results)), results
 
 
 def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, chunk_size):
@@ -151,28 +153,28 @@ def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, ch
         chunk_size=chunk_size,
     )
     (loss * 0.5).backward()
-    found = [(loss, plain), (own_hidden.grad, mine(hidden.grad, hidden_slices))]
-    found.append((own_weight.grad, mine(head.weight.grad, of_head)))
+    pairs = [(loss, plain), (own_hidden.grad, mine(hidden.grad, hidden_slices))]
+    pairs.append((own_weight.grad, mine(head.weight.grad, of_head)))
     if has_bias:
-        found.append((own_bias.grad, mine(head.bias.grad, of_head)))
-    return max((a - b).abs().max().item() for a, b in found), dict(group.gathers)
+        pairs.append((own_bias.grad, mine(head.bias.grad, of_head)))
+    return max((a - b).abs().max().item() for a, b in pairs), dict(group.gathers)
 
 
 def of_heads(context):
     cases = itertools.product(
         (False, True), (True, False), (None, 0, 1, 2), (0.0, 0.1), (0, 2, 6), (1, 2000, 1 << 20)
     )
-    found = {}
+    results = {}
     for case in cases:
         if case[1] or case[2] in (0, 1):
-            found[case] = of_a_head(context, *case)
-    return found
+            results[case] = of_a_head(context, *case)
+    return results
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_chunks_of_a_head_in_slices(ranks):
-    for found in run_ranks(of_heads, ranks, tp=ranks):
-        for case, (distance, gathers) in found.items():
+    for results in run_ranks(of_heads, ranks, tp=ranks):
+        for case, (distance, gathers) in results.items():
             assert distance < 1e-12, (case, distance)
             assert not gathers, case
 
@@ -193,16 +195,16 @@ def of_a_model(context, sequence_dim, tied):
     with head_targets(loss, targets):
         output = model(words)
         seen = is_head_loss(output) and is_head_loss(output.view_as(output))
-        found = loss(output, targets)
-    found.backward()
+        value = loss(output, targets)
+    value.backward()
     parameters = dict(model.named_parameters())
-    differences = [(wanted - found).abs().item()]
+    differences = [(wanted - value).abs().item()]
     for name, parameter in whole.named_parameters():
         gradient = parameter.grad
         if name in case.slices:
             gradient = case.slices[name].local(gradient, group.rank, group.size)
         differences.append((gradient - parameters[name].grad).abs().max().item())
-    return seen, max(differences), dict(group.gathers), found.item()
+    return seen, max(differences), dict(group.gathers), value.item()
 
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])

@@ -36,7 +36,7 @@ def tracked(group, mode, *, fake):
     model = case.make().double()
     words, targets = (torch.randint(WORDS, (3, LENGTH)) for _ in range(2))
     tracker = StorageTracker(fake=True) if fake else PatientTracker()
-    found = []
+    sizes = []
     with FakeTensorMode() if fake else nullcontext():
         if fake:
             model = fake_model(model, torch.device("cpu"), double=True)
@@ -46,31 +46,31 @@ def tracked(group, mode, *, fake):
         recompute(case.blocks(model), mode)
         with tracker:
             loss = F.cross_entropy(model(words).reshape(-1, WORDS), targets.reshape(-1))
-            found += [tracker.live_bytes, tracker.peak_bytes]
+            sizes += [tracker.live_bytes, tracker.peak_bytes]
             loss.backward()
-            found += [tracker.live_bytes, tracker.peak_bytes]
-    return found
+            sizes += [tracker.live_bytes, tracker.peak_bytes]
+    return sizes
 
 
 def both(context):
-    found = {}
+    sizes = {}
     for sequence_dim in (None, 1):
         for mode in ("", "full", "selective"):
             group = slice_group(context, sequence_dim=sequence_dim)
             twin = SliceGroup(group.rank, group.size, sequence_dim=sequence_dim, gloo=True)
-            found[sequence_dim, mode] = (
+            sizes[sequence_dim, mode] = (
                 tracked(group, mode, fake=False),
                 tracked(twin, mode, fake=True),
             )
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_run_on_fake_tensors_has_the_memory_of_each_rank(ranks):
     for _ in range(3):  # gloo's thread may still be late
         results = run_ranks(both, ranks, tp=ranks)
-        if all(real == fake for found in results for real, fake in found.values()):
+        if all(real == fake for sizes in results for real, fake in sizes.values()):
             break
-    for found in results:
-        for key, (real, fake) in found.items():
+    for sizes in results:
+        for key, (real, fake) in sizes.items():
             assert real == fake, key

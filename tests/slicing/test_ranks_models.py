@@ -56,10 +56,10 @@ def of_a_gpt(context, tied, smoothing):
     slice_modules(model, slices, group)
     differences = {"loss": one_pass(whole, smoothing) - one_pass(model, smoothing)}
     for name, parameter in whole.named_parameters():
-        wanted, found = parameter.grad, dict(model.named_parameters())[name].grad
+        wanted, gradient = parameter.grad, dict(model.named_parameters())[name].grad
         if name in slices:
             wanted = slices[name].local(wanted, group.rank, group.size)
-        differences[name] = wanted - found
+        differences[name] = wanted - gradient
     return {name: d.abs().max().item() for name, d in differences.items()}, group.gathers
 
 

@@ -45,8 +45,8 @@ def expected() -> Record:
 def test_norms_and_clipped_steps_are_those_of_one_process(expected: Record, case: str) -> None:
     mesh, strategies = MESHES[case]
     ranks = math.prod(mesh.values())
-    for found in run_ranks(records, ranks, strategies, mesh, timeout_s=120, **mesh):
-        for strategy, record in zip(strategies, found, strict=True):
+    for results in run_ranks(records, ranks, strategies, mesh, timeout_s=120, **mesh):
+        for strategy, record in zip(strategies, results, strict=True):
             assert largest_difference(expected, record) < 1e-12, strategy
 
 
@@ -64,8 +64,8 @@ def released(context: RunContext, strategies: tuple[str, ...]) -> Any:
 def test_gradients_that_are_freed_as_they_come_leave_the_bits_and_the_norm(
     ranks: int, strategies: tuple[str, ...]
 ) -> None:
-    for found in run_ranks(released, ranks, strategies, tp=2, timeout_s=120):
-        for strategy, (kept, freed) in found.items():
+    for results in run_ranks(released, ranks, strategies, tp=2, timeout_s=120):
+        for strategy, (kept, freed) in results.items():
             for one, other in zip(kept[0], freed[0], strict=True):
                 assert one.loss == other.loss, strategy
                 assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6), strategy

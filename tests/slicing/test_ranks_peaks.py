@@ -180,9 +180,11 @@ def test_every_rank_with_other_techniques(tmp_path, case):
     given = (strategies, mesh, str(tmp_path))
     rows = settled(
         lambda: run_ranks(peaks_beside, math.prod(mesh.values()), *given, timeout_s=900, **mesh),
-        lambda found: any(share(found[key]) < -slack(key, OF_FEW) for key in found),
+        lambda by_strategy: any(
+            share(by_strategy[key]) < -slack(key, OF_FEW) for key in by_strategy
+        ),
     )
-    for found in rows:
-        for key, row in found.items():
+    for by_strategy in rows:
+        for key, row in by_strategy.items():
             assert row[2] is None, key
             assert -slack(key, OF_FEW) < share(row) < slack(key, OF_FEW), (key, row)

@@ -51,12 +51,12 @@ def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
         assert (sent.shape, sent.dtype, sent.requires_grad) == (meta.shape, meta.dtype, trains)
         assert sent.untyped_storage().nbytes() == sent.nbytes
         received = sent.detach().requires_grad_(trains)
-        found = gather_boundary(received, whole.to("meta"), group)
-        assert torch.equal(found, whole)
+        gathered = gather_boundary(received, whole.to("meta"), group)
+        assert torch.equal(gathered, whole)
         if trains:
             # A gradient whose strides differ from its tensor's.
             gradient = whole.flip(0).t().contiguous().t() if whole.dim() == 2 else whole.flip(0)
-            found.backward(gradient)
+            gathered.backward(gradient)
             assert received.grad.shape == sent.shape
             sent.backward(received.grad)
             assert torch.equal(leaf.grad, gradient)
@@ -66,8 +66,8 @@ def send_and_receive(context: RunContext) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_parts_are_gathered_to_what_they_were_in_every_type(tp: int) -> None:
-    found = run_ranks(send_and_receive, tp, tp=tp)
-    for of_ranks in zip(*found, strict=True):
+    results = run_ranks(send_and_receive, tp, tp=tp)
+    for of_ranks in zip(*results, strict=True):
         parts = [part for part, _ in of_ranks]
         assert sum(parts) == of_ranks[0][1]
         assert max(parts) - min(parts) <= 1
@@ -118,11 +118,11 @@ def send_and_receive_shards(context: RunContext) -> list[str]:
                 assert sent.requires_grad is meta.requires_grad is sent.is_contiguous() is True
                 assert wire.gathered_bytes(crossing) == 0
                 received = sent.detach().requires_grad_()
-                found = wire.receive(received, crossing)
-                assert is_sliced(found)
-                assert found.shape == whole.shape
-                assert torch.equal(local_of(found), own)
-                local_of(found).backward(own.flip(0))
+                received_tensor = wire.receive(received, crossing)
+                assert is_sliced(received_tensor)
+                assert received_tensor.shape == whole.shape
+                assert torch.equal(local_of(received_tensor), own)
+                local_of(received_tensor).backward(own.flip(0))
                 sent.backward(received.grad)
                 kinds += [one.kind for one in exchanges]
                 assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
@@ -149,8 +149,8 @@ def test_which_tensors_are_sent_as_sequence_shards() -> None:
         crossing = Crossing(SliceGroup(0, size, sequence_dim=1))
         assert Crossing(SliceGroup(0, size), is_between_ranks=True).sequence_shard(whole) is None
         assert Crossing().sequence_shard(whole) is None
-        found = crossing.sequence_shard(whole)
-        return None if found is None else found[0]
+        shard = crossing.sequence_shard(whole)
+        return None if shard is None else shard[0]
 
     assert lies(2, 9, 8) == Slices.even(1, 9)
     assert lies(2, 4, 3, 8, dtype=torch.bfloat16) == Slices.even(1, 4)

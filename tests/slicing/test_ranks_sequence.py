@@ -32,7 +32,7 @@ CASES = {
 
 
 def of_cases(context, names, modes):
-    found = {}
+    results = {}
     for name in names:
         for mode in modes:
             for sequence_dim in (0 if name == "sequence first" else 1, None):
@@ -40,8 +40,8 @@ def of_cases(context, names, modes):
                 case = CASES[name]()
                 key = (name, mode, sequence_dim)
                 prints = fingerprints(case, group, mode)
-                found[key] = differences(case, group, mode), prints, dict(group.gathers)
-    return found
+                results[key] = differences(case, group, mode), prints, dict(group.gathers)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def of_cases(context, names, modes):
     ],
 )
 def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):
-    found = run_ranks(of_cases, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
-    for key, (_, wanted, _) in found[0].items():
+    results = run_ranks(of_cases, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
+    for key, (_, wanted, _) in results[0].items():
         for rank in range(ranks):
-            distance, prints, gathers = found[rank][key]
+            distance, prints, gathers = results[rank][key]
             assert max(distance.values()) < 1e-12, (key, rank, distance)
             assert prints == wanted, (key, rank)
             assert set(gathers) <= ({"__getitem__"} if key[0] == "vit" else set()), (key, gathers)
@@ -104,18 +104,18 @@ def test_a_layer_exchanges_what_the_papers_say():
 
     2022; the backward pass gathers the products' inputs again.
     """
-    (found, other) = run_ranks(of_layers, 2, tp=2)
-    assert found == other
-    assert found[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
+    (exchanges, other) = run_ranks(of_layers, 2, tp=2)
+    assert exchanges == other
+    assert exchanges[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
     forward = {"all_gather": 2, "reduce_scatter": 2}
     # Small ones: weight and bias of two norms, and two biases of row-sliced layers.
-    assert found[1, ""] == (forward, {"all_gather": 4, "reduce_scatter": 2}, 6)
+    assert exchanges[1, ""] == (forward, {"all_gather": 4, "reduce_scatter": 2}, 6)
     # Recomputed: all except for the last sum, which no product's gradient needs.
-    assert found[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
-    assert found[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
+    assert exchanges[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
+    assert exchanges[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
     # Products and their sums are saved.
-    assert found[None, "selective"] == found[None, ""]
-    assert found[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
+    assert exchanges[None, "selective"] == exchanges[None, ""]
+    assert exchanges[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
 
 
 def separate(context):
@@ -142,9 +142,9 @@ def separate(context):
     assert torch.allclose(
         sequence_slices.local(wanted.grad, group.rank, group.size), held.grad, atol=1e-12
     )
-    for w, found in zip(plain, own, strict=True):
+    for w, gradient in zip(plain, own, strict=True):
         mine = columns.local(w.grad, group.rank, group.size)
-        assert torch.allclose(mine, found.grad, atol=1e-12)
+        assert torch.allclose(mine, gradient.grad, atol=1e-12)
     return forward, Counter(e.kind for e in exchanges[len(forward) :])
 
 
@@ -177,14 +177,14 @@ def test_each_shard_has_its_own_masks_and_whole_tensors_have_equal_ones():
 def with_dropout(context, build, sequence_dim):
     """Gradients of a model with dropout, saved and recomputed."""
     case = CASES_WITH_DROPOUT[build]()
-    found = []
+    gradients = []
     for mode in ("", "full", "selective"):
         group = slice_group(context, sequence_dim=sequence_dim)
         model = built(case, group, mode)
         loss = passed(model, case)
-        found.append([loss.item(), *(p.grad.tolist() for p in model.parameters())])
+        gradients.append([loss.item(), *(p.grad.tolist() for p in model.parameters())])
     whole = {n: p.grad.tolist() for n, p in model.named_parameters() if n not in case.slices}
-    return found, loss.item(), whole
+    return gradients, loss.item(), whole
 
 
 CASES_WITH_DROPOUT = {
@@ -197,9 +197,9 @@ CASES_WITH_DROPOUT = {
 def test_dropout_draws_the_same_when_computed_again(build):
     for sequence_dim in (1, None):
         results = run_ranks(with_dropout, 2, build, sequence_dim, tp=2)
-        for found, _, _ in results:
-            assert found[0] == found[1]
-            assert found[0] == found[2]
+        for gradients, _, _ in results:
+            assert gradients[0] == gradients[1]
+            assert gradients[0] == gradients[2]
         assert results[0][1:] == results[1][1:]
 
 
@@ -230,8 +230,8 @@ def split_backward(context, sequence_dim, count):
         wanted if sequence_dim is None else sequence_slices.local(wanted, group.rank, group.size)
     )
     assert torch.allclose(to_leaf, wanted, atol=1e-12)
-    for found in to_weights:
-        assert torch.allclose(found, whole.sum((0, 1)).expand_as(found), atol=1e-12)
+    for gradient in to_weights:
+        assert torch.allclose(gradient, whole.sum((0, 1)).expand_as(gradient), atol=1e-12)
     return first, second
 
 
@@ -242,7 +242,7 @@ def split_backwards(context):
 
 
 def test_a_backward_pass_in_two_parts_exchanges_each_thing_once():
-    for found in run_ranks(split_backwards, 2, tp=2):
-        for (dim, _), (first, second) in found.items():
+    for exchanges in run_ranks(split_backwards, 2, tp=2):
+        for (dim, _), (first, second) in exchanges.items():
             assert first == {"all_reduce" if dim is None else "reduce_scatter": 1}
             assert second == ({} if dim is None else {"all_gather": 1})

@@ -36,20 +36,20 @@ def test_slices_of_another_shape_hold_the_same_elements():
             continue
         dim = draw.choice(dims)
         slices = drawn_slices(draw, dim, shape[dim], size)
-        found = reshaped(slices, shape, target, size)
+        result = reshaped(slices, shape, target, size)
         whole = torch.arange(math.prod(shape)).view(shape)
         parts = [slices.local(whole, rank, size) for rank in range(size)]
         if target == shape:
-            assert found is not None
-        if found is None:
+            assert result is not None
+        if result is None:
             continue
         found_some += target != shape
         for rank, part in enumerate(parts):
-            own = found.local(whole.view(target), rank, size)
-            assert torch.equal(part.reshape(found.local_shape(target, rank, size)), own)
+            own = result.local(whole.view(target), rank, size)
+            assert torch.equal(part.reshape(result.local_shape(target, rank, size)), own)
         assert torch.equal(
-            found.join(
-                [p.reshape(found.local_shape(target, r, size)) for r, p in enumerate(parts)]
+            result.join(
+                [p.reshape(result.local_shape(target, r, size)) for r, p in enumerate(parts)]
             ),
             whole.view(target),
         )

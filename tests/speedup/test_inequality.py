@@ -75,7 +75,7 @@ def test_the_ranks_that_pay_are_those_of_the_closed_form():
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("threshold", "reason"),
     [
         (batch_that_pays(step(compute=2.1), COST), "2 ranks at once compute 2.10 times as long"),
         (batch_that_pays(step(), None), "twice the samples took no longer"),
@@ -98,9 +98,9 @@ def test_the_ranks_that_pay_are_those_of_the_closed_form():
         ),
     ],
 )
-def test_never_has_a_reason(found, reason):
-    assert found.value is None
-    assert reason in found.reason
+def test_never_has_a_reason(threshold, reason):
+    assert threshold.value is None
+    assert reason in threshold.reason
 
 
 def test_where_no_rank_waits_everything_pays():
@@ -112,12 +112,12 @@ def test_where_no_rank_waits_everything_pays():
 def test_what_pays_now_is_not_called_hopeless():
     """One of the three values may be unknown although the step pays."""
     for one, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
-        found = {
+        thresholds = {
             "batch": batch_that_pays(one, None),
             "bandwidth": bandwidth_that_pays(replace(one, whole=None), 1.0),
             "ranks": Threshold(None, "by forecast none do"),
         }
-        first, *lines = inequality_lines("ddp", one, found, None, here=True)
+        first, *lines = inequality_lines("ddp", one, thresholds, None, here=True)
         assert first.endswith("it pays" if one.pays else "it does not pay")
         assert len(lines) == 3
         for line in lines:

@@ -83,9 +83,9 @@ def test_a_version_without_a_name_is_refused_before_the_ranks_connect(
         rf"^{user}: {library} [\d.]+ has no {library}\.gone, .*{seen.requirement} was tested"
         rf".*Run `{seen.fix}`, or (use --strategy|set strategy\.cut\.engine=torch)"
     )
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         planned(strategy, ranks)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(("library", "strategy", "ranks"), RUN_BY)

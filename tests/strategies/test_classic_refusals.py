@@ -98,8 +98,8 @@ def test_what_cannot_be_is_a_line_and_status_2(tmp_path, monkeypatch, capsys, ca
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(torch.distributed, "init_process_group", None)  # must not be reached
     assert run_guarded(lambda: main(words)) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("bigtrain: ")
-    assert message in told
-    assert told.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("bigtrain: ")
+    assert message in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "runs").exists()

@@ -40,7 +40,7 @@ def test_rows_are_dealt_out_as_torch_does(rows, devices):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "options", "plan", "said"),
+    ("gpus", "options", "plan", "message"),
     [
         (0, {}, plan_on(device="cpu"), r"it needs CUDA, and the device is cpu. Use --strategy ddp"),
         (2, {}, plan_on("ddp", 2), r"2 ranks were started. Use --strategy ddp, or start one rank"),
@@ -60,9 +60,9 @@ def test_rows_are_dealt_out_as_torch_does(rows, devices):
         ),
     ],
 )
-def test_what_is_refused(monkeypatch, gpus, options, plan, said):
+def test_what_is_refused(monkeypatch, gpus, options, plan, message):
     monkeypatch.setattr(data_parallel, "device_count", lambda: gpus)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         data_parallel.DataParallel(**options).check(plan)
 
 
@@ -102,19 +102,19 @@ def test_the_copies_and_all_gradients_are_forecast():
 
 
 def test_it_says_what_goes_between_the_gpus_and_what_the_first_one_holds():
-    found = profile(buffer_bytes=64)
+    priced = profile(buffer_bytes=64)
     plan = plan_on()
-    there, back = data_parallel.DataParallel(devices=4).traffic(found, plan)
+    there, back = data_parallel.DataParallel(devices=4).traffic(priced, plan)
     assert (there.nbytes, there.ranks, there.every) == (
-        found.parameter_bytes + 64,
+        priced.parameter_bytes + 64,
         4,
         "micro_batch",
     )
-    assert (back.nbytes, back.kind) == (found.gradient_bytes, "reduce")
+    assert (back.nbytes, back.kind) == (priced.gradient_bytes, "reduce")
     assert StepVolume.stated((there, back), 2) == StepVolume({}, {})  # no traffic between ranks
-    said = data_parallel.DataParallel(devices=4).advise(Forecast.of(found), found, plan)
-    assert "the first of 4 GPUs holds 45.8 MiB more than each other" in said
-    assert "BatchNorm statistics) follow the rows of the first GPU alone" in said
+    advice = data_parallel.DataParallel(devices=4).advise(Forecast.of(priced), priced, plan)
+    assert "the first of 4 GPUs holds 45.8 MiB more than each other" in advice
+    assert "BatchNorm statistics) follow the rows of the first GPU alone" in advice
 
 
 def test_its_copies_make_no_loss_in_chunks() -> None:

@@ -89,13 +89,13 @@ def test_the_process_is_smaller_by_the_state(tmp_path):
 
 def files_held() -> list[str]:
     """The state files that this process has open, as the kernel names them."""
-    found = []
+    paths = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found.append(os.readlink(entry))
+            paths.append(os.readlink(entry))
         except OSError:
             continue
-    return [name for name in found if "bigtrain-test" in name]
+    return [name for name in paths if "bigtrain-test" in name]
 
 
 @pytest.mark.parametrize("fails", [False, True])

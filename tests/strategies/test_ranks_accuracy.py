@@ -23,7 +23,7 @@ weights.
 
 def recognized(context, strategy) -> list[float]:
     """The accuracy on held-out digits after a run of the job `digits`, for each seed."""
-    found = []
+    accuracies = []
     for seed in SEEDS:
         length = [f"train.steps={STEPS}", "train.epochs=null", f"train.seed={seed}"]
         quiet = [f"{key}={value}" for key, value in UNSEEN.items()]
@@ -33,8 +33,8 @@ def recognized(context, strategy) -> list[float]:
             for batch in parts.training_steps(context, 0):
                 if engine.step(batch).step == STEPS:
                     break
-            found.append(engine.evaluate(parts.validation_batches(context))["top1"])
-    return found
+            accuracies.append(engine.evaluate(parts.validation_batches(context))["top1"])
+    return accuracies
 
 
 @pytest.fixture(scope="module")
@@ -54,5 +54,5 @@ def test_it_is_within_a_point_of_ddp(expected, strategy, ranks):
     """Means of asynchronous runs were 0.7 points below to 0.3 above, so these get a second try."""
     assert expected > 0.96
     tries = 2 if strategy == "parameter_server_async" else 1
-    found = (run_ranks(recognized, ranks, strategy, timeout_s=300)[0] for _ in range(tries))
-    assert any(mean(one) >= expected - POINT for one in found)
+    accuracies = (run_ranks(recognized, ranks, strategy, timeout_s=300)[0] for _ in range(tries))
+    assert any(mean(one) >= expected - POINT for one in accuracies)

@@ -50,15 +50,15 @@ def trained(context, folder, keys, late=None, optimizer=sgd):
     with Engine(TinyLM, CrossEntropy(), optimizer, job, context) as engine:
         before = whole_tensors(engine.runner.state())
         place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
-        batches, found = loader(place, size, engine.plan.batch.global_size), []
+        batches, losses = loader(place, size, engine.plan.batch.global_size), []
         for _, batch in zip(range(STEPS), batches, strict=False):
-            if late is not None and place == late[0] and not found:
+            if late is not None and place == late[0] and not losses:
                 while len(log_of(folder)) < late[1]:
                     time.sleep(0.01)
                 time.sleep(0.1)  # time for more pushes, if the bound did not stop the others
             result = engine.step(batch)
-            found.append((result.loss, getattr(engine.runner, "figures", {})))
-        return before, found, whole_tensors(engine.runner.state())
+            losses.append((result.loss, getattr(engine.runner, "figures", {})))
+        return before, losses, whole_tensors(engine.runner.state())
 
 
 def log_of(folder):
@@ -99,7 +99,7 @@ def test_each_push_is_applied_to_what_is_newest(tmp_path, divide):
 @pytest.mark.parametrize("bound", [0, 2])
 def test_the_fastest_worker_waits(tmp_path, bound):
     keys = {OPTION + "staleness": bound, "train.global_batch_size": 9}
-    found = run_ranks(trained, 4, tmp_path, keys, (0, 2 * (bound + 1)))
+    results = run_ranks(trained, 4, tmp_path, keys, (0, 2 * (bound + 1)))
     clocks, stale = [0, 0, 0], {0: [], 1: [], 2: []}
     log = log_of(tmp_path)
     for number, line in enumerate(log):
@@ -115,9 +115,9 @@ def test_the_fastest_worker_waits(tmp_path, bound):
     assert log[len(lead)]["worker"] == 0
     assert 0 not in lead  # the late worker; the others are as far ahead as allowed
     for worker in range(3):
-        assert [figures["staleness"] for _, figures in found[1 + worker][1]] == stale[worker]
+        assert [figures["staleness"] for _, figures in results[1 + worker][1]] == stale[worker]
     means = [sum(line["staleness"] for line in log[n : n + 3]) / 3 for n in range(0, len(log), 3)]
-    assert [figures["staleness"] for _, figures in found[0][1]] == pytest.approx(means)
+    assert [figures["staleness"] for _, figures in results[0][1]] == pytest.approx(means)
 
 
 def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
@@ -146,8 +146,8 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
 
 
 def test_the_peak_of_workers_and_of_servers_is_foretold():
-    found = run_ranks(peaks, 3, wide, text(), "parameter_server_async", {}, adamw)
-    for predicted, measured, note in found:
+    results = run_ranks(peaks, 3, wide, text(), "parameter_server_async", {}, adamw)
+    for predicted, measured, note in results:
         assert note is None
         assert_same_parts(predicted, measured)
 

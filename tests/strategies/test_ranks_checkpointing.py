@@ -147,16 +147,16 @@ def test_a_budget_is_kept_and_used(strategy, ranks, keys):
     wide = run_ranks(run, ranks, gpt_without, batch, keys, strategy, **given)
     least = {**keys, f"{RECOMPUTE}.mode": "full"}
     narrow = run_ranks(run, ranks, gpt_without, batch, least, strategy, 1, **given)
-    high = max(found[2][0].bytes for found in wide)
-    low = max(found[2][0].bytes for found in narrow)
+    high = max(result[2][0].bytes for result in wide)
+    low = max(result[2][0].bytes for result in narrow)
     assert low < high
     limit = (high + low) // 2
     words = {**keys, f"{RECOMPUTE}.budget": limit}
-    for found in run_ranks(run, ranks, gpt_without, batch, words, strategy, **given):
-        assert found[0] == pytest.approx(wide[0][0], rel=1e-5)
-        assert found[2][0].bytes <= limit
-        assert found[2][1].bytes <= 1.02 * limit
-        said = [line for line in found[3] if "budget" in line]
-        assert len(said) == pp
-        assert "longer" in said[0]
+    for result in run_ranks(run, ranks, gpt_without, batch, words, strategy, **given):
+        assert result[0] == pytest.approx(wide[0][0], rel=1e-5)
+        assert result[2][0].bytes <= limit
+        assert result[2][1].bytes <= 1.02 * limit
+        lines = [line for line in result[3] if "budget" in line]
+        assert len(lines) == pp
+        assert "longer" in lines[0]
     assert max(f[2][0].bytes for f in wide) > limit

@@ -58,8 +58,8 @@ def each(context, optimizer, cases) -> dict[str, Record]:
 @pytest.mark.parametrize("ranks", fewer([3, 2, 4], 1))
 def test_losses_and_weights_of_sgd_are_those_of_one_process(ranks):
     one = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, sgd)[0]
-    found = run_ranks(each, ranks, sgd, possible(ranks))
-    for rank, case in product(found, possible(ranks)):
+    results = run_ranks(each, ranks, sgd, possible(ranks))
+    for rank, case in product(results, possible(ranks)):
         assert rank[case].losses == pytest.approx(one.losses, abs=ROUNDING), case
         assert rank[case].weights.keys() == one.weights.keys()
         for name, weight in rank[case].weights.items():

@@ -57,9 +57,9 @@ class Penalised(Net):
 
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():  # also in evaluation
-            found = super().forward(x)
-            (slope,) = torch.autograd.grad(found["y"].sum(), found["x"], create_graph=True)
-        return {"y": found["y"], "penalty": (slope.norm(dim=1) - 1).square()}
+            output = super().forward(x)
+            (slope,) = torch.autograd.grad(output["y"].sum(), output["x"], create_graph=True)
+        return {"y": output["y"], "penalty": (slope.norm(dim=1) - 1).square()}
 
 
 class Adversarial(Net):
@@ -67,8 +67,8 @@ class Adversarial(Net):
 
     def forward(self, x: Tensor) -> Any:
         with torch.enable_grad():
-            found = super().forward(x)
-            (slope,) = torch.autograd.grad(found["y"].square().sum(), found["x"])
+            output = super().forward(x)
+            (slope,) = torch.autograd.grad(output["y"].square().sum(), output["x"])
         return {"y": self.logits(x + 0.1 * slope.sign())}
 
 
@@ -117,7 +117,7 @@ def plain_loop(case: str) -> list[float]:
 
 def train_all(context: Any, strategy: str, has_example: int) -> Any:
     """The losses of each case, or the message of its refusal."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for case, (make, loss) in CASES.items():
         sizes = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
         job = job_from_keys(strategy, {**sizes, "memory.track_steps": 0})
@@ -134,10 +134,10 @@ def train_all(context: Any, strategy: str, has_example: int) -> Any:
         try:
             with Engine(model, given, sgd, job, context, example=first) as engine:
                 steps = [(x[own], y[own]) for x, y in map(batch, range(STEPS))]
-                found[case] = [engine.step(one).loss for one in steps]
+                outcomes[case] = [engine.step(one).loss for one in steps]
         except ConfigError as error:
-            found[case] = str(error)
-    return found
+            outcomes[case] = str(error)
+    return outcomes
 
 
 HELD = ("single", "ddp", "ddp+full", "zero1_torch", "ddp+offload_disk", "oss")
@@ -152,9 +152,9 @@ LONGER = ("oss", "zero1", "zero3", "ddp+full", "ddp+offload_disk")
 def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2
-    (found, *others) = run_ranks(train_all, ranks, strategy, 1, **axes)
-    assert all(other == found for other in others)
-    for case, outcome in found.items():
+    (outcomes, *others) = run_ranks(train_all, ranks, strategy, 1, **axes)
+    assert all(other == outcomes for other in others)
+    for case, outcome in outcomes.items():
         if isinstance(outcome, str):
             assert strategy in OTHERS, outcome
             assert "\n" not in outcome
@@ -162,13 +162,13 @@ def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
             assert "se --strategy" in outcome or "Use a strategy without a cut" in outcome
         else:
             assert outcome == pytest.approx(plain_loop(case), rel=1e-5), case
-    refused = {case for case, outcome in found.items() if isinstance(outcome, str)}
+    refused = {case for case, outcome in outcomes.items() if isinstance(outcome, str)}
     assert refused >= (set(IN_LOSS) if strategy in OTHERS else set())
     assert ("penalty in the model" in refused) is (strategy in ("fsdp", "zero3", "1f1b", "tensor"))
 
 
 def test_without_an_example_it_is_refused_at_the_first_step():
-    for found in run_ranks(train_all, 2, "fsdp", 0):
+    for outcomes in run_ranks(train_all, 2, "fsdp", 0):
         for case in ("penalty in the model", *IN_LOSS):
-            assert "which strategy fsdp cannot hold" in found[case]
-            assert "use --strategy zero1_torch" in found[case].replace("Use", "use")
+            assert "which strategy fsdp cannot hold" in outcomes[case]
+            assert "use --strategy zero1_torch" in outcomes[case].replace("Use", "use")

@@ -73,15 +73,15 @@ def by_hand(before, steps, replicas, every, outer=False, fragments=1, delay=0, m
     losses, waiting = [], []
     for step in range(1, steps + 1):
         batches = [next(stream).micro_batches[0] for stream in streams]
-        total, found = sum(b.count for b in batches), 0.0
+        total, loss_sum = sum(b.count for b in batches), 0.0
         for model, optimizer, batch in zip(models, inner, batches, strict=True):
             out = model(batch.inputs).flatten(0, -2)
             loss = functional.cross_entropy(out, batch.targets.flatten(), reduction="sum")
             (loss * replicas / total).backward()
-            found += loss.item() / total
+            loss_sum += loss.item() / total
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(found)
+        losses.append(loss_sum)
         now = [dict(model.named_parameters()) for model in models]
         with torch.no_grad():
             for fragment in range(fragments):
@@ -118,10 +118,10 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_replicas_agree_as_in_a_few_lines_of_torch(form):
     options = {"train.precision": "fp64", **{OPTION + k: v for k, v in FORMS[form].items()}}
-    found = run_ranks(trained, 2, options, 9)
+    results = run_ranks(trained, 2, options, 9)
     settings = {**FORMS[form], "outer": "outer" in FORMS[form]}
-    losses, weights = by_hand(found[0][0], 9, 2, **settings)
-    for rank, (_, own_losses, own_weights) in enumerate(found):
+    losses, weights = by_hand(results[0][0], 9, 2, **settings)
+    for rank, (_, own_losses, own_weights) in enumerate(results):
         assert own_losses == pytest.approx(losses, abs=1e-12)
         for name, value in own_weights.items():
             assert torch.allclose(value, weights[rank][name], rtol=0, atol=1e-12), name

@@ -106,14 +106,14 @@ def by_hand(before, log):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_others_make_all_their_steps(tmp_path, when, staleness, capfd):
     keys, victim, at = {OPTION + "staleness": staleness}, 1, 3
-    found = run_ranks(trained, 4, tmp_path, keys, victim, at, when, killed=[1 + victim])
-    assert found[1 + victim] is None
+    results = run_ranks(trained, 4, tmp_path, keys, victim, at, when, killed=[1 + victim])
+    assert results[1 + victim] is None
     lines = log_of(tmp_path)
     log, lost = [one for one in lines if "pulled" in one], [one for one in lines if "lost" in one]
     pushes = [sum(line["worker"] == worker for line in log) for worker in range(WORKERS)]
     assert pushes == [STEPS, at, STEPS]
     assert [line["lost"] for line in lost] == [victim]
-    before, losses, path, known = found[0]
+    before, losses, path, known = results[0]
     assert known == (1 + victim,)
     assert len(losses) == STEPS
     saved = Checkpoint(path)
@@ -121,10 +121,10 @@ def test_the_others_make_all_their_steps(tmp_path, when, staleness, capfd):
     for name, value in by_hand(before, log).items():
         assert torch.allclose(saved.read(f"model.{name}"), value, rtol=0, atol=1e-12), name
     assert [state is None for state in saved.meta["random"]] == [False, False, True, False]
-    said = capfd.readouterr().err
-    assert said.count("bigtrain: ") == 1
-    assert "bigtrain: worker 1 (rank 2) was lost in step " in said
-    assert "2 of 3 workers continue without its samples" in said
+    errors = capfd.readouterr().err
+    assert errors.count("bigtrain: ") == 1
+    assert "bigtrain: worker 1 (rank 2) was lost in step " in errors
+    assert "2 of 3 workers continue without its samples" in errors
     job = job_from_keys("parameter_server_async", {OPTION + "replay": str(tmp_path)})
     with pytest.raises(ConfigError, match="a run that lost a worker, which its log cannot repeat"):
         make_plan(job, 4, "cpu")
@@ -135,8 +135,8 @@ def test_two_servers_lose_two_of_three_workers_and_the_run_goes_on(tmp_path):
     completely.
     """
     keys = {OPTION + "servers": 2}
-    found = run_ranks(lose_two, 5, tmp_path, keys, killed=[2, 4])
-    assert [one is None for one in found] == [False, False, True, False, True]
+    results = run_ranks(lose_two, 5, tmp_path, keys, killed=[2, 4])
+    assert [one is None for one in results] == [False, False, True, False, True]
     lines = log_of(tmp_path)
     for server in range(2):
         own = [line for line in lines if line["server"] == server and "pulled" in line]
@@ -145,7 +145,7 @@ def test_two_servers_lose_two_of_three_workers_and_the_run_goes_on(tmp_path):
             0,
             2,
         }
-    assert {name.partition(".")[0] for name in Checkpoint(found[0]).names} == {"model"}
+    assert {name.partition(".")[0] for name in Checkpoint(results[0]).names} == {"model"}
 
 
 def lose_two(context, folder, keys):
@@ -191,21 +191,21 @@ def saved_by_those_left(context, folder, beside):
         engine.saver.reserve(Path(folder) / "checkpoints")
         if context.rank == 1:
             os.pwrite = lambda *_: die()
-        said = save_or_explain(engine, Path(folder), last=True)
-        return said, {k: t.values().clone() for k, t in engine.runner.state().items()}
+        message = save_or_explain(engine, Path(folder), last=True)
+        return message, {k: t.values().clone() for k, t in engine.runner.state().items()}
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_worker_that_dies_in_a_save_is_done_without(tmp_path, beside):
-    found = run_ranks(saved_by_those_left, 4, tmp_path, beside, killed=[1])
-    assert [one is None for one in found] == [False, True, False, False]
-    assert [one[0] for one in found if one] == [[], [], []]
+    results = run_ranks(saved_by_those_left, 4, tmp_path, beside, killed=[1])
+    assert [one is None for one in results] == [False, True, False, False]
+    assert [one[0] for one in results if one] == [[], [], []]
     saved = Checkpoint(tmp_path / "checkpoints" / "step-2")
     # The samples of the next worker.
     assert torch.equal(
-        saved.read("model.norm.running_mean"), found[2][1]["model.norm.running_mean"]
+        saved.read("model.norm.running_mean"), results[2][1]["model.norm.running_mean"]
     )
-    assert torch.equal(saved.read("model.conv.weight").view(-1), found[0][1]["model.conv.weight"])
+    assert torch.equal(saved.read("model.conv.weight").view(-1), results[0][1]["model.conv.weight"])
     assert "optimizer.conv.weight.exp_avg" in saved.names
 
 
@@ -224,6 +224,6 @@ def shares(context):
 
 
 def test_those_left_share_the_validation_samples():
-    found = run_ranks(shares, 4, killed=[2])
-    assert [one and one[0] for one in found] == [0, 120, None, 120]
-    assert [one and one[1] for one in found] == [0, 180, None, 180]
+    results = run_ranks(shares, 4, killed=[2])
+    assert [one and one[0] for one in results] == [0, 120, None, 120]
+    assert [one and one[1] for one in results] == [0, 180, None, 180]

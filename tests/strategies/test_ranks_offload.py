@@ -107,7 +107,7 @@ def test_checkpoints_go_both_ways(tmp_path, precision, world_size, strategy):
         for a in ways
         for b in ways
     }
-    assert len({str(found) for found in losses.values()}) == 1
+    assert len({str(last_losses) for last_losses in losses.values()}) == 1
 
 
 CASES: dict[str, tuple[Any, ...]] = {

@@ -52,8 +52,8 @@ def test_the_losses_of_adamw_in_fp32_are_those_of_one_process():
 )
 def test_the_peak_of_workers_and_of_servers_is_foretold(servers, keys, optimizer):
     keys = {**keys, "strategy.replicate.servers": servers}
-    found = run_ranks(peaks, 4, wide, text(), "parameter_server", keys, optimizer)
-    for rank, (predicted, measured, note) in enumerate(found):
+    results = run_ranks(peaks, 4, wide, text(), "parameter_server", keys, optimizer)
+    for rank, (predicted, measured, note) in enumerate(results):
         assert note is None
         assert_same_parts(predicted, measured)
         serves = rank < servers
@@ -63,8 +63,8 @@ def test_the_peak_of_workers_and_of_servers_is_foretold(servers, keys, optimizer
 
 def test_checkpoints_go_to_ddp_and_back(tmp_path):
     def run(strategy, ranks, folder, load=None):
-        found = run_ranks(continued, ranks, strategy, tmp_path / folder, adamw, load)
-        return found[0]
+        results = run_ranks(continued, ranks, strategy, tmp_path / folder, adamw, load)
+        return results[0]
 
     path, losses = run("parameter_server", 3, "server")
     again, same = run("parameter_server", 3, "again", path)
@@ -106,8 +106,8 @@ def test_a_dry_run_says_what_each_role_needs():
         predict(setup.resolved, setup.workload, 0, dp_rank).own_peak.bytes for dp_rank in (2, 0)
     ]
     worker, server = map(format_bytes, peaks_of_roles)
-    said = f"a worker is predicted to need {worker}, the server {server}"
-    assert said in prediction.advice
+    text = f"a worker is predicted to need {worker}, the server {server}"
+    assert text in prediction.advice
     assert prediction.peak.bytes == max(peaks_of_roles)
 
 

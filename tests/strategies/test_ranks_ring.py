@@ -24,7 +24,7 @@ def own(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 def averaged(context, dtype):
     """For each length: the average, and the bytes that were sent and received for it."""
-    found: list[tuple[Any, ...]] = []
+    averages: list[tuple[Any, ...]] = []
     reduce = RingReduce(context, max(LENGTHS), dtype)
     for length in LENGTHS:
         flat = own(context.rank, length, dtype)
@@ -32,8 +32,8 @@ def averaged(context, dtype):
         reduce(flat)
         counted: Any = context.recorder.traffic.end()
         ways = [None if counted is None else counted[way, context.world_size] for way in WAYS]
-        found.append((flat, *ways))
-    return found
+        averages.append((flat, *ways))
+    return averages
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def averaged(context, dtype):
     [(2, torch.float32), (3, torch.float32), (4, torch.float64), (4, torch.bfloat16)],
 )
 def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
-    found = run_ranks(averaged, ranks, dtype)
+    rank_results = run_ranks(averaged, ranks, dtype)
     for number, length in enumerate(LENGTHS):
         mean = torch.stack([own(rank, length, dtype).double() for rank in range(ranks)]).mean(0)
-        results, sent, received = zip(*(rank[number] for rank in found), strict=True)
+        results, sent, received = zip(*(rank[number] for rank in rank_results), strict=True)
         assert all(torch.equal(result, results[0]) for result in results)
         if dtype == torch.bfloat16:  # rounded only once, at the end
             near = mean.float().to(dtype)
@@ -69,15 +69,15 @@ def test_chunks_differ_by_one_at_most():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "said"),
+    ("ranks", "strategy", "message"),
     [
         (1, "ring", r"2 replicas or more, and mesh.dp=1. Use --strategy single, or start more"),
         (4, "1f1b+ring", r"a pipeline \(mesh.pp=2\) interleaves several. Use strategy.replicate="),
     ],
 )
-def test_what_a_ring_cannot_be(ranks, strategy, said):
+def test_what_a_ring_cannot_be(ranks, strategy, message):
     keys = {"train.global_batch_size": 8, **({"mesh.pp": 2} if ranks > 1 else {})}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(strategy, keys), ranks, "cpu")
 
 

@@ -163,10 +163,10 @@ def assert_equal_one_process(
     keys: dict[str, Any] = {"train.precision": precision}
     (one,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
     keys |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    found = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
+    results = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
     far = {
         (case, rank): distance
-        for rank, records in enumerate(found)
+        for rank, records in enumerate(results)
         for case, record in records.items()
         if not (distance := largest_difference(one["single", case[1]], record))
         < {"fp64": 1e-10, "fp32": 1e-5}[precision]
@@ -229,10 +229,10 @@ def ends_of_steps(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> list[dict[tuple[str, str], Record]]:
     """The results with scattered boundary tensors, and with whole ones from every rank."""
-    found = [trained(context, strategies, names, keys)]
+    results = [trained(context, strategies, names, keys)]
     least, scatter_gather.MIN_SCATTERED_BYTES = scatter_gather.MIN_SCATTERED_BYTES, 2**60
     try:
-        return [*found, trained(context, strategies, names, keys)]
+        return [*results, trained(context, strategies, names, keys)]
     finally:
         scatter_gather.MIN_SCATTERED_BYTES = least
 

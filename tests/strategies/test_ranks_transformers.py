@@ -123,7 +123,7 @@ def plain_loop(case: str) -> list[float]:
 
 def train_all(context: Any, strategy: str) -> dict[str, tuple[list[float], list[float]]]:
     """For each case, the losses and the stages' shares of the work."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    results: dict[str, tuple[list[float], list[float]]] = {}
     for case, (make, batch, loss) in CASES.items():
         keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
         job = job_from_keys(strategy, {**keys, "memory.predict": False})
@@ -136,8 +136,8 @@ def train_all(context: Any, strategy: str) -> dict[str, tuple[list[float], list[
         with Engine(model, made_loss, sgd, job, context, example=example) as engine:
             losses = [engine.step(rows_of(batch(step), own)).loss for step in range(STEPS)]
             seconds = engine.layout.chosen.partition.seconds if engine.layout is not None else ()
-            found[case] = losses, [one / sum(seconds) for one in seconds]
-    return found
+            results[case] = losses, [one / sum(seconds) for one in seconds]
+    return results
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def plain_loop(case: str, dtype: torch.dtype) -> list[float]:
 
 def train_all(context: Any, strategy: str, more: dict[str, Any]) -> dict[str, list[float]]:
     """The losses of each case under a strategy, in one set of ranks."""
-    found: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     for case, (make, loss, shape) in CASES.items():
         keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
         more_keys = {"memory.predict": False, **more}
@@ -144,8 +144,8 @@ def train_all(context: Any, strategy: str, more: dict[str, Any]) -> dict[str, li
         example = example_batch(first, own_loss, job, plan)
         with Engine(model, own_loss, sgd, job, context, example=example) as engine:
             steps = (rows_of(shape(padded(step)), own) for step in range(STEPS))
-            found[case] = [engine.step(batch).loss for batch in steps]
-    return found
+            losses[case] = [engine.step(batch).loss for batch in steps]
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def decayed(parameters: Any) -> torch.optim.Optimizer:
     ],
 )
 def test_the_check_of_first_steps_finds_seeded_faults(kind, what):
-    for said in run_ranks(check_seeded_fault, 2, kind):
-        assert said.startswith(what)
-        assert bool(said) is bool(what)
+    for message in run_ranks(check_seeded_fault, 2, kind):
+        assert message.startswith(what)
+        assert bool(message) is bool(what)
 
 
 def refusal_of_shape(context: Any, dims: dict[str, int | None]) -> str:
@@ -246,7 +246,7 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dims", "said"),
+    ("dims", "message"),
     [
         ({}, "inputs.turned has the shape (3, 8, 3) and the batch 8 rows"),
         ({}, 'prepare(..., data__batch_dims={"inputs.turned": 1})'),
@@ -254,8 +254,8 @@ class Turned(nn.Module):
         ({"inputs.turned": 0}, "needs the 8 rows of the batch in that dim"),
     ],
 )
-def test_a_dim_that_is_not_clear_is_refused_by_name(dims, said):
-    assert said in run_ranks(refusal_of_shape, 1, dims)[0]
+def test_a_dim_that_is_not_clear_is_refused_by_name(dims, message):
+    assert message in run_ranks(refusal_of_shape, 1, dims)[0]
 
 
 def test_a_dim_that_is_named_is_cut():

@@ -132,7 +132,7 @@ def default(value: Any) -> str:
 
 def field_texts(cls: type) -> dict[str, tuple[str, str]]:
     """Type and docstring of each field that a class or its base classes in bigtrain declare."""
-    found: dict[str, tuple[str, str]] = {}
+    texts: dict[str, tuple[str, str]] = {}
     for one in reversed(cls.__mro__):
         if not is_ours(one):
             continue
@@ -145,8 +145,8 @@ def field_texts(cls: type) -> dict[str, tuple[str, str]]:
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = " ".join(str(after.value.value).split())
             if not field.target.id.startswith("_"):
-                found[field.target.id] = (ast.unparse(field.annotation), text)
-    return found
+                texts[field.target.id] = (ast.unparse(field.annotation), text)
+    return texts
 
 
 def fields(cls: type) -> list[str]:
@@ -181,11 +181,11 @@ def attributes(cls: type) -> dict[str, Any]:
     """Public attributes of a class by name, inherited ones in bigtrain included; a subclass
     overrides.
     """
-    found: dict[str, Any] = {}
+    attributes_found: dict[str, Any] = {}
     for one in reversed(cls.__mro__):
         if is_ours(one) and one is not BaseModel:
-            found |= {name: value for name, value in vars(one).items() if name[0] != "_"}
-    return found
+            attributes_found |= {name: value for name, value in vars(one).items() if name[0] != "_"}
+    return attributes_found
 
 
 def entry(module: str, name: str, value: Any) -> list[str]:

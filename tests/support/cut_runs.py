@@ -28,8 +28,8 @@ class Squares:
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
-        found = [t for t in tree_tensors(output) if t.is_floating_point()]
-        return torch.stack([(t.double() ** 2).mean() + t.double().mean() for t in found]).sum()
+        tensors = [t for t in tree_tensors(output) if t.is_floating_point()]
+        return torch.stack([(t.double() ** 2).mean() + t.double().mean() for t in tensors]).sum()
 
     def count(self, target: Any) -> int:
         del target

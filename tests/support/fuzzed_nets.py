@@ -37,12 +37,12 @@ def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> M
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
         output = model(images)
-        found = output if isinstance(output, tuple | list) else (output,)
+        outputs = output if isinstance(output, tuple | list) else (output,)
         if isinstance(output, dict):
-            found = tuple(output.values())
+            outputs = tuple(output.values())
         losses = [
             F.cross_entropy(logits, torch.arange(logits[:, 0].numel()).view_as(logits[:, 0]) % 4)
-            for logits in found
+            for logits in outputs
         ]
         return output, torch.stack(losses).sum()
 
@@ -59,8 +59,8 @@ def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options:
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
         output = model(*inputs, **options)
-        found = output if isinstance(output, tuple) else (output,)
-        total = sum(t.pow(2).mean() + t.sum() / 7 for t in found if isinstance(t, Tensor))
+        outputs = output if isinstance(output, tuple) else (output,)
+        total = sum(t.pow(2).mean() + t.sum() / 7 for t in outputs if isinstance(t, Tensor))
         return output, total
 
     return model, run
@@ -206,8 +206,8 @@ def _maxvit() -> nn.Module:
 def _listed(name: str, **options: Any) -> nn.Module:
     from torchvision import models
 
-    found: nn.Module = models.get_model(name, weights=None, **options)
-    return found
+    model: nn.Module = models.get_model(name, weights=None, **options)
+    return model
 
 
 SMALL: dict[str, Callable[[], nn.Module]] = {

@@ -69,8 +69,8 @@ def train(
         update = engine.runner.update
 
         def keep(loss: StepLoss) -> float:
-            found = engine.runner.gradients()
-            record.gradients.append(whole_tensors(found))
+            gradients = engine.runner.gradients()
+            record.gradients.append(whole_tensors(gradients))
             return update(loss)
 
         engine.runner.update = keep

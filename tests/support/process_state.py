@@ -62,25 +62,25 @@ def state() -> State:
 
     The values themselves are stored, because an `id` may be reused for another object.
     """
-    found: State = {}
+    compared: State = {}
     for name in watched():
-        found[name] = dict(vars(sys.modules[name]))
-        for value in list(found[name].values()):
+        compared[name] = dict(vars(sys.modules[name]))
+        for value in list(compared[name].values()):
             if isinstance(value, type) and value.__module__ == name:
-                found[f"{name}.{value.__qualname__}"] = dict(vars(value))
+                compared[f"{name}.{value.__qualname__}"] = dict(vars(value))
         # Caches of bigtrain grow in use; its tables, in capitals, do not.
-        found[f"lengths in {name}"] = {
+        compared[f"lengths in {name}"] = {
             key: len(value)
-            for key, value in found[name].items()
+            for key, value in compared[name].items()
             if type(value) in (list, dict, set)
             and not key.startswith("__")
             and (key.isupper() or not name.startswith("bigtrain"))
         }
     for name in _PATCHED:
-        found[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
+        compared[name] = {k: v for k, v in vars(sys.modules[name]).items() if callable(v)}
     for path in _CLASSES:
-        found[path] = dict(vars(_at(path)))
-    return found | {"": _switches()}
+        compared[path] = dict(vars(_at(path)))
+    return compared | {"": _switches()}
 
 
 def changes(before: State, after: State) -> list[str]:

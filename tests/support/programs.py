@@ -35,9 +35,9 @@ class Finished:
         lines = [line for line in self.output.splitlines() if line.startswith('[{"rank"')]
         assert len(lines) == 1, self.output
         # Another rank's traceback may follow on the same line.
-        found, _ = json.JSONDecoder().raw_decode(lines[0])
-        assert isinstance(found, list)
-        return found
+        reports, _ = json.JSONDecoder().raw_decode(lines[0])
+        assert isinstance(reports, list)
+        return reports
 
     @property
     def seconds_together(self) -> float:

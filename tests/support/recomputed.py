@@ -40,8 +40,8 @@ def gpt(dropout: float = 0.2) -> nn.Module:
 def text(rows: int = 8, length: int = 16) -> tuple[Any, Any]:
     """Tokens and their targets, both (rows, length)."""
     generator = torch.Generator().manual_seed(5)
-    found = torch.randint(0, 13, (rows, length + 1), generator=generator)
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+    words = torch.randint(0, 13, (rows, length + 1), generator=generator)
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
 def run(context, model, batch, keys, strategy="single", steps=3):

@@ -45,22 +45,22 @@ def sources() -> dict[str, Path]:
     """The path of every module of the package, by name without `bigtrain.`; '' is
     bigtrain itself.
     """
-    found = {}
+    modules = {}
     for folder, prefix in (("bigtrain", ()), ("strategies", ("strategies",))):
-        found |= _modules(ROOT / folder, prefix)
-    return found | _modules(ROOT / "configs", ("configs",))
+        modules |= _modules(ROOT / folder, prefix)
+    return modules | _modules(ROOT / "configs", ("configs",))
 
 
 def _modules(folder: Path, prefix: tuple[str, ...]) -> dict[str, Path]:
-    found = {}
+    modules = {}
     for path in sorted(folder.rglob("*.py")):
         inner = path.relative_to(folder).with_suffix("").parts
         # The links are resolved first, because only newer Pythons follow links while globbing.
         if not prefix and inner[0] in ("strategies", "configs"):
             continue
         names = (*prefix, *inner)
-        found[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
-    return found
+        modules[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return modules
 
 
 @cache
@@ -79,7 +79,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 def uses(module: str) -> set[str]:
     """The modules of bigtrain that a module names: imports, `bigtrain.NAME`, "bigtrain.x:Class"."""
-    found = set()
+    modules = set()
     for node in ast.walk(tree(sources()[module])):
         names = list(imported(node))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -89,9 +89,9 @@ def uses(module: str) -> set[str]:
         for name in names:
             first, _, rest = name.partition(".")
             if first == "bigtrain" and rest:
-                found.add(home(rest))
+                modules.add(home(rest))
     # The package's __init__ imports only for type checkers: see the test of the public names.
-    return set() if module == "" else found - {module}
+    return set() if module == "" else modules - {module}
 
 
 def home(name: str) -> str:

@@ -63,13 +63,13 @@ def difference(
         before = run()
         shuffle(model, slices)
         after = run()
-        found = [_distance(before, after)]
+        distances = [_distance(before, after)]
         shape = before.shape[class_dim]
         for own in {own for own in slices.values() if own.total == shape}:
-            found.append(_distance(before.index_select(class_dim, order_of(own)), after))
+            distances.append(_distance(before.index_select(class_dim, order_of(own)), after))
         for name, value in kept.items():
             state[name].copy_(value)
-    return min(found)
+    return min(distances)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

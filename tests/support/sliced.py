@@ -79,7 +79,7 @@ def compared(
         gathered: names of weights whose product is gathered immediately.
     """
     model, slices = in_slices(whole, slices, group, gathered), _under_all_names(whole, slices)
-    found = Compared()
+    result = Compared()
     try:
         for _ in range(steps):
             torch.manual_seed(1)
@@ -91,10 +91,10 @@ def compared(
             loss = loss.whole() if is_sliced(loss) else loss
             loss.backward()
     except Exception:  # noqa: BLE001 - a report of what failed is wanted
-        found.error = traceback.format_exc()
-        found.worst, found.where = float("inf"), "error"
-        return found
-    found.gathers = dict(group.gathers)
+        result.error = traceback.format_exc()
+        result.worst, result.where = float("inf"), "error"
+        return result
+    result.gathers = dict(group.gathers)
     for _ in range(steps):
         torch.manual_seed(1)
         wanted, wanted_loss = run(whole)
@@ -106,13 +106,13 @@ def compared(
     for name, buffer in whole.named_buffers():
         pairs[f"buffer {name}"] = (_own(name, buffer, slices, group), own[name])
     for name, (one, other) in pairs.items():
-        _note(found, name, one, other, 0.0)
-    _gradients(whole, model, slices, group, found)
-    _evaluated(whole, model, run, found)
-    return found
+        _note(result, name, one, other, 0.0)
+    _gradients(whole, model, slices, group, result)
+    _evaluated(whole, model, run, result)
+    return result
 
 
-def _evaluated(whole: nn.Module, model: nn.Module, run: Run, found: Compared) -> None:
+def _evaluated(whole: nn.Module, model: nn.Module, run: Run, result: Compared) -> None:
     outputs = []
     try:
         for each in (whole, model):
@@ -120,13 +120,13 @@ def _evaluated(whole: nn.Module, model: nn.Module, run: Run, found: Compared) ->
             with torch.inference_mode():
                 outputs.append(whole_of(run(each.eval())[0]))
     except Exception:  # noqa: BLE001 - as above
-        found.error = traceback.format_exc()
-        found.worst, found.where = float("inf"), "error in evaluation"
+        result.error = traceback.format_exc()
+        result.worst, result.where = float("inf"), "error in evaluation"
         return
     pairs = zip(*(leaves_of(output) for output in outputs), strict=True)
     for number, (one, other) in enumerate(pairs):
         if isinstance(one, Tensor):
-            _note(found, f"evaluated output {number}", one, other, 0.0)
+            _note(result, f"evaluated output {number}", one, other, 0.0)
 
 
 def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
@@ -144,7 +144,7 @@ def _gradients(
     model: nn.Module,
     slices: Mapping[str, Slices],
     group: SliceGroup,
-    found: Compared,
+    result: Compared,
 ) -> None:
     parameters = dict(model.named_parameters())
     largest = max(
@@ -154,11 +154,11 @@ def _gradients(
         wanted, own = parameter.grad, parameters[name].grad
         if wanted is None or own is None:
             if wanted is not None or own is not None:
-                found.worst, found.where = float("inf"), f"only one has a gradient: {name}"
+                result.worst, result.where = float("inf"), f"only one has a gradient: {name}"
             continue
-        _note(found, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
+        _note(result, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
         if name not in slices and not same_on_all(own, group):
-            found.worst, found.where = float("inf"), f"not the same bits on all ranks: {name}"
+            result.worst, result.where = float("inf"), f"not the same bits on all ranks: {name}"
 
 
 def _own(name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGroup) -> Tensor:
@@ -167,24 +167,24 @@ def _own(name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGr
     return slices[name].local(tensor, group.rank, group.size)
 
 
-def _note(found: Compared, name: str, wanted: Tensor, own: Tensor, at_least: float) -> None:
+def _note(result: Compared, name: str, wanted: Tensor, own: Tensor, at_least: float) -> None:
     if wanted.shape != own.shape or wanted.dtype != own.dtype:
-        found.worst = float("inf")
-        found.where = f"{name}: {wanted.dtype}{list(wanted.shape)} {own.dtype}{list(own.shape)}"
+        result.worst = float("inf")
+        result.where = f"{name}: {wanted.dtype}{list(wanted.shape)} {own.dtype}{list(own.shape)}"
         return
     if not wanted.numel():
         return
     one, other = wanted.detach(), own.detach()
     finite = torch.isfinite(one) if one.is_floating_point() else torch.ones_like(one, dtype=bool)
     if not torch.equal(one[~finite].nan_to_num(7.0), other[~finite].nan_to_num(7.0)):
-        found.worst, found.where = float("inf"), f"{name}: infinities"
+        result.worst, result.where = float("inf"), f"{name}: infinities"
         return
     one, other = (t.where(finite, torch.zeros_like(t)) for t in (one, other))
     one, other = (t if t.is_complex() else t.double() for t in (one, other))
     scale = max(one.abs().max().item(), at_least, 1e-30)
     difference = (one - other).abs().max().item() / scale
-    if not difference <= found.worst:
-        found.worst, found.where = (
+    if not difference <= result.worst:
+        result.worst, result.where = (
             (difference, name) if difference == difference else (float("inf"), name)
         )
 
@@ -208,7 +208,7 @@ def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) ->
         *model.named_buffers(remove_duplicate=False),
     ]
     chosen: dict[int, Slices | None] = {}
-    found = {}
+    drawn = {}
     for name, tensor in named:
         if id(tensor) not in chosen:
             dims = [dim for dim, length in enumerate(tensor.shape) if length >= size]
@@ -220,8 +220,8 @@ def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) ->
             )
         slices = chosen[id(tensor)]
         if slices is not None:
-            found[name] = slices
-    return found
+            drawn[name] = slices
+    return drawn
 
 
 def drawn_slices(

@@ -79,14 +79,14 @@ def called(
     wanted, gradients = _run(name, function, shapes, {}, group)
     group.gathers.clear()
     try:
-        found, own_gradients = _run(name, function, shapes, slices, group)
+        results, own_gradients = _run(name, function, shapes, slices, group)
     except Exception:  # noqa: BLE001 - a report of what failed is wanted
         result.wrong.append(traceback.format_exc()[-1500:])
         return result
     result.gathers = dict(group.gathers)
-    if len(wanted) != len(found):
-        result.wrong.append(f"{len(found)} results and not {len(wanted)}")
-    for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
+    if len(wanted) != len(results):
+        result.wrong.append(f"{len(results)} results and not {len(wanted)}")
+    for number, (one, other) in enumerate(zip(wanted, results, strict=False)):
         if not _alike(one, other):
             result.wrong.append(f"result {number}")
     for number, (one, other) in enumerate(zip(gradients, own_gradients, strict=True)):
@@ -118,13 +118,13 @@ def _run(
     results = [leaf for leaf in leaves_of(whole_of(output)) if isinstance(leaf, Tensor)]
     torch.manual_seed(2)
     loss = torch.zeros((), dtype=torch.float64)
-    for found in results:
-        values = found.abs() if found.is_complex() else found.double()
+    for result in results:
+        values = result.abs() if result.is_complex() else result.double()
         loss = loss + (values * torch.randn(values.shape, dtype=torch.float64)).sum()
     if loss.requires_grad:
         loss.backward()
     grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    return [found.detach() for found in results], grads
+    return [result.detach() for result in results], grads
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

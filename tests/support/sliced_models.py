@@ -31,13 +31,13 @@ def layer_slices(
     block: str, qkv: str, output: str, expand: str, contract: str, inner: int
 ) -> dict[str, Slices]:
     """Slices of a transformer layer: columns of `qkv` and `expand`, rows of the other two."""
-    found = {}
+    slices = {}
     for kind in ("weight", "bias"):
-        found[f"{block}.{qkv}{kind}"] = Slices(0, (SliceSection(WIDTH, HEAD),) * 3)
-        found[f"{block}.{expand}.{kind}"] = Slices.even(0, inner)
-    found[f"{block}.{output}.weight"] = Slices.even(1, WIDTH, HEAD)
-    found[f"{block}.{contract}.weight"] = Slices.even(1, inner)
-    return found
+        slices[f"{block}.{qkv}{kind}"] = Slices(0, (SliceSection(WIDTH, HEAD),) * 3)
+        slices[f"{block}.{expand}.{kind}"] = Slices.even(0, inner)
+    slices[f"{block}.{output}.weight"] = Slices.even(1, WIDTH, HEAD)
+    slices[f"{block}.{contract}.weight"] = Slices.even(1, inner)
+    return slices
 
 
 class Case:
@@ -172,14 +172,14 @@ def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
 def differences(case: Case, group: SliceGroup, mode: str = "") -> dict[str, float]:
     """Differences of this rank's loss and gradients from those of one process, by name."""
     whole, model = built(case, None), built(case, group, mode)
-    found = {"loss": passed(whole, case) - passed(model, case)}
+    differences_by_name = {"loss": passed(whole, case) - passed(model, case)}
     parameters = dict(model.named_parameters())
     for name, parameter in whole.named_parameters():
         wanted = parameter.grad
         if name in case.slices:
             wanted = case.slices[name].local(wanted, group.rank, group.size)
-        found[name] = wanted - parameters[name].grad
-    return {name: d.abs().max().item() for name, d in found.items()}
+        differences_by_name[name] = wanted - parameters[name].grad
+    return {name: d.abs().max().item() for name, d in differences_by_name.items()}
 
 
 def fingerprints(case: Case, group: SliceGroup, mode: str = "") -> dict[str, str]:

@@ -111,13 +111,13 @@ class Place:
         """Run `bigtrain train OPTIONS` to its end: status and output."""
         command = [interpreter(), "-m", "bigtrain", "train", *options, *self.words(**(keys or {}))]
         with self.start(command, **environ) as process:
-            said, _ = process.communicate(timeout=LIMIT_S)
-        return process.returncode, said
+            output, _ = process.communicate(timeout=LIMIT_S)
+        return process.returncode, output
 
     def curve(self) -> Curve:
         """The logged (step, loss, norm) of the run."""
-        found: Curve = faults.curve(self.run)
-        return found
+        curve_points: Curve = faults.curve(self.run)
+        return curve_points
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the log of the run has a step."""
@@ -131,6 +131,6 @@ class Place:
 def uninterrupted(folder: Path) -> Curve:
     """The curve of a run that nothing interrupts."""
     place = Place(folder)
-    status, said = place.bigtrain(["-n", "2"])
-    assert status == 0, said
+    status, output = place.bigtrain(["-n", "2"])
+    assert status == 0, output
     return place.curve()

@@ -60,14 +60,14 @@ def both(words: list[str], folder: Path, given: str = "") -> list[tuple[int, str
     """(status, output, errors) of a real interpreter and of a forked process."""
     env = {**os.environ, "A": "a", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONUNBUFFERED", None)
-    found: list[tuple[int, str, str]] = []
+    results: list[tuple[int, str, str]] = []
     for python in (sys.executable, interpreter()):
         done = subprocess.run(
             [python, *words], cwd=folder, env=env, input=given, capture_output=True, text=True
         )
         texts = [text.replace(python, "python") for text in (done.stdout, done.stderr)]
-        found.append((done.returncode, *texts))
-    return found
+        results.append((done.returncode, *texts))
+    return results
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -142,8 +142,10 @@ def test_the_command_line_and_a_script(tmp_path: Path) -> None:
 def test_every_process_draws_its_own_random_numbers() -> None:
     code = "import numpy, random, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
     words = [interpreter(), "-c", code]
-    said = [subprocess.run(words, capture_output=True, text=True).stdout.split() for _ in range(2)]
-    assert all(one != other for one, other in zip(*said, strict=True))
+    outputs = [
+        subprocess.run(words, capture_output=True, text=True).stdout.split() for _ in range(2)
+    ]
+    assert all(one != other for one, other in zip(*outputs, strict=True))
 
 
 def test_a_flavour_has_its_library() -> None:

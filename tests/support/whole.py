@@ -44,21 +44,21 @@ def whole_tensors(state: Mapping[str, StateTensor]) -> dict[str, Tensor]:
     if dist.is_initialized() and dist.get_world_size() > 1:
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for part in reversed(parts):  # reversed, so that the first rank's values win
         for name, (dtype, shape, index, values) in part.items():
             assert values.dtype == dtype, name
             assert values.shape == index.shape, name
             size = math.prod(shape)
-            found.setdefault(name, torch.zeros(size, dtype=dtype))[index] = values
+            tensors.setdefault(name, torch.zeros(size, dtype=dtype))[index] = values
             seen.setdefault(name, torch.zeros(size, dtype=torch.bool))[index] = True
-            assert len(found[name]) == size, name
+            assert len(tensors[name]) == size, name
     shapes = {n: one[1] for part in parts for n, one in part.items()}
     for name, there in seen.items():
         assert bool(there.all()), f"{name}: not all elements are on some rank"
     order = dict.fromkeys(name for part in parts for name in part)
-    return {name: found[name].view(shapes[name]) for name in order}
+    return {name: tensors[name].view(shapes[name]) for name in order}
 
 
 @dataclass(frozen=True)

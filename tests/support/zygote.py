@@ -97,10 +97,10 @@ class Child:
             if not part:
                 raise RuntimeError("the zygote has ended")
             self._said += part
-        said, self._said = self._said, b""
-        if said[:1] != kind:
-            raise RuntimeError(f"the zygote says {said!r}")
-        return int.from_bytes(said[1:], "little", signed=True)
+        received, self._said = self._said, b""
+        if received[:1] != kind:
+            raise RuntimeError(f"the zygote says {received!r}")
+        return int.from_bytes(received[1:], "little", signed=True)
 
 
 class Zygote:
@@ -168,8 +168,8 @@ class Zygote:
             return Child(connection)
         except (OSError, RuntimeError) as error:
             connection.close()
-            said = (self.folder / f"{self.flavour}.log").read_text(errors="replace")
-            raise RuntimeError(f"the zygote {self.flavour!r} has ended: {said}") from error
+            log_text = (self.folder / f"{self.flavour}.log").read_text(errors="replace")
+            raise RuntimeError(f"the zygote {self.flavour!r} has ended: {log_text}") from error
 
     def call(
         self,

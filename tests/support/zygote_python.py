@@ -72,13 +72,13 @@ def main() -> int:
     begin = 0
     while begin < len(body):
         begin += connection.send(body[begin:])
-    said = b""
-    while len(said) < 18:
-        part = connection.recv(18 - len(said))
+    received = b""
+    while len(received) < 18:
+        part = connection.recv(18 - len(received))
         if not part:
             return 1
-        said += part
-    return int.from_bytes(said[10:], "little", signed=True)
+        received += part
+    return int.from_bytes(received[10:], "little", signed=True)
 
 
 if __name__ == "__main__":

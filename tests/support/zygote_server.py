@@ -61,8 +61,8 @@ def flavours() -> dict[str, list[str]]:
 def _modules(package: str) -> list[str]:
     """Every module of a package that can be imported without running a program."""
     where = importlib.import_module(package).__path__
-    found = [module.name for module in pkgutil.walk_packages(where, f"{package}.")]
-    return [name for name in found if not name.endswith("__main__")]
+    names = [module.name for module in pkgutil.walk_packages(where, f"{package}.")]
+    return [name for name in names if not name.endswith("__main__")]
 
 
 class _Forked(BaseException):
@@ -214,8 +214,8 @@ def _say(connection: socket.socket, kind: bytes, number: int) -> None:
 
 def _peer(connection: socket.socket) -> int:
     """The id of the process at the other end."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(found[:4], sys.byteorder)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[:4], sys.byteorder)
 
 
 def _receive(connection: socket.socket, files: list[int]) -> bytes:
@@ -275,8 +275,8 @@ def _seed() -> None:
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
     torch.seed()
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    wanted = int(said) if said.isdigit() else len(os.sched_getaffinity(0))
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = int(num_threads) if num_threads.isdigit() else len(os.sched_getaffinity(0))
     if wanted != torch.get_num_threads():  # setting it starts threads even if the number is equal
         torch.set_num_threads(wanted)
 

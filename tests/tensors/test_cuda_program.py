@@ -44,7 +44,7 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
     with cuda_program(), FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
         low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
         assert low.dtype == torch.bfloat16
-        found = [
+        results = [
             F.layer_norm(low, (8,)),
             low.softmax(-1),
             F.log_softmax(low, -1),
@@ -54,7 +54,7 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
             F.cross_entropy(low, torch.zeros(4, dtype=torch.long)),
             F.mse_loss(low, low),
         ]
-        assert {each.dtype for each in found} == {torch.float32}
+        assert {each.dtype for each in results} == {torch.float32}
         assert F.gelu(low).dtype == (low + low).dtype == torch.bfloat16
     with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
         low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
@@ -95,9 +95,9 @@ def test_what_is_computed_again_is_the_same_program():
         layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1))
         inputs = torch.ones(4, 8, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = checkpoint(layer, inputs, use_reentrant=False)
-        assert found.dtype == torch.float32
-        found.sum().backward()
+            output = checkpoint(layer, inputs, use_reentrant=False)
+        assert output.dtype == torch.float32
+        output.sum().backward()
         assert inputs.grad is not None
 
 
@@ -112,9 +112,9 @@ class Noted(nn.Module):
         self.product, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.norm(self.product(rows))
-        noted_types.add(found.dtype)
-        return found
+        output: torch.Tensor = self.norm(self.product(rows))
+        noted_types.add(output.dtype)
+        return output
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")

@@ -71,7 +71,7 @@ def lstm():
         def forward(self, inputs):
             return self.head(self.lstm(inputs)[0][:, -1])
 
-    return Last(), (torch.zeros(3, 5, 8),), lambda found: found.sum()
+    return Last(), (torch.zeros(3, 5, 8),), lambda name: name.sum()
 
 
 def odd():
@@ -95,7 +95,7 @@ def odd():
             complex_part = torch.fft.rfft(mixed).abs().sum()
             return total + parts[0].sum() + low.float().norm() + complex_part
 
-    return Odd(), (torch.zeros(3, 4),), lambda found: found
+    return Odd(), (torch.zeros(3, 4),), lambda name: name
 
 
 VIT = {"image_size": 32, "patch_size": 16, "num_layers": 2, "num_heads": 2}
@@ -119,8 +119,8 @@ def steps(mode, make, *, low):
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=low):
-                found = loss(model(*inputs))
-            found.backward()
+                loss_value = loss(model(*inputs))
+            loss_value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

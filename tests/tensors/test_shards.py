@@ -36,11 +36,15 @@ def test_elements_within_bounds_have_their_extents():
         extent = drawn_extent(draw)
         begin = draw.randint(0, 60)
         end = begin + draw.randint(1, 40)
-        found = {}
+        by_position = {}
         for position, part in extent.within(begin, end):
-            found |= {position + n: e for n, e in enumerate(elements([part]))}
+            by_position |= {position + n: e for n, e in enumerate(elements([part]))}
         everything = enumerate(elements([extent]))
-        assert found == {n: e for n, e in everything if begin <= e < end}, (extent, begin, end)
+        assert by_position == {n: e for n, e in everything if begin <= e < end}, (
+            extent,
+            begin,
+            end,
+        )
 
 
 def test_a_range_of_the_values_has_its_extents_in_the_whole():
@@ -49,8 +53,8 @@ def test_a_range_of_the_values_has_its_extents_in_the_whole():
         extent = drawn_extent(draw)
         begin = draw.randint(0, extent.size)
         end = draw.randint(begin, extent.size + 2)
-        found = elements(extent.at(begin, end))
-        assert found == elements([extent])[begin:end], (extent, begin, end)
+        elements_found = elements(extent.at(begin, end))
+        assert elements_found == elements([extent])[begin:end], (extent, begin, end)
 
 
 def test_scaled_extents_are_the_bytes_of_the_elements():

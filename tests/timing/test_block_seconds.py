@@ -157,25 +157,27 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     def sections_at(rows: int) -> Any:
         return section_library.model_sections(plan, rows, "keep")
 
-    found = slowdowns(timed, 1.0, section_library._runs._model, sections_at, timer)
-    assert found.rows == (1, 4)
-    assert found.update == pytest.approx(5)
+    slowdowns_found = slowdowns(timed, 1.0, section_library._runs._model, sections_at, timer)
+    assert slowdowns_found.rows == (1, 4)
+    assert slowdowns_found.update == pytest.approx(5)
     for name in names[1:-1]:  # all blocks between the ends equal the one that was timed
         expected = factors.get(name, 4.0)
-        assert found.at(1)[name] == pytest.approx((expected, 2 * expected))
-        assert found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
-        assert found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
+        assert slowdowns_found.at(1)[name] == pytest.approx((expected, 2 * expected))
+        assert slowdowns_found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
+        assert slowdowns_found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
     # Two ranks on one core were timed twice as long as one rank on a core.
     crowded = slowdowns(timed, 2.0, section_library._runs._model, sections_at, timer)
     assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
     kept = section_library.model_sections(plan, 1, "keep")
-    whole = found.applied(kept, kept, "keep", 1, timer)
+    whole = slowdowns_found.applied(kept, kept, "keep", 1, timer)
     seconds = timer.pass_seconds(whole.sections)
     plain = timer.pass_seconds(section_library.model_sections(plan, 1, "keep").sections)
     assert 2 * plain.forward < seconds.forward < 7 * plain.forward
     assert 4 * plain.backward < seconds.backward < 14 * plain.backward
     # A recomputed block takes the timed fraction of the seconds of one that is not recomputed.
-    full = found.applied(section_library.model_sections(plan, 1, "full"), kept, "full", 1, timer)
+    full = slowdowns_found.applied(
+        section_library.model_sections(plan, 1, "full"), kept, "full", 1, timer
+    )
     once, again = (timer.pass_seconds([each.sections[2]]) for each in (whole, full))
     assert again.forward == pytest.approx(1.1 * once.forward)
     assert again.backward == pytest.approx(1.6 * once.backward)
@@ -338,9 +340,9 @@ def test_an_entry_that_is_none_is_said_and_timed_anew(entry, reason, tmp_path, c
     path.parent.mkdir()
     path.write_text(json.dumps({"key": entry, "other": {**OTHERS, "timed": [GOOD], "sizes": [1]}}))
     assert block_seconds._read("key") == block_seconds._Kept()
-    said = capsys.readouterr().err
-    assert reason in said
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert reason in errors
+    assert errors.count("\n") == 1
     kept = block_seconds._read("other")
     assert kept == block_seconds._Kept([BlockSeconds(1, [(0.1, 0.2)], 0.3, 7)], {1}, 0.0, "a")
     block_seconds._write("key", kept)
@@ -366,9 +368,9 @@ def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
 
 def test_between_two_sizes_the_slowdown_is_read_off_by_their_ratio():
     splits = [{"split": pair} for pair in ((0.6, 0.6), (0.8, 0.4), (0.8, 0.4))]
-    found = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.5, splits)
-    assert found.at(1)["a"] == (1.0, 1.0)
-    assert found.at(2)["a"] == pytest.approx((2.0, 3.0))
-    assert found.at(8)["a"] == pytest.approx((3.0, 5.0))
-    assert found.at(100)["a"] == (3.0, 5.0)
-    assert found.parts(2) == TimedParts(1.5, pytest.approx((0.7, 0.5)))
+    slowdowns = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.5, splits)
+    assert slowdowns.at(1)["a"] == (1.0, 1.0)
+    assert slowdowns.at(2)["a"] == pytest.approx((2.0, 3.0))
+    assert slowdowns.at(8)["a"] == pytest.approx((3.0, 5.0))
+    assert slowdowns.at(100)["a"] == (3.0, 5.0)
+    assert slowdowns.parts(2) == TimedParts(1.5, pytest.approx((0.7, 0.5)))

@@ -79,10 +79,10 @@ def test_a_run_is_predicted_as_the_planner_predicts_its_plan(pp, tp, schedule):
     assert isinstance(judged, EvaluatedPlan)
     run = open_setup(judged.job, make_plan(judged.job, ranks, "cpu"))
     assert run.plan.tp == tp
-    found = forecast(judged.job, run)
-    assert found.seconds == pytest.approx(judged.seconds.total, rel=1e-6)
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert found.basis == "rates"
+    forecast_found = forecast(judged.job, run)
+    assert forecast_found.seconds == pytest.approx(judged.seconds.total, rel=1e-6)
+    assert sum(forecast_found.parts.values()) == pytest.approx(forecast_found.seconds)
+    assert forecast_found.basis == "rates"
 
 
 def test_recomputation_takes_its_time():
@@ -138,9 +138,12 @@ def test_a_run_without_a_prediction_has_the_reason(monkeypatch):
     job, setup = setup_of("ddp", 2)
     assert "several nodes" in forecast(job, setup, nodes=2).source
     monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda *_: None)
-    found = forecast(job, setup)
-    assert found.seconds is None
-    assert found.source == "the rates of this machine are not known: bigtrain doctor measures them"
+    prediction = forecast(job, setup)
+    assert prediction.seconds is None
+    assert (
+        prediction.source
+        == "the rates of this machine are not known: bigtrain doctor measures them"
+    )
 
     def broken(*_: object) -> Cluster:
         raise RuntimeError("the seventh seal\nand more")
@@ -170,9 +173,9 @@ def test_several_stages_of_a_rank_have_their_seconds(schedule, pp, stages, layer
     words += [f"model.args.num_layers={layers}", "train.global_batch_size=12"]
     job, setup = setup_of("interleaved_1f1b", pp, *words, "train.micro_batch_size=1")
     assert len(setup.resolved.layout.ranks) == pp * stages
-    found = forecast(job, setup)
-    assert found.seconds is not None, found.source
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    prediction = forecast(job, setup)
+    assert prediction.seconds is not None, prediction.source
+    assert sum(prediction.parts.values()) == pytest.approx(prediction.seconds)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def sections() -> ModelSections:
 
 
 def efficiency(m: float, n: float, k: float, batch: float = 1, overhead: float = 0.0) -> float:
-    found = product_efficiency(np.array([[m, n, k, batch]]), 108, np.array([overhead]))
-    return float(found[0])
+    efficiencies = product_efficiency(np.array([[m, n, k, batch]]), 108, np.array([overhead]))
+    return float(efficiencies[0])
 
 
 def test_edges_of_the_output_count_as_whole_tiles() -> None:
@@ -153,9 +153,9 @@ def test_one_message_has_nothing_to_hide_behind() -> None:
     assert traffic.calls == 1
     slow = A100.inside.model_copy(update={"bandwidth": 1e6})
     timer = StepTimer(A100.model_copy(update={"inside": slow}))
-    found = timer.step(plan, [MicroBatchSeconds(100.0, 200.0)], [[profile]], 0.0)
-    assert found.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
-    assert found.compute == 300.0
+    step = timer.step(plan, [MicroBatchSeconds(100.0, 200.0)], [[profile]], 0.0)
+    assert step.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
+    assert step.compute == 300.0
 
 
 def issuing(**seconds: float) -> Cluster:
@@ -182,11 +182,11 @@ def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
     units = 3  # two blocks, and the parameters outside blocks
     assert costly.exchange - free.exchange == pytest.approx(5 * 0.001 + units * 0.01)
     ddp = plan_of("ddp", "cpu")
-    told = [
+    exchange_seconds = [
         StepTimer(issuing(all_reduce=issue)).step(ddp, stage_seconds, [[profile]], 0.0).exchange
         for issue in (0.0, 0.01)
     ]
-    assert told[0] == told[1]  # DDP has no such hooks
+    assert exchange_seconds[0] == exchange_seconds[1]  # DDP has no such hooks
 
 
 def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
@@ -210,7 +210,7 @@ def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
     crowded["node"]["cores"] = 2
     stage_seconds = [MicroBatchSeconds(0.1, 0.2)] * plan.pp
     timer = StepTimer(Cluster.model_validate(crowded))
-    found = timer.step(plan, stage_seconds, [[profile]], 0.0)
+    step = timer.step(plan, stage_seconds, [[profile]], 0.0)
     micro_batches = plan.batch.accumulation_steps
     sent = timer._sending(plan, [profile])
-    assert found.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)
+    assert step.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)

@@ -165,6 +165,6 @@ class Grouped(nn.Module):
 
 def test_a_pass_that_meta_has_no_kernel_for_goes_on_fakes():
     batch = {"x": torch.zeros(4, 8), "mask": torch.ones(4, dtype=torch.bool)}
-    found = find_routes(Grouped(), MicroBatch(batch, torch.zeros(4), 4, 4))
-    assert (found.modules, found.parameters) == ((), ())
-    assert "head" in found.called
+    routes = find_routes(Grouped(), MicroBatch(batch, torch.zeros(4), 4, 4))
+    assert (routes.modules, routes.parameters) == ((), ())
+    assert "head" in routes.called

@@ -133,8 +133,10 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert done.returncode == 1, done.stderr
     assert "forgets: gradients that differ most: head.bias" in done.stdout
     assert "forgets: updates that differ most: head.bias" in done.stdout
-    said = "forgets: first difference: step 1, the gradient of the parameter head.bias (block head)"
-    assert said in done.stdout
+    message = (
+        "forgets: first difference: step 1, the gradient of the parameter head.bias (block head)"
+    )
+    assert message in done.stdout
     assert "normoff: first difference: step 1, the norm of the gradients, which is" in done.stdout
     rows = {
         row["strategy"]: row
@@ -153,11 +155,11 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
 def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
     done = bigtrain(tmp_path, "--strategies", "ddp", "-n", "2", *NET, "model.args.dropout=0.5")
     assert done.returncode == 0, done.stderr
-    said = (
+    message = (
         "ddp: dropout is off, as its masks do not belong to samples: "
         "the model: bernoulli_ draws (32, 8)"
     )
-    assert said in done.stdout
+    assert message in done.stdout
 
 
 @pytest.mark.full
@@ -224,9 +226,9 @@ def test_jobs_own_optimizer_is_held_to_its_losses(tmp_path):
 def test_wrong_input(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert run_guarded(lambda: main(["--strategies", "ddp", *words])) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
 
 
 def test_dropout_is_turned_off_wherever_it_is_a_modules_own():
@@ -260,16 +262,16 @@ def recording(folder, gradient, loss=1.0, updated=True):
 def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(tmp_path):
     one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
     two = {"a": torch.tensor([1.0, 2.2]), "b": torch.tensor([2e-9])}
-    found = compare_recordings(
+    differences = compare_recordings(
         recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5)
     )
-    assert found.loss == pytest.approx(0.5)
-    assert found.gradient == pytest.approx(0.1)
-    assert found.update == pytest.approx(0.1, rel=1e-3)
-    assert found.worst_gradients[0][0] == "a"
-    assert dict(found.worst_gradients)["b"] < 1e-4  # 1e-9 compared with 2.0 is rounding
-    assert not found.passed(Tolerance.of("fp32"))
-    assert found.passed(Tolerance(1.0, 0.2, 0.2))
+    assert differences.loss == pytest.approx(0.5)
+    assert differences.gradient == pytest.approx(0.1)
+    assert differences.update == pytest.approx(0.1, rel=1e-3)
+    assert differences.worst_gradients[0][0] == "a"
+    assert dict(differences.worst_gradients)["b"] < 1e-4  # 1e-9 compared with 2.0 is rounding
+    assert not differences.passed(Tolerance.of("fp32"))
+    assert differences.passed(Tolerance(1.0, 0.2, 0.2))
 
 
 def test_weights_that_are_never_updated_do_not_pass(tmp_path):

@@ -95,9 +95,9 @@ def found(tmp_path, model, **wrong):
 def test_the_first_wrong_operation_is_named_with_its_block(tmp_path, recompute):
     model = Model(recompute)
     model.blocks[1].shift = 0.01
-    said = found(tmp_path, model)
-    assert "step 1, add in blocks.1 (block blocks.1)" in said
-    assert "on rank 0 (micro-batch 1 of 4)" in said
+    message = found(tmp_path, model)
+    assert "step 1, add in blocks.1 (block blocks.1)" in message
+    assert "on rank 0 (micro-batch 1 of 4)" in message
 
 
 def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(tmp_path):
@@ -107,8 +107,8 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
         output.register_hook(lambda gradient: gradient * 1.01)
 
     model.blocks[1].linear.register_forward_hook(spoil)
-    said = found(tmp_path, model)
-    assert "step 1, the gradient of output in blocks.1.linear (block blocks.1)" in said
+    message = found(tmp_path, model)
+    assert "step 1, the gradient of output in blocks.1.linear (block blocks.1)" in message
 
 
 @pytest.mark.parametrize(

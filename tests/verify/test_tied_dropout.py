@@ -186,7 +186,7 @@ def masks_in_slices(context, name, modes):
     wanted, gradients, untied = tied_pass(built(case, None), inputs)
     plain, _, _ = tied_pass(built(case, None).eval(), inputs)
     assert abs(wanted - plain) > 1e-3 * wanted  # dropout has an effect
-    found = {}
+    differences = {}
     for mode in modes:
         for sequence_dim in (None, 1):
             group = slice_group(context, sequence_dim=sequence_dim)
@@ -197,14 +197,14 @@ def masks_in_slices(context, name, modes):
                 if key in case.slices:
                     gradient = case.slices[key].local(gradient, group.rank, group.size)
                 apart.append((own[key] - gradient).abs().max())
-            found[mode, sequence_dim] = float(max(apart)), not_tied
-    return found, untied
+            differences[mode, sequence_dim] = float(max(apart)), not_tied
+    return differences, untied
 
 
 @pytest.mark.parametrize("name", ["gpt", "encoder"])
 def test_masks_of_slices_are_those_of_the_whole(name):
-    for found, untied in run_ranks(masks_in_slices, 3, name, ["", "full", "selective"], tp=3):
+    for differences, untied in run_ranks(masks_in_slices, 3, name, ["", "full", "selective"], tp=3):
         assert untied == {}
-        for key, (apart, not_tied) in found.items():
+        for key, (apart, not_tied) in differences.items():
             assert apart < 1e-12, key
             assert not_tied == {}, key

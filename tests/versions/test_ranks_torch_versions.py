@@ -46,8 +46,8 @@ def gradients(*, split: bool) -> list[Any]:
     given = [torch.randn_like(out) for out in outputs]
     if split:
         edges = [get_gradient_edge(out) for out in outputs]
-        found, groups = backward_for_inputs(edges, given, [x], model.parameters())
-        assert found[0] is x.grad
+        input_gradients, groups = backward_for_inputs(edges, given, [x], model.parameters())
+        assert input_gradients[0] is x.grad
         assert all(parameter.grad is None for parameter in model.parameters())
         backward_for_weights(model.parameters(), groups)
     else:
@@ -86,8 +86,8 @@ def exchanged(context: RunContext) -> tuple[list[float], list[float], int | None
 
 def test_collectives_of_one_tensor_are_called_without_a_warning() -> None:
     size = 16 if COUNTS_EXCHANGES else None
-    for rank, found in enumerate(run_ranks(exchanged, 2)):
-        assert found == ([0, 0, 1, 1], [2.0 * rank] * 2, size)
+    for rank, result in enumerate(run_ranks(exchanged, 2)):
+        assert result == ([0, 0, 1, 1], [2.0 * rank] * 2, size)
 
 
 def test_the_version_is_asked_for_in_one_place() -> None:

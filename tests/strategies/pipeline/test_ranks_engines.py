@@ -99,8 +99,8 @@ def samples_of(rows: int, *, images: bool) -> tuple[Tensor, Tensor]:
     if images:
         pixels = torch.randn(22, 1, 6, 6, generator=torch.Generator().manual_seed(1))
         return pixels[:rows], torch.arange(rows) % 3
-    found = tokens(22)
-    return found.inputs[:rows], found.targets[:rows]
+    samples = tokens(22)
+    return samples.inputs[:rows], samples.targets[:rows]
 
 
 def train(
@@ -124,8 +124,8 @@ def train(
         update = engine.runner.update
 
         def keep(loss: StepLoss) -> float:
-            found = engine.runner.gradients()
-            record.gradients.append(whole_tensors(found))
+            gradients = engine.runner.gradients()
+            record.gradients.append(whole_tensors(gradients))
             return update(loss)
 
         engine.runner.update = keep  # type: ignore[method-assign]
@@ -197,8 +197,8 @@ def compare(expected: list[Record], ranks: list[list[Record]], names: Any, near:
     """Compare on each rank; the evaluation only on rank 0, which has its result."""
     for rank, records in enumerate(ranks):
         for name, one, other in zip(names, expected, records, strict=True):
-            told = one if rank == 0 else replace(one, losses=one.losses[::2])
-            assert largest_difference(told, other) < near, (name, rank)
+            expected_record = one if rank == 0 else replace(one, losses=one.losses[::2])
+            assert largest_difference(expected_record, other) < near, (name, rank)
 
 
 @needs_deepspeed
@@ -224,9 +224,9 @@ def test_replicas_on_deepspeed_equal_one_process() -> None:
     }
     plain = [(m, "single", {**k, **whole, "mesh.pp": 1}) for m, _, k in cases.values()]
     expected = run_ranks(several, 1, plain)[0]
-    found = run_ranks(several, 4, list(cases.values()), pp=2, timeout_s=120)
-    compare(expected[:1], [records[:1] for records in found], ["averaged"], NEAR)
-    compare(expected[1:], [records[1:] for records in found], list(cases)[1:], 1e-5)
+    results = run_ranks(several, 4, list(cases.values()), pp=2, timeout_s=120)
+    compare(expected[:1], [records[:1] for records in results], ["averaged"], NEAR)
+    compare(expected[1:], [records[1:] for records in results], list(cases)[1:], 1e-5)
 
 
 @needs_fairscale
@@ -238,7 +238,7 @@ def test_replicas_of_fairscale_equal_one_process() -> None:
 
 
 def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    found = []
+    results = []
     for strategy, keys in cases:
         job = job_from_keys(
             strategy, {"train.global_batch_size": 64, "memory.track_steps": 3, **keys}
@@ -252,8 +252,8 @@ def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[
                 engine.step((samples.inputs[:rows].clone(), samples.targets[:rows].clone()))
             assert engine.prediction.peak is not None
             measured = engine.meter.measured().peak
-            found.append((strategy, keys, engine.prediction.peak.bytes, measured.bytes))
-    return found
+            results.append((strategy, keys, engine.prediction.peak.bytes, measured.bytes))
+    return results
 
 
 EIGHT = {"train.micro_batch_size": 8}
@@ -329,7 +329,7 @@ def resumed(
 def test_state_goes_and_comes_in_shards() -> None:
     loss, state = run_ranks(resumed, 1, "single", {"train.micro_batch_size": 2}, None)[0]
     keys = {"train.micro_batch_size": 1}
-    for other, found in run_ranks(resumed, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
+    for other, state_found in run_ranks(resumed, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
         assert other == pytest.approx(loss, abs=1e-6)
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], state[name]) for name in state)
+        assert state_found.keys() == state.keys()
+        assert all(torch.equal(state_found[name], state[name]) for name in state)

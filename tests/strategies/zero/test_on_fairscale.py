@@ -70,6 +70,6 @@ def test_without_fairscale_it_says_what_to_install_and_what_else_to_use(
     for name in ("fairscale", "fairscale.optim", "fairscale.nn.data_parallel"):
         monkeypatch.setitem(sys.modules, name, None)
     words = f'`pip install "fairscale>=0.*<0.*"`, or use --strategy {instead}'
-    with pytest.raises(ConfigError, match=words) as said:
+    with pytest.raises(ConfigError, match=words) as refusal:
         make_plan(job_from_keys(strategy, {}), 2, "cpu")
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refusal.value)

@@ -19,10 +19,10 @@ def flattened(context, strategy, keys):
     """Whether parameters were flattened on the host, and the difference that this makes."""
     zero = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
     deepspeed = importlib.import_module("deepspeed")
-    found, flatten = [], zero.flatten_dense_tensors_aligned
+    uses_host, flatten = [], zero.flatten_dense_tensors_aligned
 
     def noted(*args, use_cpu_data=False, **kwargs):
-        found.append(use_cpu_data)
+        uses_host.append(use_cpu_data)
         return flatten(*args, use_cpu_data=use_cpu_data, **kwargs)
 
     plain = train(context, TinyLM, tokens(8), strategy, keys, 2)
@@ -33,7 +33,7 @@ def flattened(context, strategy, keys):
     ):
         little = train(context, TinyLM, tokens(8), strategy, keys, 2)
         assert accelerator.available_memory() == 0
-    return found[0], largest_difference(plain, little)
+    return uses_host[0], largest_difference(plain, little)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -46,10 +46,10 @@ class Recomputed(TinyLM):
 
 def several(context, strategy, cases):
     """One record for each case, in one set of ranks: starting DeepSpeed takes longer than a run."""
-    found = []
+    records = []
     for model, keys, steps, optimizer in cases:
-        found.append(train(context, model, tokens(22), strategy, keys, steps, optimizer))
-    return found
+        records.append(train(context, model, tokens(22), strategy, keys, steps, optimizer))
+    return records
 
 
 BF16 = {**CLIP, "train.precision": "bf16"}
@@ -132,7 +132,7 @@ def trained(context, strategy, runs):
     """For each run: losses with changing rates and an evaluation between the steps, and
     the state.
     """
-    found = []
+    results = []
     samples, size = tokens(8), 8 // context.world_size
     mine = slice(context.rank * size, (context.rank + 1) * size)
     batch = samples.inputs[mine], samples.targets[mine]
@@ -145,8 +145,8 @@ def trained(context, strategy, runs):
                 losses.append(engine.step(batch).loss)
                 engine.evaluate([MicroBatch(*batch, engine.loss.count(batch[1]), size)])
             state = whole_tensors(engine.runner.state())
-        found.append((losses, state))
-    return found
+        results.append((losses, state))
+    return results
 
 
 RUNS = [(TinyLM, in_two_groups, {}), (Frozen, adamw, {}), (Frozen, sgd, {})]
@@ -207,9 +207,9 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     saved = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None, *about)
     path, losses = saved[0]
     again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, *about)
-    for _, found in again:
+    for _, rank_losses in again:
         close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
-        assert found == pytest.approx(losses, **close)
+        assert rank_losses == pytest.approx(losses, **close)
     # A checkpoint written right after loading equals the loaded one, file by file.
     assert_same_tensors(path, again[0][0])
 
@@ -277,7 +277,7 @@ def deep() -> nn.Module:
 
 def measured(context, strategy, cases):
     """For each case (peak while building, predicted, measured), after three steps."""
-    found = []
+    peaks = []
     for model, optimizer, keys, repeats in cases:
         inputs, targets = (t.repeat(repeats, 1) for t in text())
         keys = {"train.global_batch_size": len(inputs) * context.world_size, **keys}
@@ -289,8 +289,8 @@ def measured(context, strategy, cases):
             built = engine.meter.peak_bytes()
             for _ in range(3):
                 engine.step((inputs.clone(), targets.clone()))
-            found.append((built, engine.prediction.peak, engine.meter.measured().peak))
-    return found
+            peaks.append((built, engine.prediction.peak, engine.meter.measured().peak))
+    return peaks
 
 
 MEASURED = [
@@ -315,9 +315,9 @@ def test_the_peak_of_every_rank_is_predicted(strategy, world_size):
     cases = MEASURED[:4] if world_size == 2 else MEASURED[:2]
     ranks = run_ranks(measured, world_size, strategy, cases, timeout_s=120.0)
     for number, _ in enumerate(cases):
-        peaks = [found[number][2].bytes for found in ranks]
-        for found, peak in zip(ranks, peaks, strict=True):
-            predicted = found[number][1]
+        peaks = [measured_peaks[number][2].bytes for measured_peaks in ranks]
+        for measured_peaks, peak in zip(ranks, peaks, strict=True):
+            predicted = measured_peaks[number][1]
             # Under stage 3 all ranks are equal, except for what gloo's threads keep alive for a
             # moment.
             real = min(peaks) if "3" in strategy else peak
@@ -347,8 +347,8 @@ def experts() -> nn.Module:
 
 
 def test_parameters_that_are_used_by_views_stay_whole_and_that_is_predicted():
-    for found in run_ranks(measured, 2, "zero3", [(experts, adamw, {}, 1)], timeout_s=120.0):
-        _, predicted, reached = found[0]
+    for peaks in run_ranks(measured, 2, "zero3", [(experts, adamw, {}, 1)], timeout_s=120.0):
+        _, predicted, reached = peaks[0]
         # Too high by at most one parameter and its gradient: measured 4.2%.
         assert -0.005 < predicted.bytes / reached.bytes - 1 < 0.05
         # After the forward pass these three tensors of both experts are still alive.
@@ -391,8 +391,8 @@ def of_blocks(block) -> nn.Module:
 )
 def test_what_hooks_and_layouts_keep_is_predicted(strategy, block, keys, repeats):
     cases = [(functools.partial(of_blocks, block), adamw, keys, repeats)]
-    for found in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
-        _, predicted, reached = found[0]
+    for peaks in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
+        _, predicted, reached = peaks[0]
         assert predicted.phase == "backward"
         assert predicted.bytes == pytest.approx(reached.bytes, rel=0.005)
 
@@ -403,8 +403,8 @@ def test_with_the_state_on_the_host_the_peak_is_predicted_but_for_scalars(strate
         (model, optimizer, {**keys, "strategy.offload.optimizer": "cpu"}, repeats)
         for model, optimizer, keys, repeats in MEASURED[:4]
     ]
-    for found in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
-        for _built, predicted, reached in found:
+    for peaks in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
+        for _built, predicted, reached in peaks:
             assert predicted.bytes == pytest.approx(reached.bytes, abs=64)
 
 
@@ -413,11 +413,11 @@ def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
     whole = sum(p.nbytes for p in deep().parameters())
     for strategy in ("ddp", *STAGES):
         ranks = run_ranks(measured, 2, strategy, [(deep, adamw, {}, 2)])
-        peak[strategy] = max(found[0][2].bytes for found in ranks)
+        peak[strategy] = max(peaks[0][2].bytes for peaks in ranks)
     assert peak["ddp"] > peak["zero1"] > peak["zero2"] > peak["zero3"]
     # Shards, copies of shards that DeepSpeed makes while building, and one layer.
-    for found in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
-        assert found[0][0] < whole
+    for peaks in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
+        assert peaks[0][0] < whole
 
 
 def tried_twice(context, strategies):

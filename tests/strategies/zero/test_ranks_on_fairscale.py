@@ -208,8 +208,8 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     saver, savers, loader, loaders, optimizer = way
     path, losses = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None)[0]
     again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path)
-    for _, found in again:
-        assert found == pytest.approx(losses, abs=2e-6)
+    for _, rank_losses in again:
+        assert rank_losses == pytest.approx(losses, abs=2e-6)
     # A checkpoint written right after loading equals the loaded one, byte by byte.
     assert_same_tensors(path, again[0][0])
 
@@ -232,9 +232,9 @@ def test_the_peak_of_the_fullest_rank_is_predicted(strategy, case):
     keys, optimizer = PEAKS[case]
     runs = [(4, wide, text()), (2, wide, text()), (2, TinyConv, images())]
     for world_size, model, batch in runs if case == "fp32" else runs[:1]:
-        found = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
-        predicted, _, note = found[0]
-        measured = max((m for _, m, _ in found), key=lambda peak: peak.bytes)
+        results = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
+        predicted, _, note = results[0]
+        measured = max((m for _, m, _ in results), key=lambda peak: peak.bytes)
         assert note is None
         assert_same_parts(predicted, measured)
 
@@ -243,8 +243,8 @@ def test_each_stage_holds_less_than_the_one_before():
     batch = text()
     peak = {}
     for strategy in ("ddp", *BOTH):
-        found = run_ranks(peaks, 2, wide, batch, strategy, {}, adamw)
-        peak[strategy] = max(measured.bytes for _, measured, _ in found)
+        results = run_ranks(peaks, 2, wide, batch, strategy, {}, adamw)
+        peak[strategy] = max(measured.bytes for _, measured, _ in results)
     assert peak["ddp"] > peak["oss"] > peak["sharded_ddp"]
 
 
@@ -308,8 +308,8 @@ def test_a_checkpoint_goes_to_stage_3_and_back(saver, loader, tmp_path):
     first = (continued, saver, tmp_path / "a", adamw, None)
     path, losses = run_ranks(without_streams, 2, *first)[0]
     again = run_ranks(without_streams, 4, continued, loader, tmp_path / "b", adamw, path)
-    for _, found in again:
-        assert found == pytest.approx(losses, abs=2e-6)
+    for _, rank_losses in again:
+        assert rank_losses == pytest.approx(losses, abs=2e-6)
     assert_same_tensors(path, again[0][0])
 
 

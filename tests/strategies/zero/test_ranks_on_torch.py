@@ -148,11 +148,11 @@ def peak_of(context, strategy, keys, optimizer):
     ],
 )
 def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
-    found = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
-    measured = [peak.bytes for _, peak, _ in found.values()]
+    peaks = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
+    measured = [peak.bytes for _, peak, _ in peaks.values()]
     if "train.micro_batch_size" not in keys:  # stage 2 also keeps shards of its gathered parameters
         assert measured == sorted(measured, reverse=True), measured
-    for strategy, (predicted, peak, note) in found.items():
+    for strategy, (predicted, peak, note) in peaks.items():
         assert note is None
         assert predicted.bytes == pytest.approx(peak.bytes, rel=0.07), strategy
 

@@ -33,9 +33,9 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    found = load_digits()
-    images = torch.tensor(found.images / 16.0)[:, None]
-    labels = torch.tensor(found.target)
+    data = load_digits()
+    images = torch.tensor(data.images / 16.0)[:, None]
+    labels = torch.tensor(data.target)
     test = slice(ROWS, ROWS + TESTED)
     return TensorDataset(images[:ROWS], labels[:ROWS]), TensorDataset(images[test], labels[test])
 

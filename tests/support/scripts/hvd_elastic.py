@@ -64,9 +64,9 @@ def main(folder: str, killed_after: str) -> None:
     state.register_reset_callbacks([lambda: resets.append(state.batch)])
     train(state)
     if hvd.rank() == 0:
-        found = {"losses": state.losses, "resets": resets, "life": life}
-        found["weights"] = [p.tolist() for p in model.parameters()]
-        (Path(folder) / "figures.json").write_text(json.dumps(found))
+        figures = {"losses": state.losses, "resets": resets, "life": life}
+        figures["weights"] = [p.tolist() for p in model.parameters()]
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
