@@ -109,7 +109,7 @@ def frozen_first(context: Any, strategy: str, folder: str) -> tuple[list[float],
     job = job_from_keys(strategy, {**keys, "memory.predict": False, "memory.track_steps": 0})
     plan = make_plan(job, context.world_size, "cpu")
     loss, each = as_loss(F.cross_entropy), 8 // context.dp_size
-    own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+    rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
     losses: list[float] = []
     saved = Path(folder)
     for frozen, steps in ((True, (0, 1)), (False, (2, 3)), (True, ())):
@@ -126,7 +126,7 @@ def frozen_first(context: Any, strategy: str, folder: str) -> tuple[list[float],
                 return losses, str(error)
             for step in steps:
                 inputs, targets = batch(step)
-                losses.append(engine.step((inputs[own], targets[own])).loss)
+                losses.append(engine.step((inputs[rank_rows], targets[rank_rows])).loss)
             saved = engine.save(Path(folder))
     return losses, ""
 

@@ -93,8 +93,8 @@ def test_the_page_and_the_benchmark_run_the_same_words():
     commands = page.replace("\\\n", "").splitlines()
     for name, job in classic_jobs.JOBS.items():
         (line,) = [line for line in commands if f"data.path=small/{name}" in line]
-        given = line.split(f"data.path=small/{name}")[1].split()
-        assert set(given) == set(job.words) - {"train.eval_every=23"}, name
+        words = line.split(f"data.path=small/{name}")[1].split()
+        assert set(words) == set(job.words) - {"train.eval_every=23"}, name
 
 
 def test_curves_that_were_kept_are_drawn_and_judged(tmp_path, monkeypatch):
@@ -106,11 +106,11 @@ def test_curves_that_were_kept_are_drawn_and_judged(tmp_path, monkeypatch):
         }
         for strategy in classic_jobs.STRATEGIES
     }
-    kept, picture = tmp_path / "kept.json", tmp_path / "curves.svg"
+    curves_file, picture = tmp_path / "kept.json", tmp_path / "curves.svg"
     for chosen, status in ((list(rows), 1), (["ddp", "zero2"], 0)):
         runs = {"mnist": {strategy: rows[strategy] for strategy in chosen}}
-        kept.write_text(json.dumps({"runs": runs}))
-        words = ["classic_jobs.py", "--from", str(kept), "--picture", str(picture)]
+        curves_file.write_text(json.dumps({"runs": runs}))
+        words = ["classic_jobs.py", "--from", str(curves_file), "--picture", str(picture)]
         monkeypatch.setattr(sys, "argv", words)
         assert classic_jobs.main() == status
         assert all(strategy in picture.read_text() for strategy in chosen)

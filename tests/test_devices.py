@@ -119,7 +119,7 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
 ) -> None:
     monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
     gpus.stats = {"requested_bytes.all.current": 64}
-    held = MemoryMeter(SECOND, track_steps=0)
+    memory_meter = MemoryMeter(SECOND, track_steps=0)
     assert gpus.calls == [("warm", SECOND), ("reset", SECOND)]
     gpus.stats = {
         "requested_bytes.all.peak": 1064,
@@ -127,8 +127,8 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
         "reserved_bytes.all.peak": 2048,
         "num_alloc_retries": 3,
     }
-    assert held.peak_bytes() == 1000
-    measured = held.measured()
+    assert memory_meter.peak_bytes() == 1000
+    measured = memory_meter.measured()
     assert measured.peak is not None
     assert measured.peak.bytes == 1000
     assert (measured.allocated_bytes, measured.reserved_bytes) == (1536, 2048)
@@ -148,19 +148,19 @@ def test_the_peak_of_a_process_on_several_devices_is_of_all_of_them(
     }
     monkeypatch.setattr(gpus, "memory_stats", stats.__getitem__)
     monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
-    held = MemoryMeter(first, track_steps=0)
+    memory_meter = MemoryMeter(first, track_steps=0)
     context = SimpleNamespace(device=first, local_rank=0)
-    assembly: Any = SimpleNamespace(context=context, meter=held)
+    assembly: Any = SimpleNamespace(context=context, meter=memory_meter)
     assert local_devices(assembly, 2) == [first, SECOND]
-    assert gpus.calls == [(what, on) for on in (first, SECOND) for what in ("warm", "reset")]
+    assert gpus.calls == [(phase, on) for on in (first, SECOND) for phase in ("warm", "reset")]
     for device, peaks in ((first, (1064, 1536, 2048, 1)), (SECOND, (532, 1024, 2048, 2))):
         kinds = ("requested", "allocated", "reserved")
         stats[device] = {
             f"{kind}_bytes.all.peak": peak for kind, peak in zip(kinds, peaks, strict=False)
         }
         stats[device]["num_alloc_retries"] = peaks[-1]
-    assert held.peak_bytes() == 1500
-    measured = held.measured()
+    assert memory_meter.peak_bytes() == 1500
+    measured = memory_meter.measured()
     assert measured.peak is not None
     assert measured.peak.bytes == 1500
     assert (measured.allocated_bytes, measured.reserved_bytes) == (2560, 4096)
@@ -177,10 +177,10 @@ def test_the_peak_of_a_process_on_several_devices_is_of_all_of_them(
 
 def test_segments_grow_unless_the_user_has_said_how(gpus: MadeUp) -> None:
     assert gpus.calls == []
-    for given in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
-        environ = dict(given)
+    for variables in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
+        environ = dict(variables)
         devices.grow_segments(environ)
-        assert environ == given
+        assert environ == variables
     environ = {}
     devices.grow_segments(environ)
     assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -194,13 +194,13 @@ def test_without_cuda_the_environment_is_left_alone() -> None:
 
 
 def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
-    own = [
+    product_files = [
         path
         for folder in ("bigtrain", "strategies")
         for path in (ROOT / folder).rglob("*.py")
         if path.name != "devices.py"
     ]
-    sources = {path: path.read_text("utf-8") for path in own}
+    sources = {path: path.read_text("utf-8") for path in product_files}
     assert [path for path, text in sources.items() if "torch.cuda" in text] == []
     # If a plan is made for a kind of device that need not exist here, the code names the kind.
     assert sum(text.count('"cuda"') for text in sources.values()) <= 25

@@ -267,41 +267,43 @@ SCRIPTS = {"my.py", "my_loop.py", "script.py"}
 """Scripts of the reader, which do not exist here."""
 
 
-def trained(given: list[str]) -> list[str]:
+def trained(words: list[str]) -> list[str]:
     """A training command in the form `bigtrain train -n N`; other commands unchanged."""
-    if "-m" in given:  # the installed package instead of the script
-        at = given.index("-m")
-        given = [*given[:at], "bigtrain/train.py", *given[at + 3 :]]
-    if "bigtrain/train.py" not in given:
-        return ["2" if word == "N" else word for word in given]
-    place = given.index("bigtrain/train.py")
-    pairs = list(pairwise(given[:place]))
+    if "-m" in words:  # the installed package instead of the script
+        at = words.index("-m")
+        words = [*words[:at], "bigtrain/train.py", *words[at + 3 :]]
+    if "bigtrain/train.py" not in words:
+        return ["2" if word == "N" else word for word in words]
+    position = words.index("bigtrain/train.py")
+    pairs = list(pairwise(words[:position]))
     number = next((int(value) for word, value in pairs if word in COUNTS), 1)
     nodes = next((int(value) for word, value in pairs if word in NODES), 1)
-    return ["bigtrain", "train", "-n", str(number * nodes), *given[place + 1 :]]
+    return ["bigtrain", "train", "-n", str(number * nodes), *words[position + 1 :]]
 
 
-@pytest.mark.parametrize(("page", "given"), commands(), ids=lambda value: " ".join(value))
-def test_commands_in_the_pages_can_be_read(page, given, tmp_path, monkeypatch):
-    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    (tmp_path / "path.yaml").write_text(own)
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: " ".join(value))
+def test_commands_in_the_pages_can_be_read(page, words, tmp_path, monkeypatch):
+    (strategy_text,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "path.yaml").write_text(strategy_text)
     monkeypatch.chdir(tmp_path)
-    given = trained(given)
-    if SCRIPTS & set(given) or given == ["bigtrain", "train"]:
+    words = trained(words)
+    if SCRIPTS & set(words) or words == ["bigtrain", "train"]:
         return
-    if given[0] == "python":
-        assert (ROOT / given[1]).exists() or given[1].startswith("-"), given
+    if words[0] == "python":
+        assert (ROOT / words[1]).exists() or words[1].startswith("-"), words
         return
-    assert given[0] == "bigtrain", given
-    assert given[1] in {*OPTIONS, "init", "strategies", "doctor"}, given
-    if given[1] not in OPTIONS or given == ["bigtrain", "checkpoint"]:
+    assert words[0] == "bigtrain", words
+    assert words[1] in {*OPTIONS, "init", "strategies", "doctor"}, words
+    if words[1] not in OPTIONS or words == ["bigtrain", "checkpoint"]:
         return
-    options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit
-    whole = " ".join(given)
-    if given[1] in ("compare", "speedup", "verify"):
+    options = OPTIONS[words[1]](words[2:])  # an unknown option ends in SystemExit
+    whole = " ".join(words)
+    if words[1] in ("compare", "speedup", "verify"):
         for name in options.strategies.split(","):
-            assert name == "all" or load_job(None, name), given
-    if given[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
+            assert name == "all" or load_job(None, name), words
+    if words[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
         job = load_job(options.config, options.strategy, options.overrides)
         make_plan(job, options.num_ranks or 1, "cpu")
 
@@ -315,9 +317,9 @@ STARTED = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("given", STARTED, ids=" ".join)
-def test_the_train_commands_of_the_readme_run_dry(given, tmp_path):
-    done = forked_cli([*given[1:], "--dry-run"], cwd=tmp_path)
+@pytest.mark.parametrize("words", STARTED, ids=" ".join)
+def test_the_train_commands_of_the_readme_run_dry(words, tmp_path):
+    done = forked_cli([*words[1:], "--dry-run"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "predicted peak" in done.stdout
     assert not (tmp_path / "runs").exists()

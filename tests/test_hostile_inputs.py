@@ -37,9 +37,9 @@ def test_hundreds_of_inputs_end_in_a_line_or_run(tmp_path: Path, seed: int) -> N
 
 def test_an_input_is_the_same_by_its_number_and_seed() -> None:
     for number in range(20):
-        one, again = (hostile_inputs.drawn_input(number, 5) for _ in range(2))
-        assert one == again
-        assert one != hostile_inputs.drawn_input(number, 6)
+        first, again = (hostile_inputs.drawn_input(number, 5) for _ in range(2))
+        assert first == again
+        assert first != hostile_inputs.drawn_input(number, 6)
 
 
 @pytest.mark.parametrize(

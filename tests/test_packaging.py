@@ -31,11 +31,11 @@ TRAP = "raise SystemExit('the file of the user was imported')\n"
 def run(
     command: list[str], folder: Path, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         command,
         cwd=folder,
-        env={**kept, "OMP_NUM_THREADS": "1", **(environ or {})},
+        env={**variables, "OMP_NUM_THREADS": "1", **(environ or {})},
         capture_output=True,
         text=True,
         timeout=120,
@@ -187,14 +187,14 @@ def test_the_example_of_the_contributing_page_runs(tmp_path, monkeypatch):
         (tmp_path / name).write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2}
-    (one,) = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)
-    own = str(tmp_path / "path.yaml")
-    for record in run_ranks(train, 2, TinyLM, tokens(22), own, keys):
-        assert largest_difference(one, record) < 1e-10
+    (single,) = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)
+    strategy_file = str(tmp_path / "path.yaml")
+    for record in run_ranks(train, 2, TinyLM, tokens(22), strategy_file, keys):
+        assert largest_difference(single, record) < 1e-10
     for record in run_ranks(
-        train, 4, TinyLM, tokens(22), f"1f1b+{own}", {**keys, "mesh.pp": 2}, pp=2
+        train, 4, TinyLM, tokens(22), f"1f1b+{strategy_file}", {**keys, "mesh.pp": 2}, pp=2
     ):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def test_what_surrounds_micro_batches_is_refused_in_a_pipeline() -> None:

@@ -51,10 +51,10 @@ def test_what_is_kept_of_runs_is_added_to_and_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    held = {"problem": None, "came": True, "setting": {"strategy": "1f1b", "asynchronous": True}}
-    lost = {**held, "problem": "lost"}
-    late = {**held, "came": False}
-    every = [{**o, "fault": {"kind": "write"}} for o in (held, lost, late)]
+    record = {"problem": None, "came": True, "setting": {"strategy": "1f1b", "asynchronous": True}}
+    lost = {**record, "problem": "lost"}
+    late = {**record, "came": False}
+    every = [{**o, "fault": {"kind": "write"}} for o in (record, lost, late)]
     assert "| `1f1b` | beside | 0 of 0 | 0 of 0 | 0 of 0 | 1 of 2 |" in faults.table(every)
     assert faults.table(every).endswith("\n3 runs, 2 hit, 1 did not hold")
     path = tmp_path / "faults.json"

@@ -57,26 +57,26 @@ def frame(to: int, size: int) -> bytes:
 
 def test_frames_take_their_bits_and_the_delay():
     ports = [Port(n, mac_of(n)) for n in range(3)]
-    wires = Wires(ports, rate=8e6, delay=0.25)  # a byte takes a microsecond
-    wires.take(ports[0], frame(1, 1000), 0.0)
-    wires.take(ports[0], frame(1, 1000), 0.0)  # queued behind the first frame
-    wires.take(ports[2], frame(1, 1000), 0.0)  # from another port, over the same link
-    assert wires.next_arrival() == pytest.approx(0.251)
-    assert wires.arrived(0.2509) == []
-    assert [port.fd for port, _ in wires.arrived(0.2511)] == [1]
-    assert len(wires.arrived(0.2521)) == 1
-    assert len(wires.arrived(0.2531)) == 1
-    wires.take(ports[1], frame(9, 1000), 1.0)  # an unknown address: sent to all other ports
-    assert sorted(port.fd for port, _ in wires.arrived(2.0)) == [0, 2]
+    links = Wires(ports, rate=8e6, delay=0.25)  # a byte takes a microsecond
+    links.take(ports[0], frame(1, 1000), 0.0)
+    links.take(ports[0], frame(1, 1000), 0.0)  # queued behind the first frame
+    links.take(ports[2], frame(1, 1000), 0.0)  # from another port, over the same link
+    assert links.next_arrival() == pytest.approx(0.251)
+    assert links.arrived(0.2509) == []
+    assert [port.fd for port, _ in links.arrived(0.2511)] == [1]
+    assert len(links.arrived(0.2521)) == 1
+    assert len(links.arrived(0.2531)) == 1
+    links.take(ports[1], frame(9, 1000), 1.0)  # an unknown address: sent to all other ports
+    assert sorted(port.fd for port, _ in links.arrived(2.0)) == [0, 2]
 
 
 def test_who_has_much_to_send_waits():
     ports = [Port(n, mac_of(n)) for n in range(2)]
-    wires = Wires(ports, rate=8e6, delay=0.0)
-    wires.take(ports[0], frame(1, round(MOST_WAITING_S * 1e6) + 1000), 0.0)
-    assert not wires.takes(ports[0], 0.0)
-    assert wires.takes(ports[0], 0.002)
-    assert wires.takes(ports[1], 0.0)  # the opposite direction is free
+    links = Wires(ports, rate=8e6, delay=0.0)
+    links.take(ports[0], frame(1, round(MOST_WAITING_S * 1e6) + 1000), 0.0)
+    assert not links.takes(ports[0], 0.0)
+    assert links.takes(ports[0], 0.002)
+    assert links.takes(ports[1], 0.0)  # the opposite direction is free
 
 
 def test_rates_and_delays_are_read():

@@ -120,7 +120,7 @@ def test_a_difference_has_no_negative_zero(share: float | None, digits: int, wor
 
 
 @pytest.mark.parametrize(
-    ("words", "place"),
+    ("words", "source"),
     [
         (["optim.name=sgd", "optim.nesterov=true"], ""),
         (["optim.state=bf16", "optim.name=sgd"], ""),
@@ -128,11 +128,11 @@ def test_a_difference_has_no_negative_zero(share: float | None, digits: int, wor
     ],
 )
 def test_a_contradiction_of_ones_own_words_is_not_blamed_on_a_preset(
-    words: list[str], place: str
+    words: list[str], source: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         load_job(None, None, words)
-    assert str(refused.value).startswith(place)
+    assert str(refused.value).startswith(source)
     assert "jobs/default.yaml" not in str(refused.value)
 
 

@@ -120,8 +120,8 @@ def shown(*ranks):
     return {row[0]: row[1:] for row in rows}
 
 
-def measured(parts, **others):
-    return MemoryMeasurement(Peak("backward", Breakdown(**parts)), 2000, **others)
+def measured(parts, **figures):
+    return MemoryMeasurement(Peak("backward", Breakdown(**parts)), 2000, **figures)
 
 
 def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
@@ -236,8 +236,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, corpus):
 def test_another_number_of_ranks_continues_the_same_sequence(tmp_path, corpus):
     words = [*SMALL, corpus, "train.precision=fp64", "checkpoint.every=3", "log.name=two"]
     assert run(tmp_path, *words, ranks=2).returncode == 0
-    one = run(tmp_path, *words, "log.name=one", "--resume", "runs/two/checkpoints/step-3")
-    assert one.returncode == 0, one.stderr
+    continued = run(tmp_path, *words, "log.name=one", "--resume", "runs/two/checkpoints/step-3")
+    assert continued.returncode == 0, continued.stderr
     losses = {r["step"]: r["loss"] for r in metrics(tmp_path / "runs/two")}
     for row in metrics(tmp_path / "runs/one"):
         assert row["loss"] == pytest.approx(losses[row["step"]], abs=1e-10)
@@ -407,8 +407,8 @@ def test_the_best_state_of_a_validation_is_kept_beside_the_newest(tmp_path, corp
     assert lowest == 1  # at this rate the model does not learn
     assert (folder / "checkpoints/best").read_text() == f"step-{lowest}"
     assert (folder / "checkpoints/latest").read_text() == "step-2"
-    kept = {path.name for path in (folder / "checkpoints").glob("step-*")}
-    assert kept == {f"step-{lowest}", "step-2"}
+    steps_saved = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    assert steps_saved == {f"step-{lowest}", "step-2"}
     meta = json.loads((folder / f"checkpoints/step-{lowest}/state.json").read_text())
     assert meta["validation"]["loss"] == figures[lowest]
     from_best = run(tmp_path, *words, "log.name=two", "--resume", str(folder / "checkpoints/best"))

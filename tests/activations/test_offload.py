@@ -154,7 +154,7 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
 
 
 def _between(calls: list[str], word: str) -> list[tuple[int, int]]:
-    marks = [n for n, what in enumerate(calls) if what == word] + [len(calls)]
+    marks = [n for n, call in enumerate(calls) if call == word] + [len(calls)]
     return [(a + 1, b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
@@ -184,11 +184,11 @@ def test_what_somebody_else_holds_is_not_read_again(mover):
     """A storage to which the caller holds a reference is used again instead of read from
     the copy.
     """
-    held = torch.randn(96, 512)
-    y, seen = save_and_leave(mover, nn.Identity(), held.view(-1))
+    tensor = torch.randn(96, 512)
+    y, seen = save_and_leave(mover, nn.Identity(), tensor.view(-1))
     y.backward()
-    assert seen[0].data_ptr() == held.data_ptr()
-    assert mover.bytes_moved == held.nbytes
+    assert seen[0].data_ptr() == tensor.data_ptr()
+    assert mover.bytes_moved == tensor.nbytes
     assert mover.bytes_freed == 0
 
 
@@ -201,12 +201,12 @@ def test_what_stays(mover):
     elsewhere = torch.empty(10**6, device="meta")
     turned = torch.randn(128, 128, dtype=torch.complex64).conj()
     sparse = torch.eye(128).to_sparse()
-    other = nn.Parameter(torch.randn(128, 128))
-    kept = [layer.weight.t(), layer.table[1:], small, turned, other]
-    y, seen = save_and_leave(mover, layer, *kept, elsewhere, sparse)
+    parameter = nn.Parameter(torch.randn(128, 128))
+    not_moved = [layer.weight.t(), layer.table[1:], small, turned, parameter]
+    y, seen = save_and_leave(mover, layer, *not_moved, elsewhere, sparse)
     y.backward()
     assert mover.bytes_moved == 0
-    assert [t.data_ptr() for t in seen[:5]] == [t.data_ptr() for t in kept]
+    assert [t.data_ptr() for t in seen[:5]] == [t.data_ptr() for t in not_moved]
     large = torch.zeros(MIN_OFFLOADED_BYTES // 4)
     save_and_leave(mover, layer, large)
     assert mover.bytes_moved == large.nbytes
@@ -214,12 +214,12 @@ def test_what_stays(mover):
 
 def test_nothing_moves_where_there_is_nowhere_to_go():
     """An offload to the device of the tensors itself moves nothing."""
-    here = ActivationOffloader("cpu", CPU)
+    offloader = ActivationOffloader("cpu", CPU)
     model, x = mixed(3)
-    wrap(model, here.offload)
+    wrap(model, offloader.offload)
     model(x).sum().backward()
-    assert here.bytes_moved == 0
-    here.close()
+    assert offloader.bytes_moved == 0
+    offloader.close()
 
 
 def test_nothing_moves_without_gradients(mover):
@@ -279,18 +279,18 @@ def test_both_states_of_a_storage_are_right_where_torch_allows_them(mover, block
     """Two parts of a storage without a common version counter: one is changed after the other
     is saved.
     """
-    one, two = torch.randn(128, 64).unsafe_chunk(2)
+    first_half, second_half = torch.randn(128, 64).unsafe_chunk(2)
     seen: list[Tensor] = []
     x = torch.ones(1, requires_grad=True)
-    wanted = [one.clone(), two.exp()]
-    x = mover.offload(nn.Identity(), lambda x=x, part=one: Saving.apply(x, seen, part))
+    wanted = [first_half.clone(), second_half.exp()]
+    x = mover.offload(nn.Identity(), lambda x=x, part=first_half: Saving.apply(x, seen, part))
     for _ in range(blocks_between):
         x = mover.offload(nn.Identity(), lambda x=x: x * 2)
-    two.exp_()
-    x = mover.offload(nn.Identity(), lambda x=x, part=two: Saving.apply(x, seen, part))
+    second_half.exp_()
+    x = mover.offload(nn.Identity(), lambda x=x, part=second_half: Saving.apply(x, seen, part))
     for _ in range(2):
         x = mover.offload(nn.Identity(), lambda x=x: x * 2)
-    del one, two
+    del first_half, second_half
     x.backward()
     assert torch.equal(seen[1], wanted[0])
     assert torch.equal(seen[0], wanted[1])
@@ -375,8 +375,8 @@ def test_twice_through_the_same_graph(mover):
         assert same([p.grad for p in model.parameters()], wanted)
         model.zero_grad()
         # Loaded tensors are freed, except those of two blocks.
-        there = [r() for r in mover._brought if r() is not None and r().data is not None]
-        assert sum(record.nbytes for record in there) <= 2 * BLOCK
+        loaded = [r() for r in mover._brought if r() is not None and r().data is not None]
+        assert sum(record.nbytes for record in loaded) <= 2 * BLOCK
     assert mover.bytes_moved > 2 * 5 * BLOCK
 
 

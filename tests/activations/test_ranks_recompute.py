@@ -48,17 +48,17 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "way", "precision"), CALLS)
-def test_however_a_block_is_called(call, way, precision):
+@pytest.mark.parametrize(("call", "mode", "precision"), CALLS)
+def test_however_a_block_is_called(call, mode, precision):
     keys = {"train.precision": precision}
     model = partial(Blocks, Inner, call)
-    one = run_ranks(run, 1, model, rows(), keys)[0]
-    other = run_ranks(run, 1, model, rows(), {**keys, **WAYS[way]})[0]
-    assert one[0] == other[0]
-    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    plain = run_ranks(run, 1, model, rows(), keys)[0]
+    recomputed = run_ranks(run, 1, model, rows(), {**keys, **WAYS[mode]})[0]
+    assert plain[0] == recomputed[0]
+    assert all(torch.equal(plain[1][name], recomputed[1][name]) for name in plain[1])
 
 
-@pytest.mark.parametrize("way", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -66,9 +66,9 @@ def test_however_a_block_is_called(call, way, precision):
         (ChangesItsInput, "changes its input in place.*strategy.recompute.layers"),
     ],
 )
-def test_what_cannot_be_computed_twice_is_refused(kind, message, way):
+def test_what_cannot_be_computed_twice_is_refused(kind, message, mode):
     with pytest.raises(Exception, match=message):
-        run_ranks(run, 1, partial(Blocks, kind), rows(), WAYS[way])
+        run_ranks(run, 1, partial(Blocks, kind), rows(), WAYS[mode])
 
 
 class Shared(Blocks):
@@ -87,9 +87,9 @@ class Shared(Blocks):
 
 def test_a_block_in_two_places_is_one_block():
     assert "4 blocks keep: 4 everything;" in settled_for(Shared, 10**9).notes[0]
-    one = run_ranks(run, 1, Shared, rows(), {})[0]
-    other = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
-    assert one[0] == other[0]
+    plain = run_ranks(run, 1, Shared, rows(), {})[0]
+    recomputed = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
+    assert plain[0] == recomputed[0]
 
 
 class Flat(nn.Module):

@@ -54,13 +54,13 @@ def test_what_selective_keeps_is_known_by_the_result_whatever_torch_tells_the_po
     """torch 2.11 asks the policy before there is a result."""
     policy = _SelectivePolicy()
     mm, relu = torch.ops.aten.mm.default, torch.ops.aten.relu.default
-    kept, other = torch.ones(2, 2), torch.ones(2, 2)
+    saved, not_saved = torch.ones(2, 2), torch.ones(2, 2)
     policy_context = SimpleNamespace(is_recompute=False)
-    assert policy(policy_context, mm, kept, kept) is CheckpointPolicy.MUST_SAVE
-    assert policy(policy_context, relu, kept) is CheckpointPolicy.PREFER_RECOMPUTE
-    policy.note(mm, (kept, kept), {}, kept)
-    policy.note(relu, (kept,), {}, other)
-    assert policy.keeps(kept.untyped_storage()._cdata)
-    assert not policy.keeps(other.untyped_storage()._cdata)
+    assert policy(policy_context, mm, saved, saved) is CheckpointPolicy.MUST_SAVE
+    assert policy(policy_context, relu, saved) is CheckpointPolicy.PREFER_RECOMPUTE
+    policy.note(mm, (saved, saved), {}, saved)
+    policy.note(relu, (saved,), {}, not_saved)
+    assert policy.keeps(saved.untyped_storage()._cdata)
+    assert not policy.keeps(not_saved.untyped_storage()._cdata)
     with pytest.raises(ConfigError, match="changes one in place"):
-        policy(policy_context, torch.ops.aten.relu_.default, kept)
+        policy(policy_context, torch.ops.aten.relu_.default, saved)

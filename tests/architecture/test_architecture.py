@@ -92,10 +92,10 @@ def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
         named = {o for o in uses(module) if o.startswith("strategies.")}
         named |= set(text.findall(path.read_text()))
         # The modules of one technique form a package and may import each other.
-        own = ".".join(module.split(".")[:2])
+        package = ".".join(module.split(".")[:2])
         # A library's adapter may be used by all techniques that run on the library.
         named -= ADAPTERS if module.startswith("strategies.") else set()
-        strangers = {other for other in named if ".".join(other.split(".")[:2]) != own}
+        strangers = {other for other in named if ".".join(other.split(".")[:2]) != package}
         assert not strangers or module == "core.registry", (
             f"{module} names other strategies: {strangers}"
         )
@@ -176,7 +176,7 @@ def test_the_public_names_are_sorted_and_resolve():
                 checked |= {n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported(inner)}
         else:
             at_runtime += [n for n in imported(node) if n.startswith("bigtrain")]
-    assert checked == {name: f"bigtrain.{place}" for name, place in bigtrain._MODULE_OF.items()}
+    assert checked == {name: f"bigtrain.{module}" for name, module in bigtrain._MODULE_OF.items()}
     assert not at_runtime
     for name in bigtrain.__all__:
         assert getattr(bigtrain, name).__name__ == name
@@ -250,7 +250,7 @@ def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
     *_, actions = arguments.checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
     options = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
-    assert options == {name: own | everywhere for name, own in CHECKPOINT_ACTIONS.items()}
+    assert options == {name: flags | everywhere for name, flags in CHECKPOINT_ACTIONS.items()}
 
 
 @pytest.mark.parametrize("name", preset_names("jobs"))

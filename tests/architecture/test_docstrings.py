@@ -246,11 +246,11 @@ def members_of(name: str) -> set[str]:
 def has_member(name: str, member: str) -> bool:
     """Whether a class or one of its bases, a library's included, has a member."""
     if name not in classes():
-        head, _, rest = name.partition(".")
+        head, _, tail = name.partition(".")
         full = aliases().get(head, {head, f"builtins.{head}"})
-        return any(foreign(".".join(filter(None, (f, rest, member)))) for f in full)
-    own = classes()[name]
-    return member in own.names or any(has_member(base, member) for base in own.bases)
+        return any(foreign(".".join(filter(None, (f, tail, member)))) for f in full)
+    members = classes()[name]
+    return member in members.names or any(has_member(base, member) for base in members.bases)
 
 
 def parameters(function: Function) -> set[str]:
@@ -300,9 +300,9 @@ def exists(name: str, docstring: Docstring) -> bool:
     """Whether a name exists for the reader of this docstring."""
     if "/" in name or any(kind.search(name) for kind in (DATA, CODE, FOREIGN_CODE)):
         return is_file(name)
-    first, *rest = name.split(".")
+    first, *tail = name.split(".")
     near = local_names(docstring) | module_names(docstring.module)
-    if not rest:
+    if not tail:
         return (
             name in near
             or is_placeholder(name)
@@ -315,11 +315,11 @@ def exists(name: str, docstring: Docstring) -> bool:
     if is_placeholder(name) or is_job_key(name) or name in words() or has_product(name):
         return True
     libraries = aliases().get(first, {first, f"builtins.{first}"})
-    if any(foreign(".".join([full, *rest])) for full in libraries):
+    if any(foreign(".".join([full, *tail])) for full in libraries):
         return True
     if first in classes() or not (first in near or first in definitions()):
         return False
-    last = rest[-1]
+    last = tail[-1]
     return last in definitions() or any(foreign(f"{library}.{last}") for library in LIBRARIES)
 
 
@@ -334,10 +334,10 @@ def has_product(name: str) -> bool:
     """Whether a module or class of the product defines it: 'rates.link_ranks', 'Job.train'."""
     parts = name.removeprefix("bigtrain.").split(".")
     for cut in range(len(parts), 0, -1):
-        head, rest = ".".join(parts[:cut]), parts[cut:]
+        head, tail = ".".join(parts[:cut]), parts[cut:]
         for module in sources():
             named = module == head or module.endswith(f".{head}")
-            if named and (not rest or (rest[0] in module_names(module) and has_members(rest))):
+            if named and (not tail or (tail[0] in module_names(module) and has_members(tail))):
                 return True
     return parts[0] in classes() and has_members(parts)
 
@@ -396,8 +396,8 @@ def missing_exceptions(docstring: Docstring) -> list[str]:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type):
             return issubclass(kind, BaseException)
-        head, _, rest = name.partition(".")
-        paths = {f"{full}.{rest}" if rest else full for full in aliases().get(head, {head})}
+        head, _, tail = name.partition(".")
+        paths = {f"{full}.{tail}" if tail else full for full in aliases().get(head, {head})}
         return name in classes() or any(
             path.partition(".")[0] != "bigtrain" and foreign(path) for path in paths if "." in path
         )

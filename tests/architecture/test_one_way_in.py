@@ -63,8 +63,11 @@ def _opens_path(call: ast.Call) -> bool:
     return isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
 
 
-def _writes(call: ast.Call, place: int) -> bool:
-    modes = [*call.args[place : place + 1], *(k.value for k in call.keywords if k.arg == "mode")]
+def _writes(call: ast.Call, position: int) -> bool:
+    modes = [
+        *call.args[position : position + 1],
+        *(k.value for k in call.keywords if k.arg == "mode"),
+    ]
     return any(
         isinstance(mode, ast.Constant) and isinstance(mode.value, str) and {*mode.value} & {*"wax"}
         for mode in modes

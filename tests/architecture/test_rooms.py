@@ -16,8 +16,8 @@ def room(module: str) -> str:
 
 
 def test_every_room_stands_in_the_order():
-    there = {room(module) for module in sources()} - {"", "configs"}
-    assert there == set(ORDER), "tests/support/rooms.py and the folders of bigtrain/ differ"
+    rooms = {room(module) for module in sources()} - {"", "configs"}
+    assert rooms == set(ORDER), "tests/support/rooms.py and the folders of bigtrain/ differ"
     assert len(ORDER) == len(set(ORDER))
 
 

@@ -71,8 +71,8 @@ def test_the_command_is_there_and_says_what_it_can_do(tmp_path):
 
 def test_inspect_says_what_is_in_it(tmp_path, capsys):
     path = write(tmp_path)
-    for place in (tmp_path, tmp_path / "checkpoints", path):
-        status, text = run(capsys, "inspect", place)
+    for folder in (tmp_path, tmp_path / "checkpoints", path):
+        status, text = run(capsys, "inspect", folder)
         assert status == 0
         assert "step 4, 32 samples, 2 ranks" in text
         assert "strategy ddp, mesh pp 1 x dp 2 x tp 1" in text
@@ -167,10 +167,10 @@ def test_diff_says_how_far_two_are_apart(tmp_path, capsys):
     assert status == 1
     assert document["only_in_first"] == ["model.a.count"]
     assert document["only_in_second"] == ["model.more"]
-    (one,) = document["different"]
-    assert (one["name"], one["elements"]) == ("model.a.weight", 1)
-    assert one["absolute"] == pytest.approx(0.5)
-    assert one["relative"] == pytest.approx(0.5 / 5.5)
+    (difference,) = document["different"]
+    assert (difference["name"], difference["elements"]) == ("model.a.weight", 1)
+    assert difference["absolute"] == pytest.approx(0.5)
+    assert difference["relative"] == pytest.approx(0.5 / 5.5)
     assert run(capsys, "diff", first, tmp_path / "a", "--exit-code")[0] == 0
 
 

@@ -48,19 +48,19 @@ def damage(draw, path):
     data = file.read_bytes()
     kind = draw.choice(("bit", "bit", "bit", "cut", "gone", "swap", "longer", "zeros"))
     if kind == "bit":
-        place = draw.randrange(8 * len(data))
+        bit = draw.randrange(8 * len(data))
         changed = bytearray(data)
-        changed[place // 8] ^= 1 << place % 8
+        changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
     elif kind == "cut":
         file.write_bytes(data[: draw.randrange(len(data))])
     elif kind == "gone":
         file.unlink()
     elif kind == "swap":
-        other = draw.choice([one for one in files if one != file])
-        held = other.read_bytes()
-        other.write_bytes(data)
-        file.write_bytes(held)
+        second_file = draw.choice([one for one in files if one != file])
+        swapped_content = second_file.read_bytes()
+        second_file.write_bytes(data)
+        file.write_bytes(swapped_content)
     elif kind == "longer":
         file.write_bytes(data + draw.randbytes(draw.randint(1, 64)))
     else:  # a page that the disk has lost reads as zeros
@@ -121,8 +121,8 @@ def test_a_manifest_of_another_checkpoint_is_noticed(written, tmp_path):
     """The manifest's hash is right, but it belongs to a different checkpoint."""
     shutil.copytree(written, tmp_path / "step-1")
     with engine() as running:
-        other = running.save(tmp_path / "other")
-    shutil.copy(other / "manifest.json", tmp_path / "step-1")
+        second_checkpoint = running.save(tmp_path / "other")
+    shutil.copy(second_checkpoint / "manifest.json", tmp_path / "step-1")
     with pytest.raises(DamagedCheckpointError):
         Checkpoint(tmp_path / "step-1")
-    assert json.loads((other / "manifest.json").read_text())["format"] == 2
+    assert json.loads((second_checkpoint / "manifest.json").read_text())["format"] == 2

@@ -162,9 +162,9 @@ def zero_folder(folder, stage, version="0.19.8", **more):
     for rank, piece in enumerate(pieces):
         fragments = torch.cat([frozen, torch.zeros(1)]).view(2, 2)[rank] if stage == 3 else frozen
         empty = torch.empty(0).half()
-        held = {**module, "trained": empty.clone(), "frozen": empty} if stage == 3 else module
+        on_rank = {**module, "trained": empty.clone(), "frozen": empty} if stage == 3 else module
         described = {
-            "module": held,
+            "module": on_rank,
             "buffer_names": ["buffer"],
             "param_shapes": [OrderedDict(trained=torch.Size([5]))],
             "frozen_param_shapes": OrderedDict(frozen=torch.Size([3])),
@@ -281,14 +281,14 @@ def test_no_code_in_a_piece_of_dcp_is_ever_run(tmp_path):
         convert(open_source(source), tmp_path / "made")
     metadata = (source / ".metadata").read_bytes()
     described = pickle.loads(metadata)
-    for place in described.storage_data.values():
-        place.length = piece.stat().st_size
+    for storage_info in described.storage_data.values():
+        storage_info.length = piece.stat().st_size
     (source / ".metadata").write_bytes(pickle.dumps(described))
     with pytest.raises(CheckpointError, match=r"more than tensors.*system"):
         convert(open_source(source), tmp_path / "made")
     assert not proof.exists()
-    for place in described.storage_data.values():
-        place.relative_path = "../elsewhere"
+    for storage_info in described.storage_data.values():
+        storage_info.relative_path = "../elsewhere"
     (source / ".metadata").write_bytes(pickle.dumps(described))
     with pytest.raises(CheckpointError, match=r"names the file \.\./elsewhere, outside of it"):
         open_source(source)

@@ -81,16 +81,16 @@ def run(
     """
     mesh = {"mesh.pp": context.pp_size, "mesh.tp": context.tp_size}
     job = job_from_keys(strategy, {**mesh, **keys})
-    place, size = context.dp_rank, ROWS // context.dp_size
+    data_rank, size = context.dp_rank, ROWS // context.dp_size
     inputs, targets = batch_of(make, 0)
     example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
     optimizer = optimizer_factory(job.optim, 0)
     with Engine(make, CrossEntropy(), optimizer, job, context, example=example) as engine:
 
         def step() -> float:
-            own = slice(place * size, (place + 1) * size)
+            rank_rows = slice(data_rank * size, (data_rank + 1) * size)
             inputs, targets = batch_of(make, engine.steps_done)
-            return engine.step((inputs[own], targets[own])).loss
+            return engine.step((inputs[rank_rows], targets[rank_rows])).loss
 
         if load is not None:
             engine.load(load)
@@ -151,11 +151,11 @@ def begun(case: Case, folder: Path, *loads: Path) -> Any:
 
 def assert_same(path: Path, expected: Path, *, buffers: bool) -> None:
     """Assert that two checkpoints have the same names, shapes and values up to rounding."""
-    one, other = Checkpoint(path), Checkpoint(expected)
-    assert one.tensors.keys() == other.tensors.keys()
-    for name, tensor in one.tensors.items():
-        assert tensor.shape == other.tensors[name].shape, name
-    for far in compare_states(one, other):
+    actual, wanted = Checkpoint(path), Checkpoint(expected)
+    assert actual.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in actual.tensors.items():
+        assert tensor.shape == wanted.tensors[name].shape, name
+    for far in compare_states(actual, wanted):
         if buffers or not far.name.endswith(("running_mean", "running_var", "tracked")):
             assert far.relative < 1e-9, far
 
@@ -173,13 +173,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_slices_are_saved_whole_and_opened_from_whole_ones(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
-    source, one = whole
+    source, single = whole
     strategy = {**CASES, **MORE}[case]
     saved = begun(strategy, tmp_path / "saved")
     loaded = begun(strategy, tmp_path / "loaded", source)
     back = begun(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
     for name in ("gpt", "conv"):
-        ((path, losses),) = one[name]
+        ((path, losses),) = single[name]
         # The running statistics of a replica depend on its samples.
         assert_same(saved[name][0][0], path, buffers=strategy[1].get("dp", 1) == 1)
         assert_same(loaded[name][0][0], path, buffers=True)
@@ -191,13 +191,13 @@ def test_slices_are_saved_whole_and_opened_from_whole_ones(
 def test_other_strategies_open_what_slices_have_saved_and_the_other_way_round(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
-    _, one = whole
+    _, single = whole
     of_stages = begun(CASES["1f1b+tensor"], tmp_path / "stages")
     begun(OTHERS[case], tmp_path / "other", tmp_path / "stages")
     back = begun(CASES["fsdp+tensor"], tmp_path / "back", tmp_path / "other")
     for name in ("gpt", "conv"):
         assert_same(back[name][0][0], of_stages[name][0][0], buffers=True)
-        assert back[name][0][1] == pytest.approx(one[name][0][1], rel=1e-11)
+        assert back[name][0][1] == pytest.approx(single[name][0][1], rel=1e-11)
 
 
 def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Path) -> None:
@@ -255,11 +255,11 @@ def options_in_one_process(
 def test_what_optimizers_keep_in_slices_is_saved_and_opened(tmp_path: Path, part: int) -> None:
     chosen = [*OPTIONS][part::3]
     ranks = run_ranks(options, 2, tmp_path, chosen, tp=2, timeout_s=120)
-    (one,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
+    (single,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
     for rank_losses in ranks:
         for option, (losses, again) in rank_losses.items():
             assert again == losses, option  # bit for bit
-            assert one[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
+            assert single[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_4bit"])
@@ -269,7 +269,7 @@ def test_state_of_whole_parameters_is_refused_with_slices(name: str) -> None:
         make_plan(job, 2, "cpu")
 
 
-def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
+def drifting(context: RunContext, folder: Path, name: str, changed_rank: int) -> str:
     """Save a state in which one rank has a different number; return the message."""
     job = job_from_keys("ddp+tensor", {**FP64, "mesh.tp": 2})
     inputs, targets = batch_of(gpt, 0)
@@ -277,11 +277,11 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
     with Engine(
         gpt, CrossEntropy(), partial(torch.optim.AdamW, lr=0.1), job, context, example=example
     ) as engine:
-        own = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
-        engine.step((inputs[own], targets[own]))
+        rank_rows = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
+        engine.step((inputs[rank_rows], targets[rank_rows]))
         path = engine.save(folder)
         assert path.is_dir()
-        if context.rank == place:
+        if context.rank == changed_rank:
             with torch.no_grad():
                 parameter = engine.runner.module.get_parameter("blocks.1.mlp_norm.weight")
                 state = engine.runner.optimizer.state[parameter]
@@ -298,7 +298,7 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "expected_message"),
+    ("name", "changed_rank", "expected_message"),
     [
         ("parameter", 3, "model.blocks.1.mlp_norm.weight is not the same on rank 3 as on rank 2"),
         (
@@ -310,9 +310,9 @@ def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
     ],
 )
 def test_whole_tensors_that_differ_are_named_before_anything_is_written(
-    tmp_path: Path, name: str, place: int, expected_message: str
+    tmp_path: Path, name: str, changed_rank: int, expected_message: str
 ) -> None:
-    for message in run_ranks(drifting, 4, tmp_path, name, place, tp=2):
+    for message in run_ranks(drifting, 4, tmp_path, name, changed_rank, tp=2):
         assert message.startswith(f"step 2: {expected_message}")
         assert "train.deterministic=true" in message
         assert "no checkpoint was written" in message

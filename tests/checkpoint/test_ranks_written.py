@@ -56,9 +56,9 @@ def test_stages_and_shards_of_four_ranks_are_read_by_safetensors(tmp_path):
         places = json.loads((Path(path) / f"{part}.safetensors.index.json").read_text())
         tensors = {}
         for file in files:
-            with safe_open(file, framework="pt") as one:
-                for name in one.keys():  # noqa: SIM118
-                    tensors[name] = one.get_tensor(name)
+            with safe_open(file, framework="pt") as tensors_file:
+                for name in tensors_file.keys():  # noqa: SIM118
+                    tensors[name] = tensors_file.get_tensor(name)
                     assert places["weight_map"][name] == file.name
                     assert torch.equal(tensors[name], opened.read(f"{part}.{name}"))
         assert tensors.keys() == places["weight_map"].keys()

@@ -196,10 +196,10 @@ def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_p
         source = open_source(file)
         assert_same(values(source), net().state_dict())
         assert source.step == 5
-        kept = open_source(file, strip="")
+        unstripped = open_source(file, strip="")
         plain = prefix.removeprefix("module.")
-        assert {name.removeprefix(plain) for name in kept.model} == {*net().state_dict()}
-        assert all(name.startswith(plain) for name in kept.model)
+        assert {name.removeprefix(plain) for name in unstripped.model} == {*net().state_dict()}
+        assert all(name.startswith(plain) for name in unstripped.model)
     # Without Lightning's other keys
     torch.save({"state_dict": of_lightning("model.")["state_dict"]}, file)
     assert all(name.startswith("model.") for name in open_source(file).model)
@@ -213,8 +213,8 @@ def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_p
 def trained(named: bool, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
     parameters: Any = list(model.named_parameters() if named else model.parameters())
-    given = [{"params": parameters[n::groups]} for n in range(groups)]
-    optimizer = torch.optim.AdamW(given if groups > 1 else parameters)
+    parameter_groups = [{"params": parameters[n::groups]} for n in range(groups)]
+    optimizer = torch.optim.AdamW(parameter_groups if groups > 1 else parameters)
     for _ in range(2):
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(1))).sum().backward()
         optimizer.step()
@@ -284,10 +284,10 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
     assert "it has 6 parameters by number, and the model has 7 tensors" in note(
         optimizer.state_dict(), more
     )
-    other = torch.optim.AdamW(reversed(list(model.parameters())))
-    other.step()
+    reordered = torch.optim.AdamW(reversed(list(model.parameters())))
+    reordered.step()
     assert "its exp_avg of parameter 0 has the shape [4], and up.weight has [4, 3]" in note(
-        other.state_dict()
+        reordered.state_dict()
     )
     strange = {f"x.{name}": value for name, value in by_name(model, optimizer).items()}
     assert "it has 'x.up.weight', and the model has not" in note(

@@ -119,10 +119,10 @@ def left_over(folder):
 
 def test_results_lie_in_one_folder(compared):
     folder, document, output = compared
-    place = folder / "runs/compare-1"
-    assert json.loads((place / "compare.json").read_text()) == document
-    assert (place / "single/memory.json").is_file()
-    assert (place / "hangs.log").is_file()
+    results_folder = folder / "runs/compare-1"
+    assert json.loads((results_folder / "compare.json").read_text()) == document
+    assert (results_folder / "single/memory.json").is_file()
+    assert (results_folder / "hangs.log").is_file()
     assert "results in runs/compare-1" in output
     svg = (folder / "bars.svg").read_text()
     assert "bar-ddp-parameters" in svg
@@ -298,7 +298,7 @@ def test_job_whose_checkpoint_is_gone_is_refused_before_anything_runs(tmp_path):
 def test_two_comparisons_at_once_do_not_meet(tmp_path):
     command = [interpreter(), "-m", "bigtrain", "compare", "--strategies", "ddp", "-n", "2"]
     command += ["--steps", "2", "--json", *LENET]
-    both = [
+    both_processes = [
         subprocess.Popen(
             command,
             cwd=tmp_path,
@@ -309,8 +309,8 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
+    outputs = [process.communicate(timeout=240) for process in both_processes]
+    assert [process.returncode for process in both_processes] == [0, 0], outputs
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["compare-1", "compare-2"]
     one, two = (json.loads(out)["rows"][0] for out, _ in outputs)
     assert one["losses"] == two["losses"]

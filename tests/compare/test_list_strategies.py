@@ -80,18 +80,18 @@ def test_what_combines(rows, name, addition, works, reason):
 
 def test_what_a_preset_does_already_is_its_own(rows):
     """A preset that includes an addition says so."""
-    own = {
+    included = {
         (name, addition)
         for name, row in rows.items()
         for addition, answer in row["combines"].items()
         if answer["own"]
     }
-    assert ("ddp_checkpointing", "recompute_full") in own
-    assert ("single_selective", "recompute_selective") in own
-    assert ("single_offload_disk", "optimizer_disk") in own
-    assert ("single_activations_disk", "activations_disk") in own
-    assert {("gpipe", "cut_1f1b"), ("1f1b", "cut_1f1b"), ("1f1b", "accumulation")} <= own
-    assert not {addition for name, addition in own if name in ("single", "ddp", "fsdp")}
+    assert ("ddp_checkpointing", "recompute_full") in included
+    assert ("single_selective", "recompute_selective") in included
+    assert ("single_offload_disk", "optimizer_disk") in included
+    assert ("single_activations_disk", "activations_disk") in included
+    assert {("gpipe", "cut_1f1b"), ("1f1b", "cut_1f1b"), ("1f1b", "accumulation")} <= included
+    assert not {addition for name, addition in included if name in ("single", "ddp", "fsdp")}
 
 
 def test_how_many_ranks_a_preset_needs(rows):

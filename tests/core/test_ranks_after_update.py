@@ -23,8 +23,8 @@ def watched(context, cases):
     rows = []
     for strategy, keys in cases:
         SEEN.clear()
-        own = {"strategy.replicate": "support.odd_strategies:NotesUpdates", **keys}
-        job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **own})
+        all_keys = {"strategy.replicate": "support.odd_strategies:NotesUpdates", **keys}
+        job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **all_keys})
         loss = CrossEntropy()
         samples = tokens(24, ignored=False)
         inputs, targets = samples.inputs[:1], samples.targets[:1]

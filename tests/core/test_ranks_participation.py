@@ -151,8 +151,8 @@ def without_example(context: RunContext, strategy: str) -> Any:
     """Train without an example batch, so that no route is known in advance."""
     torch.manual_seed(0)
     net = ROUTED["Towers"]()
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 8}
-    job = job_from_keys(strategy, given)
+    keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 8}
+    job = job_from_keys(strategy, keys)
     rows = slice(context.dp_rank * 8, context.dp_rank * 8 + 8)
     try:
         with Engine(net, functional.cross_entropy, sgd, job, context) as engine:
@@ -171,6 +171,6 @@ def test_without_an_example_other_routes_end_in_a_message(strategy: str) -> None
             assert "uses of towers.0: rank 0 1, rank 1 0" in error
             assert "nothing was updated" in error
         else:
-            other = "towers.1.a.weight" if rank == 0 else "towers.0.a.weight"
-            assert f"does not depend on {other}" in error
+            unused_parameter = "towers.1.a.weight" if rank == 0 else "towers.0.a.weight"
+            assert f"does not depend on {unused_parameter}" in error
             assert "find_unused_parameters=true" in error

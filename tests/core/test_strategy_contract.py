@@ -28,11 +28,13 @@ def rows(title: str) -> set[str]:
     [("| method |", Strategy), ("| method of a `CutStrategy` |", CutStrategy)],
 )
 def test_the_contributing_page_lists_every_method_of_the_contract(title, contract):
-    own = {n for n, value in vars(contract).items() if callable(value) or type(value) is property}
-    own = {name for name in own if not name.startswith(("_", "model_"))}
+    methods = {
+        n for n, value in vars(contract).items() if callable(value) or type(value) is property
+    }
+    methods = {name for name in methods if not name.startswith(("_", "model_"))}
     if contract is Strategy:
-        own |= {"name", "role", "summary"}
-    assert rows(title) == own - ({"traits"} if contract is CutStrategy else set())
+        methods |= {"name", "role", "summary"}
+    assert rows(title) == methods - ({"traits"} if contract is CutStrategy else set())
 
 
 def tensors(value: float) -> dict[str, StateTensor]:

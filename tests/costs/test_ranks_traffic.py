@@ -38,7 +38,7 @@ OPERATIONS = {
 }
 
 
-class Wire(TorchDispatchMode):
+class ExchangeLog(TorchDispatchMode):
     """Records every exchange in order: its kind and the bytes of the whole tensor."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def exchanged(context, make, samples, strategy, keys):
             micro_batch_size=engine.plan.batch.micro_size,
         )
         for number, batch in zip(range(5), loader, strict=False):
-            with Wire() as wire:
+            with ExchangeLog() as log:
                 engine.step(batch)
             assert number < 5
         rank = forecast_rank(
@@ -86,7 +86,7 @@ def exchanged(context, make, samples, strategy, keys):
         )
         stated_traffic = stated(rank.profiles[0], engine.plan)
         report = engine.memory()
-        return wire.seen, stated_traffic, engine.plan.batch.accumulation_steps, report
+        return log.seen, stated_traffic, engine.plan.batch.accumulation_steps, report
 
 
 def images() -> TensorSamples:
@@ -185,8 +185,8 @@ def test_real_ranks_exchange_what_is_stated(case):
 def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(strategy, width):
     """With a width of 256 biases and norms are not sharded, and are gathered once a step."""
     make = partial(BlockLM, width=width)
-    given = (make, text(), strategy, TWO)
-    results = run_ranks(exchanged, 2, *given, force_group=True, timeout_s=120)
+    arguments = (make, text(), strategy, TWO)
+    results = run_ranks(exchanged, 2, *arguments, force_group=True, timeout_s=120)
     parameter = make().embedding.weight.nbytes
     for rank in results[0][-1].ranks:
         gathered, foreseen = (
@@ -237,8 +237,8 @@ A_BOUNDARY = 4 * 8 * 16 * 32
 def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, times):
     """Each time a stage boundary crosses, a rank sends one part of `tp`."""
     at = {1: ["blocks.2"]}.get(times, ["blocks.1", "blocks.2", "blocks.3"])
-    given = {**TWO, "strategy.cut.at": at}
-    volumes = volumes_of(strategy, given, pp=2, tp=tp)
+    keys = {**TWO, "strategy.cut.at": at}
+    volumes = volumes_of(strategy, keys, pp=2, tp=tp)
     for volume in volumes:
         assert volume.sent["send"] == volume.received["receive"] == times * A_BOUNDARY // tp
     # Sequence shards cross without a gather on either side
@@ -252,8 +252,8 @@ def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, t
 def volumes_of(strategy, keys, **mesh):
     """Each rank sends and receives the stated bytes in a step."""
     keys = {**keys, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
-    given = (untied, words(), strategy, keys)
-    results = run_ranks(exchanged, math.prod(mesh.values()), *given, timeout_s=200, **mesh)
+    arguments = (untied, words(), strategy, keys)
+    results = run_ranks(exchanged, math.prod(mesh.values()), *arguments, timeout_s=200, **mesh)
     for rank in results[0][-1].ranks:
         assert rank.volume == rank.predicted_volume, rank.rank
     return [rank.volume for rank in results[0][-1].ranks]

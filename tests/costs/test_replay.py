@@ -42,8 +42,8 @@ def in_full(actions, pieces):
     split = {(stage, number) for stage, kind, number in actions if kind == "W"}
     clock, places, phases = 0, {}, []
     for stage, kind, number in actions:
-        way = "first" if firsts[stage] == number else "later"
-        one = pieces[stage][f"{way}_split" if (stage, number) in split else way]
+        variant = "first" if firsts[stage] == number else "later"
+        one = pieces[stage][f"{variant}_split" if (stage, number) in split else variant]
         ticks = (one.begin, *one.starts, one.end + 1)
         point = {"F": 0, "B": 1, "I": 1, "W": 2}[kind]
         places.setdefault((stage, number), (one, []))[1].append(clock)
@@ -129,11 +129,11 @@ SMALL = RecordedPass(
 )
 
 
-def both(one, way=""):
+def both(one, suffix=""):
     """A stage whose first micro-batch, which allocates gradients, is otherwise like the
     later ones.
     """
-    return {f"first{way}": one, f"later{way}": one}
+    return {f"first{suffix}": one, f"later{suffix}": one}
 
 
 def test_what_waits_and_what_stays():
@@ -163,10 +163,10 @@ def test_a_split_that_was_not_recorded_holds_no_less():
     """
     piece = both(SMALL)
     forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")
-    other = [Action(1, "F", 1), Action(1, "I", 1)]
-    peak = replay_actions([forward, inputs, *other], {1: piece}).peak()
+    second_micro_batch = [Action(1, "F", 1), Action(1, "I", 1)]
+    peak = replay_actions([forward, inputs, *second_micro_batch], {1: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=40)
-    peak = replay_actions([forward, inputs, *other, weights], {1: piece}).peak()
+    peak = replay_actions([forward, inputs, *second_micro_batch, weights], {1: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=40, gradients=50)
     # torch's first stage skips the input gradient pass I.
     first = [Action(0, kind, number) for kind, number in [("F", 0), ("F", 1), ("I", 0), ("I", 1)]]
@@ -183,11 +183,11 @@ def gathering(*spans):
 
 def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     """Gathered parameters exist once, and the next backward pass of the stage frees them."""
-    kept = Span(10, "activations", 1, 6)
+    activation = Span(10, "activations", 1, 6)
     arrives = Span(1000, "parameters", 1, 6), Span(7, "temporary", 1, 2)
     again = Span(1000, "parameters", 5, 6), Span(900, "temporary", 4, 5)
-    alike = gathering(kept, *arrives)
-    then = gathering(kept, *again)
+    alike = gathering(activation, *arrives)
+    then = gathering(activation, *again)
     piece = {1: both(alike) | both(then, "_resumed")}
     forward = [Action(1, "F", 0), Action(1, "F", 1)]
     assert replay_actions(forward[:1], piece).peak().breakdown == Breakdown(
@@ -202,10 +202,10 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
         parameters=1000, activations=20
     )
     # The second backward pass gathers for itself.
-    other = {**piece, 2: both(gathering(Span(5000, "activations", 1, 6)))}
+    two_stages = {**piece, 2: both(gathering(Span(5000, "activations", 1, 6)))}
     step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
     # Nothing is gathered any more.
-    assert replay_actions(step, other).peak().breakdown == Breakdown(activations=5000 + 10)
+    assert replay_actions(step, two_stages).peak().breakdown == Breakdown(activations=5000 + 10)
     assert replay_actions([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
 
 
@@ -214,12 +214,12 @@ def test_a_backward_pass_after_several_forward_passes_goes_astray():
     usual = gathering(Span(1, "activations", 1, 6))
     astray = gathering(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
     piece = {1: both(usual) | both(astray, "_strayed")}
-    there = [Action(1, "F", 0), Action(1, "F", 1)]
-    assert replay_actions([*there[:1], Action(1, "B", 0)], piece).peak().bytes == 1
-    assert replay_actions([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
+    forwards = [Action(1, "F", 0), Action(1, "F", 1)]
+    assert replay_actions([*forwards[:1], Action(1, "B", 0)], piece).peak().bytes == 1
+    assert replay_actions([*forwards, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
     # The backward pass ends that case: after one more forward pass the usual record applies again.
     then = [Action(1, "B", 0), Action(1, "F", 2), Action(1, "B", 1)]
-    assert replay_actions([*there, *then], piece, (0, 0, 0, 0, 100)).peak().bytes == 2 + 100
+    assert replay_actions([*forwards, *then], piece, (0, 0, 0, 0, 100)).peak().bytes == 2 + 100
 
 
 def test_the_last_micro_batch_may_go_otherwise():

@@ -99,7 +99,9 @@ def test_the_peak_is_what_torch_holds(order):
         stage.act(kind, number)
     measured = stage.tracker.peak_bytes - stage.beside
 
-    whole = {way: recorded("FB", gradients=way == "later") for way in ("first", "later")}
-    split = {f"{way}_split": recorded("FIW", gradients=way == "later") for way in whole}
+    whole = {
+        variant: recorded("FB", gradients=variant == "later") for variant in ("first", "later")
+    }
+    split = {f"{variant}_split": recorded("FIW", gradients=variant == "later") for variant in whole}
     assert replay_actions(actions, {1: whole | split}).peak().bytes == measured
     assert replay_actions(actions, {1: whole}).peak().bytes >= measured

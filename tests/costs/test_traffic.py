@@ -84,8 +84,13 @@ def test_one_rank_sends_nothing(strategy):
 
 def test_a_group_of_replicas_has_the_distance_of_its_mesh():
     keys = {"mesh.pp": 4, "mesh.dp": 2, "train.accumulation_steps": 4}
-    (one,) = stated(profile(), plan_of("1f1b_ddp", **keys))
-    assert (one.ranks, one.stride, one.every, one.overlaps) == (2, 4, "step", "nothing")
+    (exchange,) = stated(profile(), plan_of("1f1b_ddp", **keys))
+    assert (exchange.ranks, exchange.stride, exchange.every, exchange.overlaps) == (
+        2,
+        4,
+        "step",
+        "nothing",
+    )
 
 
 def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_groups():
@@ -116,15 +121,15 @@ def test_messages_are_packed_as_far_as_they_fit():
 
 def test_powersgd_sends_thin_matrices():
     keys = {"strategy.replicate.compress": "powersgd", "strategy.replicate.powersgd_rank": 2}
-    (one,) = stated(profile(), plan_of("ddp", **keys))
-    assert one.nbytes == 4 * (4 * 2 * 2000 + REST)
+    (exchange,) = stated(profile(), plan_of("ddp", **keys))
+    assert exchange.nbytes == 4 * (4 * 2 * 2000 + REST)
 
 
 def test_a_profile_without_shapes_still_has_its_gradients():
     bare = profile(blocks=(), outside_blocks=None)
     assert parameter_shapes(bare) == [(PSI + REST,)]
-    (one,) = stated(bare, plan_of("ddp"))
-    assert (one.nbytes, one.calls) == (4 * (PSI + REST), 1)
+    (exchange,) = stated(bare, plan_of("ddp"))
+    assert (exchange.nbytes, exchange.calls) == (4 * (PSI + REST), 1)
 
 
 def moves(stated_traffic: tuple[Traffic, ...], micro_batches: int = 1) -> dict[str, int]:
@@ -256,20 +261,20 @@ def on_a_gpu(**keys):
 
 @pytest.mark.skipif(accelerator() is not None, reason="this machine has an accelerator")
 def test_a_gpu_that_is_not_here_offloads_in_its_forecast():
-    kept, moved, to_disk = (
+    resident, moved, to_disk = (
         on_a_gpu(),
-        *(on_a_gpu(**{"strategy.offload.activations": place}) for place in ("cpu", "disk")),
+        *(on_a_gpu(**{"strategy.offload.activations": target}) for target in ("cpu", "disk")),
     )
-    assert kept.host_bytes == to_disk.host_bytes == 0
+    assert resident.host_bytes == to_disk.host_bytes == 0
     assert moved.peak == to_disk.peak
-    assert moved.peak.bytes < kept.peak.bytes
+    assert moved.peak.bytes < resident.peak.bytes
     assert moved.host_bytes > 0
 
 
-def shortage_of(context, free: int, wanted: int, place: str = "cpu") -> str:
+def shortage_of(context, free: int, wanted: int, storage_place: str = "cpu") -> str:
     bigtrain.assembly.host_room.free_host_bytes = lambda: free if context.rank == 1 else 10**12
     job = job_from_keys(
-        "ddp", {"train.global_batch_size": 8, "strategy.offload.activations": place}
+        "ddp", {"train.global_batch_size": 8, "strategy.offload.activations": storage_place}
     )
     try:
         ensure_host_room(make_plan(job, 2, "cuda"), wanted + context.rank, context)

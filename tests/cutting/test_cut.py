@@ -70,10 +70,10 @@ def cut_of(case: Case, at: str) -> Any:
 def test_no_batch_is_kept() -> None:
     """The real tensors of a batch are freed after its step; only its shapes are remembered."""
     _, traced_model, batches = traced(next(iter(CASES.values())))
-    own = batches[0].map(torch.clone)
-    traced_model.trace(own, training=True)
-    gone = [weakref.ref(tensor) for tensor in own.tensors()]
-    del own
+    copied = batches[0].map(torch.clone)
+    traced_model.trace(copied, training=True)
+    gone = [weakref.ref(tensor) for tensor in copied.tensors()]
+    del copied
     assert gone
     assert not any(tensor() is not None for tensor in gone)
 
@@ -91,20 +91,22 @@ def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> 
     for name, _ in model.named_parameters():
         assert (name in tied) == (len(cut.owners[name]) > 1)
     for index, stage in enumerate(stages_of(cut, model)):
-        held: dict[int, int] = {}
+        stages_by_tensor: dict[int, int] = {}
         pending: list[Any] = [m.__dict__ for m in stage._whole.module.modules()]
         while pending:
             value = pending.pop()
             if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
-                held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+                stages_by_tensor[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             elif isinstance(value, dict):
                 pending += value.values()
             elif isinstance(value, (list, tuple)):
                 pending += value
-        own = [*model.named_parameters(), *model.named_buffers()]
-        wanted = sum(t.untyped_storage().nbytes() for n, t in own if index in cut.owners[n])
+        model_tensors = [*model.named_parameters(), *model.named_buffers()]
+        wanted = sum(
+            t.untyped_storage().nbytes() for n, t in model_tensors if index in cut.owners[n]
+        )
         constants = model.table.nbytes if isinstance(model, Constants) else 0
-        assert sum(held.values()) == wanted + constants
+        assert sum(stages_by_tensor.values()) == wanted + constants
 
 
 def test_a_stripped_recurrent_layer_keeps_no_weights_in_its_lists() -> None:
@@ -407,9 +409,9 @@ def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
 
 def test_ranks_can_compare_their_scripts() -> None:
     model, micro_batch, cut = cut_of(Case(Chain, rows), "layers.2")
-    one, two = (stage.train().fingerprint(micro_batch) for stage in stages_of(cut, model))
-    other, micro_batch, cut = cut_of(Case(Chain, rows), "layers.3")
-    assert one == two != stages_of(cut, other)[0].train().fingerprint(micro_batch)
+    first, two = (stage.train().fingerprint(micro_batch) for stage in stages_of(cut, model))
+    different, micro_batch, cut = cut_of(Case(Chain, rows), "layers.3")
+    assert first == two != stages_of(cut, different)[0].train().fingerprint(micro_batch)
 
 
 def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:

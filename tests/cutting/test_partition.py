@@ -28,15 +28,15 @@ def random_pieces(dice, n):
 def cost(layers, cuts, bandwidth, factor, in_flight):
     """Seconds and bytes of each stage, and the bytes over each cut, by their definitions."""
     n = len(layers.seconds)
-    seconds, held = [], []
+    seconds, stage_bytes = [], []
     for stage, (a, b) in enumerate(itertools.pairwise((0, *cuts, n))):
         sent = sum(layers.crossing[cut] for cut in (a, b) if 0 < cut < n)
         seconds.append(math.fsum(layers.seconds[a:b]) + sent / bandwidth)
         inside = set(range(a, b))
         params = sum(size for size, users in layers.params if inside & set(users))
         saved = sum(size for size, users in layers.saved if inside & set(users))
-        held.append(math.ceil(factor * params) + in_flight[stage] * saved)
-    return seconds, held, sum(layers.crossing[cut] for cut in cuts)
+        stage_bytes.append(math.ceil(factor * params) + in_flight[stage] * saved)
+    return seconds, stage_bytes, sum(layers.crossing[cut] for cut in cuts)
 
 
 def every(layers, stages, *rest):
@@ -54,8 +54,8 @@ def test_the_best_of_all_partitions(seed):
     layers = random_pieces(dice, n)
     bandwidth = dice.choice([math.inf, 100.0, 1000.0])
     in_flight = [stages - s for s in range(stages)]
-    rest = (bandwidth, 4.0, in_flight)
-    rows = list(every(layers, stages, *rest))
+    options = (bandwidth, 4.0, in_flight)
+    rows = list(every(layers, stages, *options))
     memory = None
     if dice.random() < 0.7:  # the memory of some partition, so that one fits
         memory = dice.choice(rows)[2]
@@ -70,9 +70,9 @@ def test_the_best_of_all_partitions(seed):
     assert result.slowest == pytest.approx(best, rel=1e-12)
     assert result.proven
     assert sum(s * s for s in result.seconds) <= most_even + 1e-6 * best * best
-    seconds, held, _ = cost(layers, result.cuts, *rest)
+    seconds, stage_bytes, _ = cost(layers, result.cuts, *options)
     assert result.seconds == pytest.approx(seconds, rel=1e-12)
-    assert result.bytes == tuple(held)
+    assert result.bytes == tuple(stage_bytes)
 
 
 def test_a_shared_tensor_counts_once_in_each_stage():

@@ -89,8 +89,8 @@ def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) ->
     """The cut into stages with equal FLOPs and bytes."""
     trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
-    there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
-    points = [p for p in legal_points(trace)[0] if (p.name, p.number) in there]
+    evaluated_points = {(point.name, point.number) for point in legal_points(evaluated)[0]}
+    points = [p for p in legal_points(trace)[0] if (p.name, p.number) in evaluated_points]
     work = [(cost.tick, cost.flops + cost.nbytes) for cost in trace.costs]
     total = sum(amount for _, amount in work)
     before = {p.call: sum(amount for tick, amount in work if tick < p.tick) for p in points}

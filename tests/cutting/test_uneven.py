@@ -39,10 +39,10 @@ class Lists(nn.Module):
         self.head = nn.Linear(16, 13)
 
     def forward(self, ids: Tensor) -> Tensor:
-        kept = [self.embed(ids)]
+        hidden_states = [self.embed(ids)]
         for block in self.blocks:
-            kept.append(block(kept[-1]))
-        return self.head(torch.stack(kept).sum(0))
+            hidden_states.append(block(hidden_states[-1]))
+        return self.head(torch.stack(hidden_states).sum(0))
 
 
 class OneHeavyLayer(nn.Module):

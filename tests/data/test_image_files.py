@@ -83,8 +83,8 @@ def test_the_same_seed_writes_the_same_bytes(written, tmp_path):
             write_small(name, tmp_path / str(seed) / name, seed, share=0.05)
         files = [file for file in (written / name).rglob("*") if file.is_file()]
         for seed, alike in ((0, True), (1, False)):
-            others = [tmp_path / str(seed) / file.relative_to(written) for file in files]
-            pairs = zip(files, others, strict=True)
+            second_files = [tmp_path / str(seed) / file.relative_to(written) for file in files]
+            pairs = zip(files, second_files, strict=True)
             assert all(a.read_bytes() == b.read_bytes() for a, b in pairs) is alike
 
 
@@ -161,13 +161,13 @@ def test_batches_of_cifar10_are_whole(small):
 
 def test_classes_of_imagenet_have_images_that_are_whole(small):
     root = small("imagenet")
-    (picture, *others) = sorted((root / "val" / "three").iterdir())
+    (picture, *other_pictures) = sorted((root / "val" / "three").iterdir())
     content = picture.read_bytes()
     picture.write_bytes(content[: len(content) // 2])
     refused("imagenet", root, r"val/three/three_0\.JPEG cannot be read: .*truncated.*Get this file")
     picture.write_bytes(content + b"written after its end")
     assert len(opened("imagenet", root).validation) == 10
-    for file in (picture, *others):
+    for file in (picture, *other_pictures):
         file.unlink()
     refused("imagenet", root, r"val/three has no image, and a class needs at least 1\. Put images")
     (root / "val" / "three").rmdir()

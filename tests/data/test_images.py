@@ -266,10 +266,10 @@ def test_a_download_is_made_once_in_a_temporary_folder(name, tmp_path, monkeypat
     for _ in range(2):
         prepare_data(name, str(target), {"download": True})
     assert len(calls) == 1
-    root, given = calls[0]
+    root, folders_given = calls[0]
     assert root.parent == target
     assert not root.exists()
-    assert given == ["archive.tar.gz"]
+    assert folders_given == ["archive.tar.gz"]
     assert len(opened(name, target, download=True).train) in (4, 12, 20)
 
 

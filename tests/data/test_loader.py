@@ -85,9 +85,9 @@ def test_reading_ahead_changes_nothing():
 def test_augmentation_changes_with_the_epoch_and_the_seed():
     dataset = Numbers(6, noise=True)
     first, second = (dict(rows(step)) for step in steps(dataset, 6, 2, micro_batch_size=6))
-    other = dict(rows(steps(dataset, 6, 1, seed=4, micro_batch_size=6)[0]))
+    second_seed = dict(rows(steps(dataset, 6, 1, seed=4, micro_batch_size=6)[0]))
     for index in range(6):
-        assert len({first[index], second[index], other[index]}) == 3
+        assert len({first[index], second[index], second_seed[index]}) == 3
     assert len({value % 1 for value in first.values()}) == 6
 
 

@@ -88,7 +88,7 @@ def test_drop_last_leaves_out_what_fills_no_batch():
     assert [batch.epoch for batch in batches] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     left_out = [set(range(10)) - {*a.indices, *b.indices} for a, b in itertools.pairwise(batches)]
     # Not the same samples in every epoch
-    assert len({frozenset(rest) for rest in left_out[::2]}) > 1
+    assert len({frozenset(omitted) for omitted in left_out[::2]}) > 1
 
 
 @pytest.mark.parametrize("other_batch", [1, 3, 8, 50])
@@ -108,8 +108,10 @@ def test_the_ranks_together_have_the_batch(total, ranks, micro):
     shares = [split_global_batch(indices, rank, ranks, micro) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1  # each rank runs as many forward passes
     assert len(shares[0]) == math.ceil(math.ceil(total / ranks) / micro)
-    dealt = [i for share in shares for plan in share if not plan.padding for i in plan.indices]
-    assert dealt == indices
+    drawn_indices = [
+        i for share in shares for plan in share if not plan.padding for i in plan.indices
+    ]
+    assert drawn_indices == indices
     rows = [sum(len(p.indices) for p in share if not p.padding) for share in shares]
     assert max(rows) - min(rows) <= 1
     for plan in itertools.chain(*shares):

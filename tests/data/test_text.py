@@ -142,11 +142,11 @@ def test_without_a_path_it_is_the_python_library(tmp_path, monkeypatch):
 
 
 def test_the_baseline_is_the_cross_entropy_of_byte_frequencies(tmp_path):
-    train, rest = b"ab" * 450 + b"c" * 50, b"aab" * 16 + b"zz"
-    (tmp_path / "x.txt").write_bytes(train + rest)
+    train, held_out = b"ab" * 450 + b"c" * 50, b"aab" * 16 + b"zz"
+    (tmp_path / "x.txt").write_bytes(train + held_out)
     data = opened(tmp_path / "x.txt", 8, validation_fraction=0.05)
     odds = [(train.count(byte) + 1) / (950 + 256) for byte in range(256)]
-    expected = -sum(math.log2(odds[byte]) for byte in rest) / 50
+    expected = -sum(math.log2(odds[byte]) for byte in held_out) / 50
     assert data.baseline == pytest.approx({"bits_per_byte": expected})
     constant = torch.tensor([[math.log(odd) for odd in odds]])
     _, targets = data.validation[0]

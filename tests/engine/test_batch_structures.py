@@ -79,8 +79,8 @@ def trained(make: Any) -> tuple[Engine, list[float]]:
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2, "train.accumulation_steps": 3}
     example = MicroBatch(make(items()), TARGETS, 6, 6).first_rows(2, CrossEntropy().count)
     context = RunContext.alone(torch.device("cpu"))
-    given = (Reader().double(), F.cross_entropy, SGD, job_from_keys("single", keys), context)
-    with Engine(*given, example=example) as engine:
+    arguments = (Reader().double(), F.cross_entropy, SGD, job_from_keys("single", keys), context)
+    with Engine(*arguments, example=example) as engine:
         losses = [engine.step((make(items()), TARGETS)).loss for _ in range(3)]
     return engine, losses
 

@@ -100,8 +100,8 @@ def test_an_unfinished_checkpoint_is_not_found(tmp_path):
 
 def test_a_checkpoint_is_found_from_its_folder_its_run_and_its_parent(tmp_path):
     path = write(tmp_path / "run" / "checkpoints", 7)
-    for place in (path, path.parent, path.parent.parent):
-        assert find_checkpoint(str(place)) == path
+    for folder in (path, path.parent, path.parent.parent):
+        assert find_checkpoint(str(folder)) == path
     with pytest.raises(
         ConfigError, match=r"checkpoint\.resume: there is no checkpoint at '.*nope'"
     ):
@@ -160,8 +160,8 @@ def test_a_bit_flipped_anywhere_and_files_that_are_swapped_are_noticed(tmp_path)
     assert len(files) == 6
     for file in files:
         content = file.read_bytes()
-        for place in random.Random(file.name).sample(range(len(content)), 20):
-            flip(file, place)
+        for position in random.Random(file.name).sample(range(len(content)), 20):
+            flip(file, position)
             with pytest.raises(CheckpointError):
                 Checkpoint(path)
             file.write_bytes(content)
@@ -170,10 +170,10 @@ def test_a_bit_flipped_anywhere_and_files_that_are_swapped_are_noticed(tmp_path)
             Checkpoint(path)
         file.write_bytes(content)
     assert Checkpoint(path).meta["step"] == 1
-    one, other = (path / name for name in (MODEL, OPTIMIZER))
-    contents = one.read_bytes(), other.read_bytes()
-    one.write_bytes(contents[1])
-    other.write_bytes(contents[0])
+    model_file, optimizer_file = (path / name for name in (MODEL, OPTIMIZER))
+    contents = model_file.read_bytes(), optimizer_file.read_bytes()
+    model_file.write_bytes(contents[1])
+    optimizer_file.write_bytes(contents[0])
     with pytest.raises(CheckpointError):
         Checkpoint(path)
 

@@ -353,8 +353,8 @@ class RoutesAndMakesItsLoss(MakesItsLoss):
         rows = self.net(batch["ids"]).flatten(0, 1)
         number, order = torch.sort(rows[:, :3].argmax(-1))
         ends = torch.histc(number.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
-        place = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32), right=True)
-        made = torch.einsum("rc,rcd->rd", rows[order], self.experts[place])
+        expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32), right=True)
+        made = torch.einsum("rc,rcd->rd", rows[order], self.experts[expert])
         logits = (rows + made[torch.argsort(order)]).unflatten(0, batch["ids"].shape)
         loss = flat(logits[:, :-1], batch["labels"][:, 1:])
         return {"loss": loss + self.extra * logits.square().mean()}
@@ -376,14 +376,16 @@ def test_a_loss_of_the_model_itself(make: Callable[[], nn.Module]) -> None:
     def taken(output: Any, _: Any) -> Tensor:
         return output["loss"] if isinstance(output, dict) else output
 
-    model, one = make(), text()
-    batch = MicroBatch({"ids": one.inputs, "labels": one.targets}, one.targets, 4, 4)
+    model, whole_batch = make(), text()
+    batch = MicroBatch(
+        {"ids": whole_batch.inputs, "labels": whole_batch.targets}, whole_batch.targets, 4, 4
+    )
     loss = follow_loss(MeanLoss(taken), model, batch, 3)
     assert isinstance(loss, GlobalMeanLoss)
     expected = float(taken(model(batch.inputs), None).detach())
     assert float(contributions(loss, model, batch)) == pytest.approx(expected, rel=1e-6)
     # A validation has no totals, so it returns the model's mean.
-    assert float(loss(model(batch.inputs), one.targets).detach()) / 4 == pytest.approx(
+    assert float(loss(model(batch.inputs), whole_batch.targets).detach()) / 4 == pytest.approx(
         expected, rel=1e-6
     )
 

@@ -50,9 +50,9 @@ def both(context, strategy, keys):
 
 
 def same(runs) -> bool:
-    (losses, norms, state), (*others, other_state) = runs
+    (losses, norms, state), (*first_results, other_state) = runs
     alike = all(torch.equal(state[name], other_state[name]) for name in state)
-    return alike and [losses, norms] == others and len(set(losses)) > 1
+    return alike and [losses, norms] == first_results and len(set(losses)) > 1
 
 
 @pytest.mark.parametrize("case", CASES)

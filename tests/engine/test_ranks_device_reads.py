@@ -65,11 +65,14 @@ def reads(
             for _ in range(2):
                 engine.step(next(batches))
             batch = next(batches)
-            held = [*engine.model.parameters(), *engine.model.buffers()]
-            held += [p for root in engine.runner.roots for p in root.parameters()]
+            known_tensors = [*engine.model.parameters(), *engine.model.buffers()]
+            known_tensors += [p for root in engine.runner.roots for p in root.parameters()]
             for micro_batch in batch.micro_batches:
-                held += [*tree_tensors(micro_batch.inputs), *tree_tensors(micro_batch.targets)]
-            with DeviceReads(held) as device_reads:
+                known_tensors += [
+                    *tree_tensors(micro_batch.inputs),
+                    *tree_tensors(micro_batch.targets),
+                ]
+            with DeviceReads(known_tensors) as device_reads:
                 engine.step(batch)
             places[strategy] = device_reads.places
     return places
@@ -167,4 +170,4 @@ def test_an_evaluation_waits_for_its_end_only():
 
 def waits(places: list[str]) -> list[str]:
     """The functions that wait in a step."""
-    return [place.rpartition(" ")[2] for place in places]
+    return [entry.rpartition(" ")[2] for entry in places]

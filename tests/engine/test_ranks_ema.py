@@ -92,8 +92,8 @@ def plain_average(make: Any, decay: Any, steps: int) -> tuple[dict[str, Tensor],
         optimizer.step()
         share = decay(step) if callable(decay) else decay
         with torch.no_grad():
-            for own, new in zip(average.parameters(), model.parameters(), strict=True):
-                own.mul_(share).add_(new, alpha=1 - share)
+            for averaged, new in zip(average.parameters(), model.parameters(), strict=True):
+                averaged.mul_(share).add_(new, alpha=1 - share)
     return dict(average.state_dict()), dict(model.state_dict())
 
 
@@ -183,23 +183,23 @@ def test_an_average_is_that_of_a_plain_loop(strategy, tmp_path):
     (results, *_) = run_ranks(average_all, ranks, strategy, str(tmp_path), timeout_s=120, **axes)
     for name, make, decay in (("plain", Plain, decay_of), ("tied", Tied, DECAY)):
         average, weights = plain_average(make, decay, STEPS)
-        own = results[name]
+        plain = results[name]
         for key, expected in (("swapped", average), ("exported", average), ("before", weights)):
-            assert own[key].keys() == expected.keys(), key
+            assert plain[key].keys() == expected.keys(), key
             for tensor, values in expected.items():
-                torch.testing.assert_close(own[key][tensor], values, rtol=2e-5, atol=2e-6)
-        assert all(torch.equal(own["after"][n], t) for n, t in own["before"].items())
+                torch.testing.assert_close(plain[key][tensor], values, rtol=2e-5, atol=2e-6)
+        assert all(torch.equal(plain["after"][n], t) for n, t in plain["before"].items())
         model = make()
         model.load_state_dict(average)
         inputs, targets = batch(9)
         expected_loss = float(F.cross_entropy(model.eval()(inputs), targets).detach())
-        assert own["loss"] == pytest.approx(expected_loss, rel=1e-5)
-        assert "would train the average" in own["refused"]
+        assert plain["loss"] == pytest.approx(expected_loss, rel=1e-5)
+        assert "would train the average" in plain["refused"]
         whole = ("single", "ddp", "ddp+offload_disk", "zero1_torch", "oss", "tensor")
         if strategy in whole:
-            assert own["copied"] == ""
+            assert plain["copied"] == ""
         else:
-            assert "bigtrain.ema(engine, decay=0.999)" in own["copied"]
+            assert "bigtrain.ema(engine, decay=0.999)" in plain["copied"]
 
 
 def resumed_elsewhere(context: Any, strategy: str, saved: str) -> dict[str, Tensor]:

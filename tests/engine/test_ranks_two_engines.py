@@ -34,8 +34,10 @@ def draws(step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Real points, and noise for the step of each network."""
     draw = torch.Generator().manual_seed(step)
     sizes = (2, 4, 4)
-    real, one, other = (torch.randn(ROWS, size, generator=draw) for size in sizes)
-    return real + 1, one, other
+    real, critic_noise, generator_noise = (
+        torch.randn(ROWS, size, generator=draw) for size in sizes
+    )
+    return real + 1, critic_noise, generator_noise
 
 
 def judged(output: Tensor, real: Tensor) -> Tensor:
@@ -47,15 +49,15 @@ def plain_loop() -> list[tuple[float, float]]:
     of_generator, of_critic = ADAM(generator.parameters()), ADAM(critic.parameters())
     losses = []
     for step in range(STEPS):
-        real, one, other = draws(step)
-        points = torch.cat([real, generator(one).detach()])
+        real, critic_noise, generator_noise = draws(step)
+        points = torch.cat([real, generator(critic_noise).detach()])
         truth = torch.cat([torch.ones(ROWS, 1), torch.zeros(ROWS, 1)])
         of_critic.zero_grad()
         first = judged(critic(points), truth)
         first.backward()
         of_critic.step()
         of_generator.zero_grad()
-        second = judged(critic(generator(other)), torch.ones(ROWS, 1))
+        second = judged(critic(generator(generator_noise)), torch.ones(ROWS, 1))
         second.backward()
         of_generator.step()
         losses.append((float(first.detach()), float(second.detach())))
@@ -65,8 +67,8 @@ def plain_loop() -> list[tuple[float, float]]:
 def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
     """The losses of both networks, or the message of the refusal."""
     generator, critic = networks()
-    own = slice(context.dp_rank * ROWS // context.dp_size, None)
-    own = slice(own.start, own.start + ROWS // context.dp_size)
+    rank_rows = slice(context.dp_rank * ROWS // context.dp_size, None)
+    rank_rows = slice(rank_rows.start, rank_rows.start + ROWS // context.dp_size)
     keys = {"device": "cpu", "memory.track_steps": 0}
     job = job_from_keys(of_critic, keys)
     other_job = job_from_keys(of_generator, keys)
@@ -82,13 +84,13 @@ def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
         losses = []
         with Engine(generator, fooled, ADAM, other_job, context) as engine:
             for step in range(STEPS):
-                real, one, other = (tensor[own] for tensor in draws(step))
+                real, critic_noise, generator_noise = (tensor[rank_rows] for tensor in draws(step))
                 with torch.no_grad():
-                    made = engine.model(one)
+                    made = engine.model(critic_noise)
                 rows = len(real)
                 truth = torch.cat([torch.ones(rows, 1), torch.zeros(rows, 1)])
                 first = critic_engine.step((torch.cat([real, made]), truth)).loss
-                losses.append((first, engine.step((other, torch.ones(rows, 1))).loss))
+                losses.append((first, engine.step((generator_noise, torch.ones(rows, 1))).loss))
         assert all(p.grad is None or not p.grad.any() for p in critic_engine.model.parameters())
     return losses
 
@@ -105,8 +107,8 @@ def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
 )
 def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
     for losses in run_ranks(in_turn, 2, of_critic, of_generator):
-        for own, expected in zip(losses, plain_loop(), strict=True):
-            assert own == pytest.approx(expected, rel=1e-5)
+        for figures, expected in zip(losses, plain_loop(), strict=True):
+            assert figures == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +161,9 @@ def other_mesh(context: Any) -> tuple[str, float]:
         except ConfigError as error:
             message = str(error)
         job = job_from_keys("ddp", {"device": "cpu", "train.seed": 7})
-        with connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {}) as own:
-            assert own.mesh is context.mesh
-            return message, own.seed
+        with connect_beside(engine, job, make_plan(job, 2, "cpu"), placement, {}) as second_engine:
+            assert second_engine.mesh is context.mesh
+            return message, second_engine.seed
 
 
 def test_engines_of_one_process_have_one_mesh_and_each_its_seed():
@@ -174,8 +176,10 @@ def test_prepare_puts_a_second_engine_beside_a_first():
     generator, critic = networks()
     keys: dict[str, Any] = {"strategy": "single", "device": "cpu"}
     with (
-        closing(bigtrain.prepare(critic, judged, ADAM, **keys)) as one,
-        closing(bigtrain.prepare(generator, judged, ADAM, beside=one, **keys)) as other,
+        closing(bigtrain.prepare(critic, judged, ADAM, **keys)) as critic_engine,
+        closing(
+            bigtrain.prepare(generator, judged, ADAM, beside=critic_engine, **keys)
+        ) as generator_engine,
     ):
-        assert other.context.world_size == one.context.world_size == 1
-        assert bigtrain.frozen(one)(torch.zeros(3, 2)).shape == (3, 1)
+        assert generator_engine.context.world_size == critic_engine.context.world_size == 1
+        assert bigtrain.frozen(critic_engine)(torch.zeros(3, 2)).shape == (3, 1)

@@ -105,9 +105,11 @@ def empty() -> Data:
 
 
 def setup_of(data: str, *words: str, model: str = "Net") -> RunSetup:
-    here = [f"model.name={__name__}:{model}", f"data.name={__name__}:{data}"]
+    words_of_job = [f"model.name={__name__}:{model}", f"data.name={__name__}:{data}"]
     batch = ["train.global_batch_size=8", "train.micro_batch_size=4", "train.steps=2"]
-    job = load_job(None, "single", [*here, *batch, "device=cpu", "memory.predict=false", *words])
+    job = load_job(
+        None, "single", [*words_of_job, *batch, "device=cpu", "memory.predict=false", *words]
+    )
     return open_setup(job, make_plan(job, 1, "cpu"))
 
 
@@ -148,10 +150,10 @@ def test_data_without_a_task_train_and_are_measured_by_the_loss(
 
 
 def test_the_loss_of_the_data_goes_before_the_tasks():
-    one, other = setup_of("with_task_and_loss"), setup_of("classes")
-    assert isinstance(one.data.task, ClassificationTask)
+    with_task, without_task = setup_of("with_task_and_loss"), setup_of("classes")
+    assert isinstance(with_task.data.task, ClassificationTask)
     losses = []
-    for parts in (one, other):
+    for parts in (with_task, without_task):
         with parts.engine(RunContext.alone()) as engine:
             losses.append(engine.step(next(iter(parts.training_steps(engine.context, 0)))).loss)
     assert losses[0] == pytest.approx(2 * losses[1])
@@ -246,10 +248,10 @@ def test_a_path_is_pointed_to_only_where_there_is_one():
 )
 def test_a_model_of_ones_own_without_a_job_gets_neutral_defaults(words, neutral):
     job = load_job(None, None, [f"model.name={__name__}:Net", *words])
-    rest = job.optim.model_copy(update={"lr": 1e-3, "name": "adamw"})
+    settings = job.optim.model_copy(update={"lr": 1e-3, "name": "adamw"})
     plain = {"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "clip_norm": None}
-    assert {key: getattr(rest, key) for key in plain} == plain
-    assert (job.optim == rest) is neutral
+    assert {key: getattr(settings, key) for key in plain} == plain
+    assert (job.optim == settings) is neutral
     parts = setup_of("classes", *(word for word in words if word.startswith("optim")))
     notes = [note for note in parts.resolved.notes if note.startswith("optim: ")]
     assert bool(notes) is neutral

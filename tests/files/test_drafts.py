@@ -94,30 +94,30 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: P
     path = tmp_path / "rates.json"
     begun = []
     for _ in range(2):
-        one = subprocess.Popen(
+        writer = subprocess.Popen(
             [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        assert one.stdout is not None
-        assert one.stdout.readline() == b"begun\n"
-        begun.append(one)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"begun\n"
+        begun.append(writer)
     assert len(list(tmp_path.iterdir())) == 2
     begun[0].kill()
     begun[0].communicate()
     remove_left_drafts(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     begun[1].communicate(b"\n")
-    assert [one.name for one in tmp_path.iterdir()] == ["rates.json"]
+    assert [writer.name for writer in tmp_path.iterdir()] == ["rates.json"]
     assert path.read_bytes() == b"half"
 
 
 def test_drafts_of_earlier_versions_go_after_a_day(tmp_path: Path) -> None:
     names = ("rates-abcdef_1", "blocks-12345678", f".text-{'0' * 24}.bin.abcdefgh")
-    others = ("rates.json", "rates-of-mine", ".text-notes", "text-0.bin")
-    for name in (*names, *others):
+    kept_files = ("rates.json", "rates-of-mine", ".text-notes", "text-0.bin")
+    for name in (*names, *kept_files):
         (tmp_path / name).write_text("x")
     remove_left_drafts(tmp_path)
-    assert len(list(tmp_path.iterdir())) == len(names) + len(others)
-    for name in (*names, *others):
+    assert len(list(tmp_path.iterdir())) == len(names) + len(kept_files)
+    for name in (*names, *kept_files):
         os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
     remove_left_drafts(tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(others)
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(kept_files)

@@ -21,8 +21,8 @@ def odd(folder: Path, kind: str) -> Path:
     elif kind == "a pipe":
         os.mkfifo(path)
     elif kind == "a socket":
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(path))
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
     elif kind == "a device":
         path.symlink_to("/dev/zero")
     elif kind == "a loop":

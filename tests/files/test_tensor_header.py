@@ -138,11 +138,11 @@ def test_what_is_drawn_is_refused_wherever_the_library_of_the_format_refuses(
     draw, theirs = random.Random(5), 0
     opened: Callable[..., Any] = safe_open
     for _ in range(150):
-        way, head, body = damages.broken_header(draw, header(), BODY)
+        damage, head, body = damages.broken_header(draw, header(), BODY)
         path = tmp_path / "odd.safetensors"
         path.write_bytes(head + body)
         with pytest.raises(CheckpointError):
-            print(way, tensors_of_file(path))
+            print(damage, tensors_of_file(path))
         try:
             with opened(path, "pt"):
                 pass

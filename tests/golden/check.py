@@ -119,9 +119,9 @@ class _ThisProcess:
 def _start(folder: str) -> None:
     """Prepare a worker: no output, one thread, and an empty folder."""
     sys.path.insert(0, str(HERE.parent))
-    own = Path(folder) / f"worker-{os.getpid()}"
-    own.mkdir()
-    os.chdir(own)
+    worker_folder = Path(folder) / f"worker-{os.getpid()}"
+    worker_folder.mkdir()
+    os.chdir(worker_folder)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

@@ -275,8 +275,8 @@ def cases() -> dict[str, tuple[Any, ...]]:
 
 def compute(asked: tuple[Any, ...]) -> str | None:
     """The message of the refusal; None if the input is accepted."""
-    door, *given = asked
-    return DOORS[door](*given)
+    door, *arguments = asked
+    return DOORS[door](*arguments)
 
 
 def _load(text: str, words: list[str]) -> str | None:

@@ -114,9 +114,9 @@ def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> 
         document["layout"] = list(resolved.layout.lines())
     if resolved.notes:
         document["settled"] = list(resolved.notes)
-    kept = _kept(resolved)
-    if kept:
-        document["keeps"] = kept
+    saved_names = _kept(resolved)
+    if saved_names:
+        document["keeps"] = saved_names
     for rank in range(plan.pp):
         document |= _rank(plan, rank, forecast_rank(resolved, workload, rank))
     return document
@@ -152,18 +152,18 @@ def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     profiles = predicted.profiles
     document[f"{at} profiles"] = [_profile(profile) for profile in profiles]
     if "cut" not in plan.techniques:
-        own = [_peak(one) for one in _of_replicas(profiles[0], plan)]
-        if any(one != peak for one in own):
-            document["replicas"] = own
+        peaks = [_peak(one) for one in _of_replicas(profiles[0], plan)]
+        if any(one != peak for one in peaks):
+            document["replicas"] = peaks
         lines = collect_advice(profiles[0], plan)
         if lines:
             document["advice"] = lines
     sent = _traffic(plan, profiles)
     if any(sent):
         document[f"{at} traffic"] = sent
-    there = _traffic(replace(plan, device_type="cuda"), profiles)
-    if there != sent:
-        document[f"{at} traffic of a GPU"] = there
+    gpu_traffic = _traffic(replace(plan, device_type="cuda"), profiles)
+    if gpu_traffic != sent:
+        document[f"{at} traffic of a GPU"] = gpu_traffic
     return document
 
 

@@ -110,12 +110,12 @@ def two_nodes(context: RunContext, folder: str) -> list[Any]:
         step(*parts)
         state.batch = 10 * me + batch
         state.commit()
-    kept = taken(*parts)
+    committed = taken(*parts)
     later = made(7)
     again = hvd.elastic.TorchState(*later[:2], scheduler=later[2], batch=0)
     again.keep_in(CommitFile(Path(folder) / str(me), writes=True))
     resumed = again.resume()
-    return [none, resumed, again.batch, kept, taken(*later)]
+    return [none, resumed, again.batch, committed, taken(*later)]
 
 
 def test_the_newest_commit_of_any_node_is_that_of_all(tmp_path):
@@ -252,10 +252,10 @@ def test_commits_stay_in_memory_where_nothing_starts_ranks_again(alone, tmp_path
 
 def test_an_attribute_may_be_replaced(alone):
     state = hvd.elastic.TorchState(nn.Linear(2, 2))
-    other = nn.Linear(3, 3)
-    before = other.weight.detach().clone()
-    state.model = other
+    replacement = nn.Linear(3, 3)
+    before = replacement.weight.detach().clone()
+    state.model = replacement
     with torch.no_grad():
-        other.weight.zero_()
+        replacement.weight.zero_()
     state.restore()
     assert torch.equal(state.model.weight, before)

@@ -47,12 +47,12 @@ def reduced(context: RunContext) -> dict[str, Any]:
     for dtype in TYPES:
         mine = of_rank(me, (2, 3), dtype)
         for name, op in ops.items():
-            kept = mine.clone()
+            original = mine.clone()
             try:
                 out[dtype, name] = hvd.allreduce(mine, op=op, name=f"{dtype} {name}")
             except ConfigError as error:
                 out[dtype, name] = str(error)
-            assert torch.equal(mine, kept)
+            assert torch.equal(mine, original)
     mine = of_rank(me, (4, 2))
     out["scaled"] = hvd.allreduce(mine, prescale_factor=2.0, postscale_factor=0.25, op=hvd.Sum)
     out["fp16"] = hvd.allreduce(mine / 3, compression=hvd.Compression.fp16)
@@ -137,9 +137,9 @@ def moved(context: RunContext) -> dict[str, Any]:
     out["some swapped"] = hvd.alltoall(of_rank(me, (me + 1, 2)), splits, name="some")
     out["listed"] = hvd.alltoall(of_rank(me, (me + 1,), torch.int16), splits.tolist())
     turned = of_rank(me, (2, 3)).t()
-    kept = turned.clone()
+    original = turned.clone()
     out["copy"] = hvd.broadcast(turned, 2)
-    assert torch.equal(turned, kept)
+    assert torch.equal(turned, original)
     assert hvd.broadcast_(turned, 2, name="turned") is turned
     out["in place"] = turned
     out["no dims"] = hvd.broadcast(torch.tensor(me), 2).item()
@@ -155,13 +155,13 @@ def moved(context: RunContext) -> dict[str, Any]:
         "both": hvd.grouped_allreduce_async([of_rank(me, (2,))] * 2, op=hvd.Sum),
         "share": hvd.reducescatter_async(of_rank(me, (3,)), op=hvd.Sum),
     }
-    own = of_rank(me, (2,))
-    written = hvd.allreduce_async_(own, op=hvd.Sum)
+    single_row = of_rank(me, (2,))
+    written = hvd.allreduce_async_(single_row, op=hvd.Sum)
     for name in reversed(asked):
         out["async", name] = hvd.synchronize(asked[name])
         assert hvd.poll(asked[name])
     hvd.synchronize(written)
-    out["async", "written"] = own
+    out["async", "written"] = single_row
     if me == 0:
         late = hvd.allreduce_async(torch.ones(1), name="late")
         out["early"] = hvd.poll(late)  # the other ranks start half a second later
@@ -243,14 +243,14 @@ def differentiated(context: RunContext) -> dict[str, torch.Tensor]:
     }
     gradients = {}
     for name, call in calls.items():
-        own = leaf(me, (RANKS, 2))
-        weighed(me, call(own)).backward()
-        assert own.grad is not None
-        gradients[name] = own.grad
-    own = leaf(me, (me + 1, 2))
-    weighed(me, hvd.allgather(own)).backward()
-    assert own.grad is not None
-    gradients["allgather"] = own.grad
+        my_leaf = leaf(me, (RANKS, 2))
+        weighed(me, call(my_leaf)).backward()
+        assert my_leaf.grad is not None
+        gradients[name] = my_leaf.grad
+    my_leaf = leaf(me, (me + 1, 2))
+    weighed(me, hvd.allgather(my_leaf)).backward()
+    assert my_leaf.grad is not None
+    gradients["allgather"] = my_leaf.grad
     gradients["refused"] = answers(
         lambda: hvd.allreduce(leaf(me, (2,)), op=hvd.Max).sum().backward()
     )
@@ -366,14 +366,14 @@ def test_process_sets_exchange_among_themselves():
     assert "rank 1 is not in process set 1 of ranks [0, 2]. Ask" in results[1]["outside"]
     assert results[1]["alone"] == [1.0, 1.0]
     weights = [leaf(20 + n, (2, 2)).detach() for n in (0, 2)]
-    for place, me in enumerate((0, 2)):
+    for set_rank, me in enumerate((0, 2)):
         out = results[me]
-        assert (out["rank"], out["from 2"], out["object"]) == (place, 2, 2)
+        assert (out["rank"], out["from 2"], out["object"]) == (set_rank, 2, 2)
         assert torch.equal(out["average"], (of_rank(0, (2, 2)) + of_rank(2, (2, 2))) / 2)
         assert torch.allclose(out["gradient"], sum(weights) / 2)
         assert torch.equal(out["rows"], torch.cat([of_rank(0, (1,)), of_rank(2, (1,))]))
-        assert torch.equal(out["share"], (of_rank(0, (2,)) + of_rank(2, (2,)))[place][None])
-        swapped = [of_rank(n, (2,))[place] for n in (0, 2)]
+        assert torch.equal(out["share"], (of_rank(0, (2,)) + of_rank(2, (2,)))[set_rank][None])
+        swapped = [of_rank(n, (2,))[set_rank] for n in (0, 2)]
         assert torch.equal(out["swapped"], torch.stack(swapped))
         assert "root_rank=1 is not among the ranks [0, 2]" in out["root"]
 
@@ -506,21 +506,21 @@ def test_one_process_has_all_of_it(alone):
 
 
 def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
-    one = torch.ones(1)
+    ones = torch.ones(1)
     refused: dict[str, Callable[[], Any]] = {
         "average=True and op='sum' are given, and both say how. Leave out average=True": (
-            lambda: hvd.allreduce(one, average=True, op=hvd.Sum)
+            lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)
         ),
-        "op='mean' is not known. Use op=hvd.Average": lambda: hvd.allreduce(one, op="mean"),
+        "op='mean' is not known. Use op=hvd.Average": lambda: hvd.allreduce(ones, op="mean"),
         "float is no tensor. Give torch.tensor(1.0)": lambda: hvd.allreduce(1.0),
-        "is sparse. Use hvd.sparse_allreduce_async": lambda: hvd.allreduce(one.to_sparse()),
-        "a tensor of layout torch.strided": lambda: hvd.sparse_allreduce_async(one, "x"),
+        "is sparse. Use hvd.sparse_allreduce_async": lambda: hvd.allreduce(ones.to_sparse()),
+        "a tensor of layout torch.strided": lambda: hvd.sparse_allreduce_async(ones, "x"),
         "compression=torch.float16 has no compress and decompress. Use": (
-            lambda: hvd.allreduce(one, compression=torch.float16)
+            lambda: hvd.allreduce(ones, compression=torch.float16)
         ),
         "without dims has no rows. Give tensor.reshape(1)": lambda: hvd.allgather(torch.tensor(1)),
         "without dims has no rows to share": lambda: hvd.reducescatter(torch.tensor(1.0)),
-        "splits=[2], and 1 numbers whose sum is the 1 rows": lambda: hvd.alltoall(one, [2]),
+        "splits=[2], and 1 numbers whose sum is the 1 rows": lambda: hvd.alltoall(ones, [2]),
         "str is no tensor. Give torch.tensor(...), or use hvd.broadcast_object": (
             lambda: hvd.broadcast("x", 0)
         ),

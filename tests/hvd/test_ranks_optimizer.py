@@ -116,8 +116,8 @@ def test_what_goes_between_the_ranks():
         assert result["sum"] == result["older"] == [3.0] * 3
         assert result["object"] == {"from": 1}
         assert result["lr"] == 1.0
-        for moment, there in zip(result["moments"], second["moments"], strict=True):
-            assert torch.equal(moment, there)
+        for moment, second_moment in zip(result["moments"], second["moments"], strict=True):
+            assert torch.equal(moment, second_moment)
     assert (first["mine"], second["mine"]) == ([1.0] * 3, [2.0] * 3)
     assert first["nodes"] == second["nodes"] == (0, 1, True)
     assert (first["who"], second["who"]) == ((0, 0, 2, 2), (1, 1, 2, 2))
@@ -192,14 +192,14 @@ def parameters_sent(context: RunContext) -> dict[str, Any]:
         outcomes[name] = [p.detach() for p in model.parameters()]
         assert all(p.requires_grad for p in model.parameters())
     model = two_rows(0)
-    other = nn.Linear(3, 2 + hvd.rank())
+    linear = nn.Linear(3, 2 + hvd.rank())
     refused: dict[str, Any] = {
         "module": lambda: hvd.broadcast_parameters(model),
         "number": lambda: hvd.broadcast_parameters({"a": torch.ones(1), "step": 3}),
         "list": lambda: hvd.broadcast_parameters([["a", torch.ones(1)]]),
         "none": lambda: hvd.broadcast_parameters([None]),
         "one": lambda: hvd.broadcast_parameters(torch.ones(2, 2)),
-        "shapes": lambda: hvd.broadcast_parameters(other.state_dict()),
+        "shapes": lambda: hvd.broadcast_parameters(linear.state_dict()),
         "names": lambda: hvd.broadcast_parameters({f"w{hvd.rank()}": torch.ones(2)}),
     }
     for name, call in refused.items():
@@ -214,8 +214,8 @@ def test_parameters_come_over_whatever_holds_them():
     for outcomes in run_ranks(parameters_sent, 2):
         for name, weights in outcomes.items():
             if isinstance(weights, list):
-                for weight, there in zip(weights, expected, strict=True):
-                    assert torch.equal(weight, there), name
+                for weight, expected_weight in zip(weights, expected, strict=True):
+                    assert torch.equal(weight, expected_weight), name
         assert "Sequential is no dict or list of parameters. Give model.state" in outcomes["module"]
         assert "'step' is int, and tensors or pairs" in outcomes["number"]
         assert "list found, and tensors" in outcomes["list"]
@@ -322,13 +322,13 @@ def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torc
     hvd.init_with(context)
     weights = []
     for chosen in options:
-        given = dict(chosen)
+        bag_options = dict(chosen)
         model = Bag(0)
-        groups = given.pop("by", None)
+        groups = bag_options.pop("by", None)
         if groups == "lists":
-            given["groups"] = [[model.head.weight, model.bag.weight], [model.side.bias]]
+            bag_options["groups"] = [[model.head.weight, model.bag.weight], [model.side.bias]]
         plain = torch.optim.SGD(model.parameters(), lr=0.5)
-        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **given)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **bag_options)
         for step in range(STEPS):
             words, targets = words_of(step)
             half = slice(6 * hvd.rank(), 6 * hvd.rank() + 6)
@@ -400,11 +400,13 @@ def steps_of(context: RunContext) -> dict[str, Any]:
     for before, parameter in zip(once, model.parameters(), strict=True):
         assert torch.equal(before, parameter.grad)
     results["weights"] = [p.detach().clone() for p in model.parameters()]
-    own = net(0)
-    mine = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=outer)
-    own(rows(me, slice(0, 4))[0]).sum().backward()
+    own_model = net(0)
+    mine = hvd.DistributedOptimizer(
+        torch.optim.SGD(own_model.parameters(), lr=0.1), process_set=outer
+    )
+    own_model(rows(me, slice(0, 4))[0]).sum().backward()
     mine.step()
-    results["own"] = [p.detach() for p in own.parameters()]
+    results["own"] = [p.detach() for p in own_model.parameters()]
     return results
 
 
@@ -437,8 +439,8 @@ def trained_later(context: RunContext) -> list[str]:
         model = net(0)
         first, last = model[0], model[2]
         last.requires_grad_(is_added)
-        given = first.parameters() if is_added else model.parameters()
-        plain = torch.optim.SGD(given, lr=0.1)
+        parameters = first.parameters() if is_added else model.parameters()
+        plain = torch.optim.SGD(parameters, lr=0.1)
         named = None if is_added else model.named_parameters()
         optimizer = hvd.DistributedOptimizer(plain, named)
         if is_added:

@@ -121,7 +121,7 @@ def test_images_with_several_passes_and_a_resume(tmp_path):
     started("hvd_images", str(tmp_path), "3")  # continues from the second epoch's checkpoint
     figures = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
     loop = PlainLoop(images.resnet, images.BASE_LR, momentum=0.9, weight_decay=5e-5)
-    train, held = images.images(44, 1), images.images(16, 2)
+    train, held_out = images.images(44, 1), images.images(16, 2)
     expected = []
     for epoch in range(3):
         if epoch == 2:  # the checkpoint has rank 0's statistics, which all ranks load
@@ -142,7 +142,7 @@ def test_images_with_several_passes_and_a_resume(tmp_path):
                     losses.append(loss.item())
                     (loss / passes).backward()
             loop.step()
-        for model, batches in zip(loop.models, loaders(held, images.BATCH, 0), strict=True):
+        for model, batches in zip(loop.models, loaders(held_out, images.BATCH, 0), strict=True):
             model.eval()
             for data, target in batches:
                 with torch.no_grad():
@@ -179,10 +179,10 @@ def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
     for epoch in range(elastic.EPOCHS):
         order = list(range(len(inputs)))
         random.Random(3 + epoch).shuffle(order)
-        own = [order[rank::RANKS] for rank in range(RANKS)]
-        for first in range(0, len(own[0]), elastic.BATCH):
+        shards = [order[rank::RANKS] for rank in range(RANKS)]
+        for first in range(0, len(shards[0]), elastic.BATCH):
             for rank, model in enumerate(loop.models):
-                rows = own[rank][first : first + elastic.BATCH]
+                rows = shards[rank][first : first + elastic.BATCH]
                 loss = functional.cross_entropy(model(inputs[rows]), labels[rows])
                 losses += [loss.item()] if rank == 0 else []
                 loss.backward()

@@ -80,6 +80,8 @@ def test_it_is_torch_s_over_the_samples_of_all_ranks():
             summed = results[0][case]["weights"][n] + results[1][case]["weights"][n]
             assert torch.allclose(summed, whole, rtol=0, atol=1e-10)
         for rank in results:
-            for buffer, there in zip(rank[case]["buffers"], expected["buffers"], strict=True):
-                assert torch.allclose(buffer.double(), there.double(), rtol=0, atol=1e-12)
+            for buffer, expected_buffer in zip(
+                rank[case]["buffers"], expected["buffers"], strict=True
+            ):
+                assert torch.allclose(buffer.double(), expected_buffer.double(), rtol=0, atol=1e-12)
     assert results[0][-1]["half"] == torch.bfloat16

@@ -182,10 +182,10 @@ CONTRADICTED = (
 def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
     changes, words = CONTRADICTIONS[case]
     path = written(tmp_path, **changes)
-    given = [*keys_of(path), *CONTRADICTED]
-    given += ["optim.schedule=constant"] if case == "schedule" else []
+    job_words = [*keys_of(path), *CONTRADICTED]
+    job_words += ["optim.schedule=constant"] if case == "schedule" else []
     with pytest.raises(ConfigError, match=words) as refusal:
-        make_plan(load_job(None, None, given), 2, "cpu")
+        make_plan(load_job(None, None, job_words), 2, "cpu")
     assert "\n" not in str(refusal.value)
     assert path in str(refusal.value)
 

@@ -148,10 +148,10 @@ def test_words_lie_over_the_job_and_keys_over_the_words(tmp_path: Path) -> None:
     assert (job.mesh.pp, job.train.seed, job.strategy.name) == (4, 4, "1f1b+fsdp+mine")
     assert [*roles(job)] == ["cut", "replicate", "recompute"]
     # A file's keys override those of its words.
-    own = write(tmp_path, "strategy: 1f1b_fsdp\nmesh: {pp: 4}\n")
-    assert load_job(None, own).mesh.pp == 4
-    own = write(tmp_path, "strategy: {name: fsdp+selective, recompute: {every: 2}}\n")
-    job = load_job(None, own)
+    file = write(tmp_path, "strategy: 1f1b_fsdp\nmesh: {pp: 4}\n")
+    assert load_job(None, file).mesh.pp == 4
+    file = write(tmp_path, "strategy: {name: fsdp+selective, recompute: {every: 2}}\n")
+    job = load_job(None, file)
     assert (job.strategy.name, roles(job)["recompute"]) == (
         "mine",
         {"name": "checkpointing", "mode": "selective", "every": 2},
@@ -159,8 +159,8 @@ def test_words_lie_over_the_job_and_keys_over_the_words(tmp_path: Path) -> None:
 
 
 def test_equal_sayings_do_not_clash(tmp_path: Path) -> None:
-    own = write(tmp_path, "strategy: {replicate: {name: ddp}, recompute: full}\n")
-    assert roles(load_job(None, f"ddp_checkpointing+{own}+full")) == ALIASES["ddp_checkpointing"]
+    file = write(tmp_path, "strategy: {replicate: {name: ddp}, recompute: full}\n")
+    assert roles(load_job(None, f"ddp_checkpointing+{file}+full")) == ALIASES["ddp_checkpointing"]
     assert load_job(None, "1f1b_fsdp+1f1b+full").mesh.pp == 2
 
 
@@ -294,18 +294,18 @@ def candidates() -> list[Candidate]:
     """One candidate for each strategy that the planner may name."""
     presets = [variant.label for variant in offered("replicate", pp=1, dp=2)]
     plans = [
-        candidate_of(1, 2, replicate, 2, 1, None, 1, place)
-        for replicate, place in product(presets, (None, "disk"))
+        candidate_of(1, 2, replicate, 2, 1, None, 1, offload)
+        for replicate, offload in product(presets, (None, "disk"))
     ]
     plans += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
     plans += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
     schedules = dict.fromkeys(str(v.options["schedule"]) for v in offered("cut", pp=2, dp=1))
-    for schedule, place in product(schedules, (None, "disk")):
+    for schedule, offload in product(schedules, (None, "disk")):
         numbers = (2, 4) if schedule.startswith("interleaved") else (2,)
         for number in numbers if schedule in V_SHAPED_SCHEDULES or len(numbers) > 1 else (1,):
-            plans.append(candidate_of(2, 1, "single", 1, 8, schedule, number, place))
+            plans.append(candidate_of(2, 1, "single", 1, 8, schedule, number, offload))
             plans += [
-                candidate_of(2, 2, replicate, 1, 4, schedule, number, place)
+                candidate_of(2, 2, replicate, 1, 4, schedule, number, offload)
                 for replicate in ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
             ]
     return plans

@@ -76,11 +76,13 @@ def test_values_and_gradients_are_those_of_the_whole(dtype, bias, smoothing, row
     )
     within = 1e-12 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(result, expected, rtol=within, atol=0)
-    one, other = gradients(expected, tensors), gradients(result, tensors)
-    assert one.keys() == other.keys()
-    for name in one:
-        scale = float(one[name].abs().max())
-        assert float((one[name] - other[name]).abs().max()) <= within * max(1.0, scale), name
+    expected_gradients, result_gradients = gradients(expected, tensors), gradients(result, tensors)
+    assert expected_gradients.keys() == result_gradients.keys()
+    for name in expected_gradients:
+        scale = float(expected_gradients[name].abs().max())
+        assert float(
+            (expected_gradients[name] - result_gradients[name]).abs().max()
+        ) <= within * max(1.0, scale), name
 
 
 def test_another_ignored_index_and_one_that_is_a_class():
@@ -121,9 +123,9 @@ def test_what_is_frozen_costs_no_gradient(frozen):
         before = tracker.live_bytes
         total = chunked_cross_entropy(**tensors, chunk_size=1)
         gc.collect()
-        held = tracker.live_bytes - before
-    kept = tensors["weight" if frozen == "hidden" else "hidden"]
-    assert kept.nbytes <= held < kept.nbytes + 64
+        live = tracker.live_bytes - before
+    unfrozen = tensors["weight" if frozen == "hidden" else "hidden"]
+    assert unfrozen.nbytes <= live < unfrozen.nbytes + 64
     expected = plainly(**tensors)
     for one, other in zip(
         gradients(expected, tensors).values(), gradients(total, tensors).values(), strict=True
@@ -377,5 +379,5 @@ def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
         loss = CHUNKED(model(batch.inputs), batch.targets)
     assert remembered is not None
     assert torch.isfinite(loss)
-    held = [value for value in vars(remembered).values() if isinstance(value, Tensor)]
-    assert all(value.grad_fn is None for value in held)
+    tensors = [value for value in vars(remembered).values() if isinstance(value, Tensor)]
+    assert all(value.grad_fn is None for value in tensors)

@@ -50,8 +50,8 @@ def test_a_run_in_chunks_is_the_plain_run_on_one_process(whole, strategy, ranks)
         keys, within = {**FP64, "train.precision": "fp32"}, 1e-5
         expected = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
     pp = 2 if strategy in ("gpipe", "zero_bubble", "pipeline_deepspeed") else 1
-    given = (train, ranks, TinyLM, tokens(22), strategy, keys, 6, sgd, CHUNKED)
-    for record in run_ranks(*given, pp=pp):
+    arguments = (train, ranks, TinyLM, tokens(22), strategy, keys, 6, sgd, CHUNKED)
+    for record in run_ranks(*arguments, pp=pp):
         assert record.losses == pytest.approx(expected.losses, rel=1e-6)
         assert largest_difference(expected, record) < within
 

@@ -93,8 +93,8 @@ def test_auxiliary_heads_have_their_customary_weights():
     assert loss(inception(a, None), target) == la
     assert loss(OrderedDict(out=a, aux=b), target).item() == pytest.approx((la + 0.5 * lb).item())
     assert loss({"logits": a}, target) == la
-    other = CrossEntropy(auxiliary_weight=0.25)
-    assert other({"out": a, "aux": b}, target).item() == pytest.approx((la + 0.25 * lb).item())
+    weighted = CrossEntropy(auxiliary_weight=0.25)
+    assert weighted({"out": a, "aux": b}, target).item() == pytest.approx((la + 0.25 * lb).item())
     assert CrossEntropy(auxiliary_weight=0.0)({"out": a, "aux": b}, target) == la
     assert main_logits(google(a, b, c)) is a
 

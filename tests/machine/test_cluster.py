@@ -45,9 +45,9 @@ def write(tmp_path, changes=None, text=None):
     """Write a cluster file with changed keys (dotted); None deletes a key."""
     values = yaml.safe_load(yaml.safe_dump(PLAIN))
     for key, value in (changes or {}).items():
-        *way, last = key.split(".")
+        *section_keys, last = key.split(".")
         node = values
-        for name in way:
+        for name in section_keys:
             node = node[name]
         if value is None:
             del node[last]

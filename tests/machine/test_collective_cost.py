@@ -42,8 +42,8 @@ def test_a_ring_on_one_node(ranks):
 
 
 def test_every_message_has_its_latency_and_the_bytes_are_those_of_all():
-    one, many = (collective_seconds("all_reduce", S, 4, 1, cluster(), calls=n) for n in (1, 10))
-    assert many - one == pytest.approx(9 * 2 * 3 * ALPHA)
+    single, many = (collective_seconds("all_reduce", S, 4, 1, cluster(), calls=n) for n in (1, 10))
+    assert many - single == pytest.approx(9 * 2 * 3 * ALPHA)
     assert collective_seconds("all_reduce", 0, 4, 1, cluster()) == pytest.approx(6 * ALPHA)
     assert collective_seconds("all_reduce", 0, 4, 1, cluster(), calls=0) == 0
 
@@ -55,7 +55,7 @@ def test_one_rank_has_nobody_to_talk_to():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride", "devices", "spread"),
+    ("ranks", "stride", "devices", "found"),
     [
         (8, 1, 8, NodeSpread(1, 8, 8)),
         (4, 2, 8, NodeSpread(1, 4, 4)),
@@ -68,21 +68,21 @@ def test_one_rank_has_nobody_to_talk_to():
         (1, 1, 8, NodeSpread(1, 1, 1)),
     ],
 )
-def test_how_a_group_lies_on_nodes(ranks, stride, devices, spread):
-    assert spread_over_nodes(ranks, stride, devices) == spread
+def test_how_a_group_lies_on_nodes(ranks, stride, devices, found):
+    assert spread_over_nodes(ranks, stride, devices) == found
 
 
 def test_over_nodes_each_device_sends_its_part_over_its_own_link():
     k, m = 8, 4
     inside = (k - 1) * ALPHA + (k - 1) / k * S / RATE
     between = (m - 1) * FAR_ALPHA + (m - 1) / m * S / k / FAR_RATE
-    given = (S, k * m, 1, cluster())
-    assert collective_seconds("all_reduce", *given) == pytest.approx(2 * inside + 2 * between)
-    assert collective_seconds("all_gather", *given) == pytest.approx(inside + between)
-    assert collective_seconds("reduce_scatter", *given) == pytest.approx(inside + between)
+    arguments = (S, k * m, 1, cluster())
+    assert collective_seconds("all_reduce", *arguments) == pytest.approx(2 * inside + 2 * between)
+    assert collective_seconds("all_gather", *arguments) == pytest.approx(inside + between)
+    assert collective_seconds("reduce_scatter", *arguments) == pytest.approx(inside + between)
     chain = (m - 1) * FAR_ALPHA + S / k / FAR_RATE
-    assert collective_seconds("broadcast", *given) == pytest.approx(2 * inside + chain)
-    assert collective_seconds("send", *given) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
+    assert collective_seconds("broadcast", *arguments) == pytest.approx(2 * inside + chain)
+    assert collective_seconds("send", *arguments) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
 
 
 def test_a_group_with_one_rank_on_each_node_has_the_link_between_them_alone():
@@ -97,10 +97,10 @@ def test_a_neighbour_is_over_the_link_that_leads_to_it():
 
 
 def test_more_nodes_than_there_are_links_for_are_refused():
-    one = cluster(nodes=False)
-    assert collective_seconds("all_reduce", S, 8, 1, one) > 0
+    one_node = cluster(nodes=False)
+    assert collective_seconds("all_reduce", S, 8, 1, one_node) > 0
     with pytest.raises(ConfigError, match="is one node of 8 devices, and 8 ranks.*need 2 nodes"):
-        collective_seconds("all_reduce", S, 8, 2, one)
+        collective_seconds("all_reduce", S, 8, 2, one_node)
 
 
 @pytest.mark.parametrize("given", [(S, 0, 1), (S, 2, 0), (-1, 2, 1)])
@@ -125,9 +125,9 @@ def test_the_volume_of_a_ring():
 
 def test_measured_figures_give_the_measured_times():
     """cpu.yaml: an all-reduce of one number took 2.3e-4 s, and a large one 1.3 GB/s per rank."""
-    here = load_cluster("cpu")
-    assert collective_seconds("all_reduce", 4, 2, 1, here) == pytest.approx(2.3e-4, rel=0.1)
-    assert S / collective_seconds("all_reduce", S, 2, 1, here) == pytest.approx(1.3e9, rel=0.01)
+    cpu = load_cluster("cpu")
+    assert collective_seconds("all_reduce", 4, 2, 1, cpu) == pytest.approx(2.3e-4, rel=0.1)
+    assert S / collective_seconds("all_reduce", S, 2, 1, cpu) == pytest.approx(1.3e9, rel=0.01)
 
 
 def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
@@ -144,8 +144,8 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
     measured = Cluster.model_validate(values)
 
     def seconds(nbytes: float, ranks: int = 4, calls: int = 1, *, work: bool = False) -> float:
-        given = ("all_reduce", nbytes, ranks, 1, measured, calls)
-        return collective_seconds(*given, after_work=work)
+        arguments = ("all_reduce", nbytes, ranks, 1, measured, calls)
+        return collective_seconds(*arguments, after_work=work)
 
     assert seconds(1e4) == pytest.approx(5e-4)
     assert seconds(5.05e5) == pytest.approx(7.5e-4)

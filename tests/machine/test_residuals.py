@@ -294,8 +294,11 @@ def test_the_engine_is_whose_implementation_runs(strategy, engine):
 
 def test_a_technique_of_ones_own_says_nothing_about_bigtrains():
     plan = make_plan(job_from_keys("single", {"train.global_batch_size": 8}), 1, "cpu")
-    own = type("Own", (type(plan.techniques["replicate"]),), {"__module__": "mymodule"})
-    assert engine_of(replace(plan, techniques={**plan.techniques, "replicate": own()})) is None
+    strategy_class = type("Own", (type(plan.techniques["replicate"]),), {"__module__": "mymodule"})
+    assert (
+        engine_of(replace(plan, techniques={**plan.techniques, "replicate": strategy_class()}))
+        is None
+    )
 
 
 def test_a_report_gives_entries_for_ranks_with_both_figures():
@@ -379,8 +382,8 @@ def train(folder, *words, ranks=1):
     (folder / "net.py").write_text(MODEL)
     size = ["data.args.sequence_length=16", "data.args.validation_samples=8"]
     steps = ["train.global_batch_size=8", "train.steps=3", "checkpoint.at_end=false"]
-    own = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
-    command = ["train", "-n", str(ranks), *own, *size, *steps, *words]
+    job_words = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
+    command = ["train", "-n", str(ranks), *job_words, *size, *steps, *words]
     done = forked_cli(command, cwd=folder)
     return done, kept() if RESIDUALS.path.exists() else []
 
@@ -412,11 +415,13 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
     assert (on_cpu("torch").runs, on_cpu("torch").ranks) == (2, 4)
     folder = tmp_path / "runs/again"
     step = json.loads((folder / "memory.json").read_text())["step"]
-    first, *others = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    first, *other_lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert step["measured_steps"] == 2
-    assert step["measured_seconds"] == pytest.approx(sum(s["step_seconds"] for s in others) / 2)
+    assert step["measured_seconds"] == pytest.approx(
+        sum(s["step_seconds"] for s in other_lines) / 2
+    )
     assert step["predicted_seconds"] == first["predicted_step_seconds"] > 0
-    assert not any("predicted_step_seconds" in one for one in others)
+    assert not any("predicted_step_seconds" in one for one in other_lines)
     plan = yaml.safe_load((folder / "plan.yaml").read_text())
     assert plan["predicted"]["step_seconds"] == step["predicted_seconds"]
     assert "by the rates of this machine" in done.stdout

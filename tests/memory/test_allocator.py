@@ -58,7 +58,7 @@ def test_freed_blocks_go_back():
     return_large_blocks(64 * 1024)
     before = proc_status_bytes("VmData")
     # Never written, so no physical memory is used
-    held = [torch.empty(256 * MIB, dtype=torch.uint8) for _ in range(8)]
+    blocks = [torch.empty(256 * MIB, dtype=torch.uint8) for _ in range(8)]
     assert proc_status_bytes("VmData") >= before + 1024 * MIB  # some blocks may reuse free memory
-    del held
+    del blocks
     assert proc_status_bytes("VmData") <= before + 8 * MIB

@@ -41,8 +41,8 @@ def test_tracked_tensors_are_held_to_the_byte(cap):
     meter = MemoryMeter(CPU, 2, cap)
     with meter.step():
         half = torch.empty(LIMIT // 2, dtype=torch.uint8)
-        rest = torch.empty(LIMIT // 2, dtype=torch.uint8)
-        del rest
+        second_half = torch.empty(LIMIT // 2, dtype=torch.uint8)
+        del second_half
         with pytest.raises(torch.OutOfMemoryError) as raised:
             torch.empty(LIMIT // 2 + 1, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)

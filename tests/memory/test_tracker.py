@@ -161,13 +161,13 @@ def test_the_host_says_how_much_it_has():
 def test_an_exchange_is_over_when_its_own_storages_are_gone():
     meter = MemoryMeter(torch.device("cpu"))
     with meter.step():
-        kept = torch.zeros(8)
+        tensor = torch.zeros(8)
         before = meter.peak_bytes()
         with meter.exchange():
-            held = [torch.zeros(1024)]  # a thread releases the buffer a moment later
-            thread = threading.Thread(target=lambda: (time.sleep(0.01), held.clear()))
+            buffers = [torch.zeros(1024)]  # a thread releases the buffer a moment later
+            thread = threading.Thread(target=lambda: (time.sleep(0.01), buffers.clear()))
             thread.start()
         again = torch.zeros(1024)
         assert meter.peak_bytes() == before + again.nbytes
         thread.join()
-    assert kept.nbytes == 32
+    assert tensor.nbytes == 32

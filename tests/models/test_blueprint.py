@@ -61,8 +61,8 @@ def test_values_depend_on_seed_and_name_only() -> None:
     assert same(whole, values(reversed_order.model))
 
     # A different model with only one name in common.
-    other = made(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)), seed=3)
-    assert torch.equal(whole["0.weight"], other["0.weight"])
+    second_model = made(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)), seed=3)
+    assert torch.equal(whole["0.weight"], second_model["0.weight"])
 
 
 def test_only_the_named_tensors_are_made() -> None:
@@ -123,9 +123,9 @@ def test_what_a_tensor_is_stays_as_it_was() -> None:
 
 def test_references_that_others_hold_stay_valid() -> None:
     blueprint = describe(small)
-    kept = list(blueprint.model.parameters())
+    parameters = list(blueprint.model.parameters())
     model = blueprint.materialize("cpu", seed=0)
-    assert all(a is b for a, b in zip(kept, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
     blueprint = describe(lambda: nn.LSTM(3, 4))
     model = blueprint.materialize("cpu", seed=0)

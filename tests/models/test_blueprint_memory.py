@@ -53,11 +53,11 @@ def test_little_more_than_one_tensor_is_held_while_materialising() -> None:
         return x
 
     blueprint = describe(one(make))
-    with HeldBytes() as held:
+    with HeldBytes() as held_bytes:
         blueprint.materialize("cpu", seed=0)
-    assert size * 4 <= held.peak <= 2.01 * size * 4  # input and output of one operation
+    assert size * 4 <= held_bytes.peak <= 2.01 * size * 4  # input and output of one operation
 
     layers = describe(lambda: nn.ModuleList(nn.Linear(512, 512) for _ in range(8)))
-    with HeldBytes() as held:
+    with HeldBytes() as held_bytes:
         layers.materialize("cpu", seed=0)
-    assert held.peak <= 1.01 * 8 * 512 * 513 * 4  # only the result
+    assert held_bytes.peak <= 1.01 * 8 * 512 * 513 * 4  # only the result

@@ -76,12 +76,12 @@ def test_a_copy_computes_with_its_own_parameters_and_recomputation_goes_around(p
     model = nn.Sequential(Block(), Block())
     compile_blocks(model, {})
     apply_policies(model, {"0": "full", "1": "full"})
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in copied.parameters():
             parameter.zero_()
     x = torch.randn(4, 8, requires_grad=True)
-    torch.testing.assert_close(other(x), x)
+    torch.testing.assert_close(copied(x), x)
     model(x).sum().backward()
     assert programs
     grads = [parameter.grad.clone() for parameter in model.parameters()]

@@ -40,11 +40,11 @@ def saved(*, compiled: bool, log: OperationLog | None = None) -> tuple[int, int,
         before = tracker.live_bytes
         tracker.peak_bytes = before
         y = model[1](x)
-        kept, highest = tracker.live_bytes - before, tracker.peak_bytes - before
+        saved_bytes, highest = tracker.live_bytes - before, tracker.peak_bytes - before
         gradient = torch.ones_like(y)
         torch.autograd.backward(y, gradient)
         del y, gradient
-        return kept - 4 * NUMBERS, highest, tracker.live_bytes - before
+        return saved_bytes - 4 * NUMBERS, highest, tracker.live_bytes - before
 
 
 def test_saved_bytes_of_a_program_are_predicted_exactly(monkeypatch: Any) -> None:
@@ -68,8 +68,8 @@ def test_saved_bytes_of_a_program_are_predicted_exactly(monkeypatch: Any) -> Non
     # Uncompiled: the sine's input, the exponential of its result, and a mask of floats.
     assert saved(compiled=False)[0] == 3 * 4 * NUMBERS
     # Compiled: the sine's input and a mask of bytes; the cheap rest is recomputed.
-    kept, _, left = saved(compiled=True, log=OperationLog(note))
-    assert kept == 4 * NUMBERS + NUMBERS
+    saved_bytes, _, left = saved(compiled=True, log=OperationLog(note))
+    assert saved_bytes == 4 * NUMBERS + NUMBERS
     assert left == 4 * (WIDTH * WIDTH + NUMBERS)  # gradients of the weight and of the input
     assert compiled  # the kernels were requested, and replaced by fakes
     # The forward pass reads the product's result and writes one tensor.

@@ -329,8 +329,8 @@ def test_the_data_fills_in_what_was_left_out() -> None:
     larger = model_defaults("gpt2", num_classes=60000, sequence_length=None)
     assert larger == {"vocab_size": 60000}
     for name in ("gpt", "gpt-10m"):  # models of bytes use the vocabulary of the data
-        own = model_defaults(name, num_classes=64, sequence_length=None)
-        assert own == {"vocab_size": 64}
+        defaults = model_defaults(name, num_classes=64, sequence_length=None)
+        assert defaults == {"vocab_size": 64}
     assert model_defaults("gpt", num_classes=None, sequence_length=None) == {}
     assert model_defaults("a.b:C", num_classes=7, sequence_length=3) == {}
     check_model("gpt2", language)

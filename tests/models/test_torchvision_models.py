@@ -75,7 +75,7 @@ def compared(tensors: dict[str, torch.Tensor]) -> list[str]:
     return [key for key in tensors if key not in large[1:]]
 
 
-def assert_alike(what: str, mine: torch.Tensor, usual: torch.Tensor) -> None:
+def assert_alike(label: str, mine: torch.Tensor, usual: torch.Tensor) -> None:
     """Assert that fixed values are equal, and random ones alike within six standard errors.
 
     Compared are the mean and the size of the random values. The size is the mean absolute value
@@ -85,14 +85,14 @@ def assert_alike(what: str, mine: torch.Tensor, usual: torch.Tensor) -> None:
     assert (mine.dtype, mine.shape, mine.stride()) == (usual.dtype, usual.shape, usual.stride())
     if torch.equal(mine, usual):
         return
-    assert mine.is_floating_point(), what
+    assert mine.is_floating_point(), label
     count, spread = mine.numel(), float(usual.std())
-    assert spread > 0, f"{what} is constant, and differs from torchvision's"
+    assert spread > 0, f"{label} is constant, and differs from torchvision's"
     if count >= 64:
         error = abs(float(mine.mean()) - float(usual.mean()))
-        assert error <= 6 * spread * math.sqrt(2 / count), what
+        assert error <= 6 * spread * math.sqrt(2 / count), label
         size = float(usual.abs().mean())
-        assert float(mine.abs().mean()) == pytest.approx(size, rel=6 / math.sqrt(count)), what
+        assert float(mine.abs().mean()) == pytest.approx(size, rel=6 / math.sqrt(count)), label
 
 
 def test_index_buffers_are_exact() -> None:

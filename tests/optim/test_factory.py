@@ -67,8 +67,8 @@ def test_every_implementation_takes_the_same_step(name):
     for implementation in ("auto", "fused", "foreach", "loop"):
         torch.manual_seed(0)
         layer = nn.Linear(5, 5)
-        own = {"momentum": 0.5} if name == "sgd" else {"eps": 1e-3}
-        config = OptimConfig(name=name, implementation=implementation, lr=0.1, **own)
+        options = {"momentum": 0.5} if name == "sgd" else {"eps": 1e-3}
+        config = OptimConfig(name=name, implementation=implementation, lr=0.1, **options)
         optimizer = optimizer_factory(config)(layer.parameters())
         for _ in range(3):
             layer(torch.ones(2, 5)).square().sum().backward()

@@ -74,11 +74,11 @@ def test_a_step_needs_a_few_mebibytes_beside_the_states():
             dtype=dtype,
             steps=1,
         )
-        held = [*parameters, *(p.grad for p in parameters)]
-        held += [v for slots in optimizer.state.values() for v in slots.values()]
+        step_tensors = [*parameters, *(p.grad for p in parameters)]
+        step_tensors += [v for slots in optimizer.state.values() for v in slots.values()]
         tracker = StorageTracker()
         with tracker:
-            tracker.label(held, "optimizer")
+            tracker.label(step_tensors, "optimizer")
             before = tracker.live_bytes
             optimizer.step()
         assert tracker.peak_bytes - before <= 6 * 2**20
@@ -91,8 +91,10 @@ def test_stochastic_rounding_is_right_on_average_and_takes_neighbours():
     rounded = stochastically_rounded(value, generator)
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.double().mean()) == pytest.approx(1.0 + 2**-10, abs=1e-4)
-    kept = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), 2.0**-120])
-    torch.testing.assert_close(stochastically_rounded(kept, generator), kept, rtol=0, atol=0)
+    exact_values = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), 2.0**-120])
+    torch.testing.assert_close(
+        stochastically_rounded(exact_values, generator), exact_values, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -127,12 +129,12 @@ def test_rounding_repeats_and_moves_no_other_generator():
 
     (first, _), drawn = lean(0), torch.rand(1)
     (again, _), drawn_again = lean(0), torch.rand(1)
-    (other, _) = lean(1)
+    (second_seed, _) = lean(1)
     after_steps(torchs)
     assert torch.equal(drawn, torch.rand(1))
     assert torch.equal(drawn, drawn_again)
     assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], second_seed[0])
 
 
 @pytest.mark.parametrize(("bits", "slots"), [(8, 2 * (1 + 4 / 256)), (4, 2 * (0.5 + 4 / 128))])
@@ -149,8 +151,8 @@ def test_few_bits_are_torchaos(bits, slots):
     assert float(close.float().mean()) > 0.999
     torch.testing.assert_close(ours[1], theirs[1])
     state = optimizer.state[ours[0]]
-    held = sum(v.numel() * v.element_size() for k, v in state.items() if k != "step")
-    assert held / ours[0].numel() == pytest.approx(slots)
+    state_bytes = sum(v.numel() * v.element_size() for k, v in state.items() if k != "step")
+    assert state_bytes / ours[0].numel() == pytest.approx(slots)
 
 
 def test_full_moments_are_taken_over_into_few_bits():

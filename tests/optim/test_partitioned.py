@@ -35,8 +35,8 @@ def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
         assert all(a[1] == b[0] for a, b in itertools.pairwise(mine))
     assert [rank for _, rank, _, _ in cuts] == sorted(rank for _, rank, _, _ in cuts)
     for rank in range(ranks):
-        held = sum(stop - start for _, owner, start, stop in cuts if owner == rank)
-        assert held == pytest.approx(sum(SIZES.values()) / ranks, abs=64)
+        owned = sum(stop - start for _, owner, start, stop in cuts if owner == rank)
+        assert owned == pytest.approx(sum(SIZES.values()) / ranks, abs=64)
     assert all(0 < stop - start <= (most or 10**9) for _, _, start, stop in cuts)
 
 
@@ -131,22 +131,24 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them():
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", ["SGD", "AdamW, fused", "AdamW, foreach", "Adafactor"])
 def test_state_goes_from_pieces_to_whole_and_back(name):
-    one, other, third = model(), model(), model()
-    pieces = PartitionedUpdate(named(one), OPTIMIZERS[name], state_store=Chunked())
-    descend(one, pieces, 3)
+    whole, in_pieces, third = model(), model(), model()
+    pieces = PartitionedUpdate(named(whole), OPTIMIZERS[name], state_store=Chunked())
+    descend(whole, pieces, 3)
     updates = [
-        (other, WholeUpdate(named(other), OPTIMIZERS[name])),
+        (in_pieces, WholeUpdate(named(in_pieces), OPTIMIZERS[name])),
         (third, PartitionedUpdate(named(third), OPTIMIZERS[name])),
     ]
     for module, update in updates:
-        module.load_state_dict(one.state_dict())
+        module.load_state_dict(whole.state_dict())
         for full, value in saved(whole_tensors(pieces.state())).items():
             parameter, _, key = full.rpartition(".")
             update.load_state(parameter, key, value)
         assert update.state().keys() == pieces.state().keys()
-    for module, update in [(one, pieces), *updates]:
+    for module, update in [(whole, pieces), *updates]:
         descend(module, update, 2, first=3)
-    for mine, second, last in zip(*(m.parameters() for m in (one, other, third)), strict=True):
+    for mine, second, last in zip(
+        *(m.parameters() for m in (whole, in_pieces, third)), strict=True
+    ):
         assert torch.equal(mine, second)
         assert torch.equal(mine, last)
 
@@ -195,8 +197,10 @@ def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     assert torch.equal(low[0].weight, after.bfloat16())
     update.load_master("0.weight", InMemory(before + 1))
     assert torch.equal(whole_tensors(update.masters())["0.weight"], before + 1)
-    held = sum(t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape)
-    assert held == 2 * before.numel()  # the fp32 values and their momentum
+    fp32_numbers = sum(
+        t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape
+    )
+    assert fp32_numbers == 2 * before.numel()  # the fp32 values and their momentum
 
 
 def test_parameters_without_gradient_or_elements_are_left_alone():
@@ -233,10 +237,10 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
     def modules() -> nn.Module:
         return nn.ParameterDict({"p": nn.Parameter(torch.tensor(2.0))})
 
-    one, other, third = modules(), modules(), modules()
-    updates = [(one, WholeUpdate(named(one), OPTIMIZERS[name]))]
+    whole, in_pieces, third = modules(), modules(), modules()
+    updates = [(whole, WholeUpdate(named(whole), OPTIMIZERS[name]))]
     once(*updates[0])
-    for module, kind in ((other, PartitionedUpdate), (third, WholeUpdate)):
+    for module, kind in ((in_pieces, PartitionedUpdate), (third, WholeUpdate)):
         update, (source, before) = kind(named(module), OPTIMIZERS[name]), updates[-1]
         module.load_state_dict(source.state_dict())
         for full, value in saved(whole_tensors(before.state())).items():
@@ -244,7 +248,7 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
         updates.append((module, update))
     for module, update in updates:
         once(module, update)
-    assert one["p"] == other["p"] == third["p"]
+    assert whole["p"] == in_pieces["p"] == third["p"]
 
 
 def test_more_ranks_than_elements_leaves_some_with_nothing_to_update():

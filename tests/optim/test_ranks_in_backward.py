@@ -12,10 +12,10 @@ from support.released import RELEASE, Deep, alone, broken, train
 def test_shards_are_updated_as_their_gradients_come(strategy):
     plain = run_ranks(train, 2, strategy, {})[0]
     released = run_ranks(train, 2, strategy, RELEASE)[0]
-    one = alone({})
+    single = alone({})
     for number, result in enumerate(released[0]):
         assert result.loss == plain[0][number].loss
-        assert result.grad_norm == pytest.approx(one[0][number].grad_norm, rel=1e-4)
+        assert result.grad_norm == pytest.approx(single[0][number].grad_norm, rel=1e-4)
     for name, value in plain[1].items():
         assert torch.equal(value, released[1][name]), name
 

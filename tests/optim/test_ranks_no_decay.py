@@ -28,10 +28,10 @@ def only_matrices(parameters: Any) -> torch.optim.Optimizer:
 
 
 def by_hand(parameters: Any) -> torch.optim.Optimizer:
-    given = list(parameters)
-    matrices = [parameter for parameter in given if parameter.dim() > 1]
-    others = [parameter for parameter in given if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others}]
+    listed = list(parameters)
+    matrices = [parameter for parameter in listed if parameter.dim() > 1]
+    small_ones = [parameter for parameter in listed if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": small_ones}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 

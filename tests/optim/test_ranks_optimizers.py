@@ -25,8 +25,8 @@ def train(context, strategy, keys, folder, model=TinyLM, steps=4):
 
     def loader(size, seen=0, **ranks):
         order = GlobalOrder(len(samples), size, seed=3)
-        given = {"micro_batch_size": rows, "samples_seen": seen, **ranks}
-        return StepLoader(samples, order, count=loss.count, **given)
+        loader_options = {"micro_batch_size": rows, "samples_seen": seen, **ranks}
+        return StepLoader(samples, order, count=loss.count, **loader_options)
 
     example = next(iter(loader(rows))).micro_batches[0]
     losses, ranks = [], {"dp_rank": context.dp_rank, "dp_size": context.dp_size}
@@ -86,7 +86,7 @@ SHARED = {
 def test_ranks_have_the_losses_of_one_process(case, tmp_path):
     strategy, ranks, keys, tolerance = SHARED[case]
     pp = 2 if strategy == "1f1b" else 1
-    one = run_ranks(train, 1, "single", keys, tmp_path / "one", wide)[0]
+    single = run_ranks(train, 1, "single", keys, tmp_path / "one", wide)[0]
     for losses, again, _ in run_ranks(train, ranks, strategy, keys, tmp_path / "all", wide, pp=pp):
-        assert losses == pytest.approx(one[0], abs=tolerance)
+        assert losses == pytest.approx(single[0], abs=tolerance)
         assert losses[2:] == again

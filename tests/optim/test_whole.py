@@ -112,6 +112,6 @@ def test_what_is_kept_beside_the_state_is_made_again_or_refused():
 
 
 def test_a_tensor_that_is_no_parameter_of_the_model_is_refused():
-    own = nn.Parameter(torch.zeros(3))
+    outside = nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigError, match=r"not a parameter of the model \(shape \[3\]\)"):
-        _ = WholeOptimizer(lambda ps: torch.optim.SGD([*ps, own], lr=0.1), small()).groups
+        _ = WholeOptimizer(lambda ps: torch.optim.SGD([*ps, outside], lr=0.1), small()).groups

@@ -52,11 +52,11 @@ def test_words_are_a_job_that_can_be_planned(words: str) -> None:
     strategy = split[1] if split[0] == "--strategy" else "fsdp"
     if "package.module" in words:
         return
-    rest = split[2:] if split[0] == "--strategy" else split
+    keys_and_values = split[2:] if split[0] == "--strategy" else split
     device = "cuda" if strategy.endswith("_cpu") else "cpu"
-    job = load_job(None, strategy, ["train.global_batch_size=64", *rest])
+    job = load_job(None, strategy, ["train.global_batch_size=64", *keys_and_values])
     if strategy == "interleaved_1f1b" or "accumulation_steps" in words:
-        job = load_job(None, strategy, rest)
+        job = load_job(None, strategy, keys_and_values)
     make_plan(job, 8, device)
 
 

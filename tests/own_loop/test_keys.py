@@ -41,11 +41,11 @@ def linear() -> nn.Module:
 
 @pytest.mark.parametrize("key", sorted(INSTEAD))
 def test_what_is_not_followed_is_refused_by_its_name(key: str) -> None:
-    given = key.replace(".", "__")
+    keyword = key.replace(".", "__")
     with pytest.raises(ConfigError) as refused:
-        bigtrain.prepare(linear, F.cross_entropy, sgd, **{given: 1})  # type: ignore[arg-type]
+        bigtrain.prepare(linear, F.cross_entropy, sgd, **{keyword: 1})  # type: ignore[arg-type]
     message = str(refused.value)
-    assert message.startswith(f"prepare(..., {given}=...) would be ignored: ")
+    assert message.startswith(f"prepare(..., {keyword}=...) would be ignored: ")
     assert message.endswith("Leave it out.")
 
 

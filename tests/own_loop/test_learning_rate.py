@@ -60,21 +60,21 @@ def test_a_scheduler_on_the_engines_optimizer_does_what_it_does_in_a_plain_loop(
     """Two steps are run and saved by one engine, and continued by a second one."""
     expected, plain = plain_rates(schedule)
     settings, losses = [], []
-    for turn in range(2):
+    for part in range(2):
         with opened() as engine, warnings.catch_warnings():
             warnings.simplefilter("error")  # a scheduler warns if it steps before the optimizer
             scheduler = SCHEDULES[schedule](engine.optimizer)
             engine.attach(scheduler=scheduler)
-            if turn:
+            if part:
                 assert engine.load(tmp_path / "step-2") == {"epoch": 7}
-            for _ in range(STEPS - 2 if turn else 2):
+            for _ in range(STEPS - 2 if part else 2):
                 groups = engine.optimizer.param_groups
                 settings.append([g[k] for g in groups for k in ("lr", "momentum")])
                 result = engine.step((X, Y))
                 scheduler.step()
                 losses.append(result.loss)
                 assert result.lr == settings[-1][0]
-            if not turn:
+            if not part:
                 engine.save(tmp_path, extra={"epoch": 7})
     assert settings == expected
     assert losses == pytest.approx(plain, abs=1e-6)
@@ -84,27 +84,27 @@ def test_a_scheduler_on_the_engines_optimizer_does_what_it_does_in_a_plain_loop(
 def test_prepare_steps_a_scheduler_and_resumes_it(schedule: str, tmp_path: Path) -> None:
     expected, plain = plain_rates(schedule)
     rates, losses = [], []
-    for turn in range(2):
+    for part in range(2):
         with opened(learning_rate=SCHEDULES[schedule]) as engine:
-            if turn:
+            if part:
                 engine.load(tmp_path / "step-2")
-            for _ in range(STEPS - 2 if turn else 2):
+            for _ in range(STEPS - 2 if part else 2):
                 result = engine.step((X, Y))
                 rates.append(result.lr)
                 losses.append(result.loss)
-            if not turn:
+            if not part:
                 engine.save(tmp_path)
     assert rates == [one[0] for one in expected]
     assert losses == pytest.approx(plain, abs=1e-6)
 
 
 def test_a_number_a_function_and_one_with_a_rate_for_each_group() -> None:
-    for given, expected in (
+    for rate, expected in (
         (0.02, [[0.02, 0.02]] * 3),
         (lambda step: 0.1 / (step + 1), [[0.1 / n] * 2 for n in (1, 2, 3)]),
         (lambda step: [0.1, 0.01 * step], [[0.1, 0.01 * n] for n in range(3)]),
     ):
-        with opened(learning_rate=given) as engine:
+        with opened(learning_rate=rate) as engine:
             seen = []
             for _ in range(3):
                 lr = engine.step((X, Y)).lr
@@ -184,10 +184,10 @@ def test_optimizers_that_forecasts_were_made_with_refuse_to_be_used() -> None:
     with opened(captured, memory__predict=True, example=example) as engine:
         engine.step((X, Y))
         used = [o for o in CAPTURED if o is engine.runner.optimizer]
-        others = [o for o in CAPTURED if o is not engine.runner.optimizer]
+        forecast_optimizers = [o for o in CAPTURED if o is not engine.runner.optimizer]
         assert len(used) == 1
-        assert others
-        for dead in others:
+        assert forecast_optimizers
+        for dead in forecast_optimizers:
             with pytest.raises(ConfigError, match=r"made for a forecast.*is engine\.optimizer"):
                 lr_scheduler.StepLR(dead, 1)
             with pytest.raises(ConfigError, match="updates nothing"):
@@ -209,7 +209,7 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("rate", "message"),
     [
         ("cosine", r"learning_rate: got 'cosine'\. Give a number; a function of the step"),
         (lambda _: None, r"learning_rate: it gave a NoneType\. Give a number"),
@@ -218,9 +218,9 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
         (lr_scheduler.StepLR, r"with the optimizer TypeError: .*step_size"),
     ],
 )
-def test_what_is_no_rate_is_refused(given: Any, message: str) -> None:
+def test_what_is_no_rate_is_refused(rate: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        opened(learning_rate=given)
+        opened(learning_rate=rate)
 
 
 def test_objects_of_the_users_own_go_with_a_checkpoint(
@@ -236,11 +236,15 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
         def load_state_dict(self, state: dict[Any, Any]) -> None:
             self.seen = state
 
-    own = {1: (2, math.inf), "t": torch.tensor([1.5, math.nan], dtype=torch.bfloat16), None: [True]}
+    user_state = {
+        1: (2, math.inf),
+        "t": torch.tensor([1.5, math.nan], dtype=torch.bfloat16),
+        None: [True],
+    }
     counter = Counter()
     with opened(SGD) as engine:
         engine.attach(counter=counter, other=Counter())
-        counter.seen = own
+        counter.seen = user_state
         engine.save(tmp_path, extra={"best": -math.inf})
         counter.seen = {"model": linear()}
         with pytest.raises(ConfigError, match=r"counter\.state_dict\(\)\['model'\] is a Linear"):
@@ -258,7 +262,7 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
     with opened(SGD) as engine:
         engine.attach(counter=again, third=Counter())
         assert engine.load(tmp_path / "step-0") == {"best": -math.inf}
-    assert again.seen.keys() == own.keys()
+    assert again.seen.keys() == user_state.keys()
     assert again.seen[1] == (2, math.inf)
     assert again.seen["t"].dtype == torch.bfloat16
     assert again.seen["t"][0] == 1.5
@@ -271,9 +275,9 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
 def test_an_optimizer_that_is_made_already_is_answered_with_what_makes_it() -> None:
     model = linear()
 
-    def refused(given: Any) -> str:
+    def refused(optimizer: Any) -> str:
         with pytest.raises(ConfigError) as refusal:
-            bigtrain.prepare(model, F.cross_entropy, given)
+            bigtrain.prepare(model, F.cross_entropy, optimizer)
         return str(refusal.value)
 
     message = refused(torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95)))

@@ -54,14 +54,14 @@ def kept(context: RunContext, folder: str) -> list[Any]:
 
 
 def test_paths_may_be_text_and_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    one, other = run_ranks(kept, 2, str(tmp_path / "ck"))
-    assert one == other
-    assert one[0] is None
-    assert "save: got a NoneType, and the path of a folder is needed" in one[1]
-    assert "load: got a int" in one[6]
-    assert "newest: got an empty name" in one[11]
-    assert "there is no checkpoint" in one[13] or "ck" in one[13]
-    assert one[14:] == [tmp_path / "ck" / "step-1"] * 3 + [1]
+    first, second = run_ranks(kept, 2, str(tmp_path / "ck"))
+    assert first == second
+    assert first[0] is None
+    assert "save: got a NoneType, and the path of a folder is needed" in first[1]
+    assert "load: got a int" in first[6]
+    assert "newest: got an empty name" in first[11]
+    assert "there is no checkpoint" in first[13] or "ck" in first[13]
+    assert first[14:] == [tmp_path / "ck" / "step-1"] * 3 + [1]
 
 
 def test_the_newest_is_found_below_text_too(tmp_path: Path) -> None:

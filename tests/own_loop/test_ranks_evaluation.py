@@ -59,18 +59,20 @@ def measured(context: RunContext, strategy: str) -> dict[str, Any]:
     with Engine(
         net, F.cross_entropy, sgd, job, context, example=example, metrics=METRICS
     ) as engine:
-        place, parts = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
-        if place is None:
+        data_rank, parts = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+        if data_rank is None:
             mine: list[tuple[Tensor, Tensor]] = []
-            own = slice(0, 1)
+            rank_rows = slice(0, 1)
         else:
-            mine = [rows(n) for n in ((9, 2, 5) if place == 0 else (4,) if place == 1 else ())]
-            own = slice(place * 12 // parts, (place + 1) * 12 // parts)
+            mine = [
+                rows(n) for n in ((9, 2, 5) if data_rank == 0 else (4,) if data_rank == 1 else ())
+            ]
+            rank_rows = slice(data_rank * 12 // parts, (data_rank + 1) * 12 // parts)
         first = engine.evaluate(mine)
-        engine.step((x[own], y[own]))
-        second, outputs = engine.evaluate(mine), engine.predict(x[own])
-        none = engine.evaluate([] if place != 0 else mine[:1], {"accuracy": accuracy})
-        loss = engine.step((x[own], y[own])).loss
+        engine.step((x[rank_rows], y[rank_rows]))
+        second, outputs = engine.evaluate(mine), engine.predict(x[rank_rows])
+        none = engine.evaluate([] if data_rank != 0 else mine[:1], {"accuracy": accuracy})
+        loss = engine.step((x[rank_rows], y[rank_rows])).loss
         called = ""
         if context.pp_size > 1:
             with pytest.raises(ConfigError) as refused:
@@ -91,8 +93,8 @@ def alone(parts: int) -> dict[str, Any]:
     """The figures of a plain torch loop over the same rows."""
     model = describe(net).materialize("cpu", seed=0)
     optimizer = sgd(model.parameters())
-    given = [rows(n) for n in ((9, 2, 5, 4) if parts > 1 else (9, 2, 5))]
-    every = tuple(torch.cat(one) for one in zip(*given, strict=True))
+    batches = [rows(n) for n in ((9, 2, 5, 4) if parts > 1 else (9, 2, 5))]
+    every = tuple(torch.cat(one) for one in zip(*batches, strict=True))
 
     def figures(x: Tensor, y: Tensor) -> dict[str, float]:
         with torch.no_grad():

@@ -107,8 +107,8 @@ def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> No
     losses: list[float] = []
     for strategy, ranks, first, last, replicas in turns:
         axes = {"pp": 2} if strategy == "1f1b" else {}
-        given = (strategy, tmp_path, first, last, 2 if strategy == "ddp" else 0)
-        results = run_ranks(run, ranks, *given, **axes)
+        arguments = (strategy, tmp_path, first, last, 2 if strategy == "ddp" else 0)
+        results = run_ranks(run, ranks, *arguments, **axes)
         rows += together(results, replicas)
         losses += results[0][1]
         for rank in results:
@@ -121,12 +121,12 @@ def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> No
 
 
 def test_evaluation_sees_every_row_once(tmp_path: Path) -> None:
-    one, other = run_ranks(run, 2, "ddp", tmp_path, 0, 3, 0)
-    assert one[2] == other[2]
+    first, second = run_ranks(run, 2, "ddp", tmp_path, 0, 3, 0)
+    assert first[2] == second[2]
     model = describe(net).materialize("cpu", seed=0)
     model.load_state_dict(bigtrain.Checkpoint(tmp_path / "step-3").model_state())
     x, y = collated([Rows()[n] for n in range(ROWS)])
-    assert one[2]["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
+    assert first[2]["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
 
 
 def uneven(context: RunContext, strategy: str) -> list[float]:
@@ -150,10 +150,10 @@ def uneven(context: RunContext, strategy: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_torchs_own_loader_and_replicas_with_other_numbers_of_rows(strategy: str) -> None:
-    one, other = run_ranks(uneven, 2, strategy)
-    assert one == other
+    first, second = run_ranks(uneven, 2, strategy)
+    assert first == second
     places = [[*range(n, min(n + 8, ROWS))] for n in range(0, ROWS, 8)]
-    assert one == pytest.approx(plain([*places, [0, 1, 2]]), rel=2e-5)
+    assert first == pytest.approx(plain([*places, [0, 1, 2]]), rel=2e-5)
 
 
 def stream() -> Any:

@@ -83,8 +83,8 @@ def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float
         set_model_inputs(blueprint, forward, example.inputs)
         with Engine(blueprint, F.cross_entropy, sgd, job, context, example=example) as engine:
             mine = slice(context.dp_rank * rows, (context.dp_rank + 1) * rows)
-            given = {name: tensor[mine] for name, tensor in whole.items()}, targets[mine]
-            losses = [engine.step(given).loss for _ in range(3)]
+            rank_batch = {name: tensor[mine] for name, tensor in whole.items()}, targets[mine]
+            losses = [engine.step(rank_batch).loss for _ in range(3)]
             measured, predicted = engine.meter.measured().peak, engine.prediction.peak
             off = abs(predicted.bytes / measured.bytes - 1) if predicted and measured else 1.0
             results.append((losses, off))

@@ -67,28 +67,28 @@ def scheduled(
     """As `plain`, under a strategy; saved halfway and continued by another engine."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     rates, losses, counts = [], [], []
-    given = batches()
-    for turn in range(2):
-        x, y = given[0]
+    whole_batches = batches()
+    for part in range(2):
+        x, y = whole_batches[0]
         example = MicroBatch(x[:4], y[:4], 4, 4)
         with Engine(net, F.cross_entropy, in_two_groups, job, context, example=example) as engine:
             scheduler = SCHEDULES[SCHEDULE](engine.optimizer)
             engine.attach(scheduler=scheduler)
-            if turn:
+            if part:
                 engine.load(folder / f"step-{HALF}")
-            for x, y in given[HALF:] if turn else given[:HALF]:
-                place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+            for x, y in whole_batches[HALF:] if part else whole_batches[:HALF]:
+                data_rank, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
                 rows = (
                     slice(0, 1)
-                    if place is None
-                    else slice(place * 8 // size, (place + 1) * 8 // size)
+                    if data_rank is None
+                    else slice(data_rank * 8 // size, (data_rank + 1) * 8 // size)
                 )
                 result = engine.step((x[rows], y[rows]))
                 scheduler.step()
                 rates.append(result.lr)
                 losses.append(result.loss)
             counts.append(len(engine.optimizer.param_groups))
-            if not turn:
+            if not part:
                 engine.save(folder)
     return rates, losses, counts
 

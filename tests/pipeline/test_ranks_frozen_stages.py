@@ -38,15 +38,15 @@ def test_stages_without_trained_parameters(
 ) -> None:
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in names}
     for results in run_ranks(chains, ranks, strategy, names, pp=pp):
-        for frozen, (losses, error, held) in results.items():
+        for frozen, (losses, error, num_saved) in results.items():
             assert error is None, frozen
             assert losses == pytest.approx(plain[frozen], abs=2e-6), frozen
-            assert held  # parameters are saved, including frozen ones
+            assert num_saved  # parameters are saved, including frozen ones
 
 
 def test_deepspeed_refuses_a_stage_that_trains_nothing() -> None:
-    given = ("first", "pipeline_deepspeed_zero1", {}, STEPS)
-    for losses, error, _ in run_ranks(chain_losses, 4, *given, pp=2):
+    arguments = ("first", "pipeline_deepspeed_zero1", {}, STEPS)
+    for losses, error, _ in run_ranks(chain_losses, 4, *arguments, pp=2):
         assert not losses
         assert error.startswith("strategy.replicate: stage 0 of the pipeline has no parameter")
         assert "--strategy 1f1b_zero1" in error

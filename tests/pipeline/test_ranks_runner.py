@@ -40,14 +40,14 @@ def steps(shapes: Shapes, replica: int) -> list[list[MicroBatch]]:
     micro_batches_by_step = []
     for number, step in enumerate(shapes):
         batches = []
-        for place, (full, length) in enumerate(step):
-            smaller = replica and place == len(step) - 1 and number == 0
+        for step_index, (full, length) in enumerate(step):
+            smaller = replica and step_index == len(step) - 1 and number == 0
             rows = 1 if smaller else full
             inputs = torch.randint(VOCABULARY, (rows, length), generator=generator)
             targets = torch.randint(VOCABULARY, (rows, length), generator=generator)
-            share = 0.2 * (replica + place)
+            share = 0.2 * (replica + step_index)
             targets[torch.rand(rows, length, generator=generator) < share] = -100
-            if place == 2 and number == 1:  # padding
+            if step_index == 2 and number == 1:  # padding
                 batches.append(MicroBatch(inputs, targets, 0, 0))
             else:
                 batches.append(MicroBatch(inputs, targets, LOSS.count(targets), rows))
@@ -242,12 +242,12 @@ def test_predictions_are_on_the_rank_of_the_last_stage() -> None:
     for number, step in enumerate(steps(RAGGED, 0)):
         runner.forward_backward(step)
         runner.update()
-        for place, batch in enumerate(step):
+        for step_index, batch in enumerate(step):
             output, targets = runner.predict(batch)
-            mine, wanted = results[0][number][place]
+            mine, wanted = results[0][number][step_index]
             torch.testing.assert_close(torch.tensor(mine).double(), output, rtol=0, atol=1e-6)
             assert wanted == targets.tolist()
-            assert results[1][number][place] is None
+            assert results[1][number][step_index] is None
 
 
 def failing(context: RunContext, kind: str, schedule: str) -> str:
@@ -290,10 +290,10 @@ class Held:
 
 class Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, held: Held) -> torch.Tensor:
-        held.begin()
+    def forward(ctx: Any, x: torch.Tensor, graphs: Held) -> torch.Tensor:
+        graphs.begin()
         token = torch.zeros(1)
-        weakref.finalize(token, lambda: setattr(held, "alive", held.alive - 1))
+        weakref.finalize(token, lambda: setattr(graphs, "alive", graphs.alive - 1))
         ctx.save_for_backward(token)
         ctx.token = token
         return x.clone()
@@ -307,15 +307,15 @@ def in_flight(context: RunContext, schedule: str, per_rank: int) -> dict[int, tu
     runner = pipeline(context, schedule, "single", per_rank, None)
     helds = {}
     for index, stage in runner._stages.items():
-        held = helds[index] = Held()
+        graphs = helds[index] = Held()
         layer = next(iter(stage.layers.values()))
-        layer.register_forward_hook(lambda _m, _i, out, held=held: Mark.apply(out, held))
+        layer.register_forward_hook(lambda _m, _i, out, graphs=graphs: Mark.apply(out, graphs))
     batches = steps([[(2, 5)] * 6], 0)[0]
     inputs = weakref.ref(batches[0].inputs)
     runner.forward_backward(batches)
     del batches
     assert inputs() is None  # the step must not keep its batch alive
-    return {index: (held.most, held.alive) for index, held in helds.items()}
+    return {index: (graphs.most, graphs.alive) for index, graphs in helds.items()}
 
 
 @pytest.mark.parametrize(("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("naive", 1)])

@@ -73,10 +73,10 @@ CASES: dict[str, tuple[Any, ...]] = {
 def test_the_peak_of_compiled_blocks_is_foretold(case: str) -> None:
     world_size, strategy, model, keys = CASES[case]
     keys = {"train.compile": "blocks", "mesh.timeout": 300.0, **keys}
-    given = (peaks, world_size, model, batch_for(model), strategy, keys, adamw)
+    arguments = (peaks, world_size, model, batch_for(model), strategy, keys, adamw)
     limits = {"timeout_s": 540.0, "timeout": 300.0, "pp": 2 if strategy == "1f1b" else 1}
     rows = settled(
-        lambda: run_ranks(*given, **limits), lambda row: row[1].bytes > row[0].bytes + SCALARS
+        lambda: run_ranks(*arguments, **limits), lambda row: row[1].bytes > row[0].bytes + SCALARS
     )
     for predicted, measured, note in rows:
         assert note is None

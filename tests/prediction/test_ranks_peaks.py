@@ -173,7 +173,7 @@ def test_at_the_peak_is_what_one_process_has_no_moment_for():
     # parameter gathered until then.
     for strategy in ("fsdp", "zero2", "zero3"):
         rows = settled(
-            lambda own=strategy: run_ranks(peaks_of_large_ends, 2, own),
+            lambda name=strategy: run_ranks(peaks_of_large_ends, 2, name),
             lambda row: row[1].bytes > 1.005 * row[0].bytes,
         )
         for predicted, measured in rows:

@@ -136,21 +136,21 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     assert exact.untraceable is None
     choice = WORDS[words].get("strategy.recompute", "keep")
     library = SectionLibrary(model, example, lambda *_: loss, optimizer, CPU)
-    kept = chosen = library.model_sections(plan, rows, "keep")
+    unrecomputed = chosen = library.model_sections(plan, rows, "keep")
     if choice != "keep":
         chosen = library.model_sections(plan, rows, choice)
-        if len(kept.sections) == 2:  # no blocks: the whole model is one section
-            kept = chosen
-    return exact, put_together(kept, chosen, again=choice != "keep"), plan
+        if len(unrecomputed.sections) == 2:  # no blocks: the whole model is one section
+            unrecomputed = chosen
+    return exact, put_together(unrecomputed, chosen, again=choice != "keep"), plan
 
 
-def put_together(kept: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
+def put_together(unrecomputed: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
     """As in the planner: sections before and after the blocks are from the run that saves
     everything.
     """
-    sections = (kept.sections[0], *chosen.sections[1:-1], kept.sections[-1])
+    sections = (unrecomputed.sections[0], *chosen.sections[1:-1], unrecomputed.sections[-1])
     names = [section.name for section in sections if section.name]
-    return compose_profile(kept.base, sections, recomputed=names if again else ())
+    return compose_profile(unrecomputed.base, sections, recomputed=names if again else ())
 
 
 @pytest.mark.parametrize(("name", "words"), fewer(product(MODELS, WORDS), 8))
@@ -206,8 +206,8 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
         )
     for rank in range(2):
         exact = forecast_rank(resolved, workload, rank).forecast
-        own = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
-        peak = forecast_rank_step(own, plan, rank).peak()
+        rank_parts = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
+        peak = forecast_rank_step(rank_parts, plan, rank).peak()
         assert exact is not None
         assert peak.bytes == pytest.approx(exact.peak().bytes, rel=5e-3), (peak, exact.peak())
 
@@ -272,8 +272,8 @@ def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
     plan = make_plan(job_from_keys("single", {"train.global_batch_size": 3}), 1, "cpu")
     recorded: list[list[str]] = []
 
-    def noted(*given: Any, **options: Any) -> Any:
-        short_section = record_sections(*given, **options)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        short_section = record_sections(*arguments, **options)
         recorded.append([section.name for section in short_section[0].sections])
         return short_section
 
@@ -282,8 +282,8 @@ def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
     short_section = library.model_sections(plan, 3, "keep").sections[-1]
     assert recorded == [["", *(f"blocks.{n}" for n in range(3)), ""], ["", "blocks.0", ""]]
     names = [name for name, _ in independent_blocks(model)]
-    given = (Workload(model, tokens(3), loss, optimizer), names, [tokens(3)], plan, CPU)
-    whole = record_sections(*given)[0].sections[-1]
+    arguments = (Workload(model, tokens(3), loss, optimizer), names, [tokens(3)], plan, CPU)
+    whole = record_sections(*arguments)[0].sections[-1]
     assert short_section.passes == whole.passes
     assert short_section.backward.times.sum() == whole.backward.times.sum()
 
@@ -299,9 +299,9 @@ def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, 
     optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
     recorded: list[int] = []
 
-    def noted(*given: Any, **options: Any) -> Any:
-        recorded.append(len(given[1]))
-        return record_sections(*given, **options)
+    def noted(*arguments: Any, **options: Any) -> Any:
+        recorded.append(len(arguments[1]))
+        return record_sections(*arguments, **options)
 
     def found() -> ModelSections:
         with torch.device("meta"):

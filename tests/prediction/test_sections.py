@@ -24,20 +24,20 @@ from bigtrain.prediction.sections import (
 def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
     """A section whose storages live until any later moment that an anchor can express."""
     lengths = tuple(rng.randint(3, 7) for _ in range(windows))
-    own = list(Anchor)[:windows]
+    anchors = list(Anchor)[:windows]
     storages_drawn = []
     for _ in range(storages):
-        window = rng.choice(own)
+        window = rng.choice(anchors)
         birth = rng.randint(1, lengths[window])
-        later = [a for a in own if a > window]
+        later = [a for a in anchors if a > window]
         until = rng.choice([window, *later, Anchor.END, Anchor.OPTIMIZER])
         first = birth + 1 if until == window else 2
-        death = rng.randint(first, lengths[until] + 1) if until in own else 1
+        death = rng.randint(first, lengths[until] + 1) if until in anchors else 1
         storages_drawn.append(
             Storage(rng.randint(1, 99), "activations", window, birth, until, death)
         )
-    kept = tuple(n for n, s in enumerate(storages_drawn) if s.until == Anchor.OPTIMIZER)
-    return SectionPass(lengths, tuple(storages_drawn), gradients=kept)
+    gradients = tuple(n for n, s in enumerate(storages_drawn) if s.until == Anchor.OPTIMIZER)
+    return SectionPass(lengths, tuple(storages_drawn), gradients=gradients)
 
 
 def counted(passes: Sequence[SectionPass]) -> list[int]:
@@ -119,9 +119,9 @@ def test_what_other_sections_let_go_of():
 
 
 def test_what_crosses_an_end_stays_until_the_end():
-    wire = Storage(5, "activations", Anchor.FORWARD, 1, Anchor.INPUTS, 2)
+    output = Storage(5, "activations", Anchor.FORWARD, 1, Anchor.INPUTS, 2)
     back = Storage(7, "temporary", Anchor.INPUTS, 1, Anchor.INPUTS, 2)
-    row = [SectionPass((3, 3), (wire, back), boundary=((0,), (1,)))]
+    row = [SectionPass((3, 3), (output, back), boundary=((0,), (1,)))]
     alone, _, _ = concatenate_sections(row, begins=False, is_sent=False)
     assert sorted(alone.spans) == [(5, "activations", 1, 5), (7, "temporary", 4, 5)]
     inside, _, stop = concatenate_sections(row, begins=True, is_sent=True)

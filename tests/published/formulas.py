@@ -201,9 +201,11 @@ class Transformer:
             the head's input and the fp32 logits; these formulas assume sequence parallelism.
         """
         schedule = "interleaved_1f1b" if stages_per_rank > 1 else "1f1b"
-        held = micro_batches_in_flight(schedule, pp, 0, micro_batches or 2 * pp, stages_per_rank)
+        micro_batches_held = micro_batches_in_flight(
+            schedule, pp, 0, micro_batches or 2 * pp, stages_per_rank
+        )
         layer = self.activation_bytes(micro_batch, tensor, sequence_parallel, recompute)
-        total = held * self.num_layers * layer / pp
+        total = micro_batches_held * self.num_layers * layer / pp
         if ends:
             sbh = self.sequence_length * micro_batch * self.width
             total += sbh * pp / tensor

@@ -66,15 +66,15 @@ class Layers(nn.Module):
 
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
     """Bytes of the distinct storages that autograd saves in a forward pass, except parameters."""
-    own = {p.untyped_storage()._cdata for p in layer.parameters()}
-    kept: dict[int, Any] = {}
+    parameter_ids = {p.untyped_storage()._cdata for p in layer.parameters()}
+    saved: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # kept alive, so that its id is not reused
+        if storage._cdata not in parameter_ids:
+            saved[storage._cdata] = storage  # kept alive, so that its id is not reused
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())

@@ -152,8 +152,8 @@ def test_selective_saves_much_for_few_operations():
     """Section 5 (from memory): 70% and 65% of the activations, for 2.7% and 1.6% more FLOPs."""
     for name, share, cost in (("175B", 70, 2.7), ("530B", 65, 1.6)):
         model = MODELS[name][0]
-        kept = model.activation_bytes(1, 8, True, "selective") / model.activation_bytes(1, 8, True)
-        assert round(100 * (1 - kept)) == share
+        ratio = model.activation_bytes(1, 8, True, "selective") / model.activation_bytes(1, 8, True)
+        assert round(100 * (1 - ratio)) == share
         more = model.hardware_flops(1, "selective") / model.model_flops(1)
         assert round(100 * (more - 1), 1) == cost
 
@@ -171,9 +171,9 @@ SINGLE_LAYER = {
 @pytest.mark.parametrize("way", SINGLE_LAYER)
 def test_table_4_is_consistent(way):
     """Measured in the paper, quoted from memory: the sums and percentages of the columns agree."""
-    forward, backward, both, percent = SINGLE_LAYER[way]
-    assert forward + backward == pytest.approx(both)
-    assert round(100 * (both / SINGLE_LAYER["none"][2] - 1)) == percent
+    forward, backward, sum_column, percent = SINGLE_LAYER[way]
+    assert forward + backward == pytest.approx(sum_column)
+    assert round(100 * (sum_column / SINGLE_LAYER["none"][2] - 1)) == percent
 
 
 def test_zero_counts_fewer_of_these_activations():

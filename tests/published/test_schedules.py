@@ -70,12 +70,12 @@ def test_the_table_of_all_schedules(pp, m):
     """Two stages per rank and F = I = W: figures computed earlier, from torch's tables, by
     other code.
     """
-    one, interleaved, peaks, looped_peak, split, split_peaks = TABLE[pp, m]
+    one_f_one_b, interleaved, peaks, looped_peak, split, split_peaks = TABLE[pp, m]
 
     def share(schedule, v):
         return f"{played(schedule, pp, m, v).share:.3f}"[1:]
 
-    assert share("1f1b", 1) == one
+    assert share("1f1b", 1) == one_f_one_b
     assert share("interleaved_1f1b", 2) == share("looped_bfs", 2) == interleaved
     assert [share(schedule, 2) for schedule in SPLIT] == [split] * 3
     assert held("interleaved_1f1b", pp, m, 2) == peaks
@@ -187,8 +187,8 @@ def test_only_zbv_has_no_bubble_where_ranks_need_not_end_together():
     def twice(schedule, v):
         rows = schedule_orders(schedule, pp, v, m)
         again = [tuple(a._replace(micro_batch=a.micro_batch + m) for a in row) for row in rows]
-        both = tuple(row + more for row, more in zip(rows, again, strict=True))
-        step = simulate_step(both, [StageSeconds(1.0, 1.0, 1.0)] * (pp * v))
+        two_steps = tuple(row + more for row, more in zip(rows, again, strict=True))
+        step = simulate_step(two_steps, [StageSeconds(1.0, 1.0, 1.0)] * (pp * v))
         return step.seconds - step.busy[0]
 
     assert twice("zbv_zero_bubble", 2) == pp - 1

@@ -27,7 +27,11 @@ MODELS = {
 def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int, a: int) -> int:
     """Bytes that autograd saves for the sliced layer on one of `t` ranks, with CUDA's kernels."""
     columns = {"qkv": Slices.even(0, 3 * h, 3 * h // a), "up": Slices.even(0, 4 * h)}
-    slices = {f"{n}.{kind}": own for n, own in columns.items() for kind in ("weight", "bias")}
+    slices = {
+        f"{n}.{kind}": columns_of
+        for n, columns_of in columns.items()
+        for kind in ("weight", "bias")
+    }
     slices["projection.weight"] = Slices.even(1, h, h // a)
     slices["down.weight"] = Slices.even(1, 4 * h)
     group = SliceGroup(t - 1, t, sequence_dim=sequence_dim)
@@ -41,8 +45,8 @@ def sliced_saved_bytes(t: int, sequence_dim: int | None, b: int, s: int, h: int,
         if sequence_dim is None:
             return saved_bytes(layer, x)
         sequence_slices = Slices.even(0, s)
-        held = sequence_slices.local(x, group.rank, t).detach().clone().requires_grad_()
-        return saved_bytes(layer, SlicedTensor.of(held, sequence_slices, group))
+        shard = sequence_slices.local(x, group.rank, t).detach().clone().requires_grad_()
+        return saved_bytes(layer, SlicedTensor.of(shard, sequence_slices, group))
 
 
 @pytest.mark.parametrize("name", ["22B", "175B"])

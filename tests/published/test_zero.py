@@ -181,8 +181,8 @@ def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
 
 def states_of(forecast) -> int:
     """Parameters, gradients and optimizer state after the backward pass, in bytes."""
-    held = forecast.states
-    return held.parameters + (held.gradients or forecast.gradients) + held.optimizer
+    states = forecast.states
+    return states.parameters + (states.gradients or forecast.gradients) + states.optimizer
 
 
 SCALARS = 4 * (4 + 12 * CONFIG.num_layers)

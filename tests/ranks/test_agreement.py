@@ -15,13 +15,13 @@ from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.agreement import Agreement, flattened, in_words
 
 
-def compare(zero, one):
+def compare(zero, rank_1_table):
     """Compare as rank 1, while rank 0 waits in a thread."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(Agreement(store, 0, 2).require, zero)
-        Agreement(store, 1, 2).require(one)
+        Agreement(store, 1, 2).require(rank_1_table)
         waiting.result()
 
 
@@ -49,14 +49,14 @@ def test_many_differences_are_counted_and_long_values_cut():
 
 def test_tables_are_compared_in_turns():
     store = HashStore()
-    zero, one = Agreement(store, 0, 2), Agreement(store, 1, 2)
+    zero, rank_1 = Agreement(store, 0, 2), Agreement(store, 1, 2)
     with ThreadPoolExecutor() as pool:
-        for turn in ("first", "second"):
-            waiting = pool.submit(zero.require, {"turn": turn})
-            one.require({"turn": turn})
+        for table_name in ("first", "second"):
+            waiting = pool.submit(zero.require, {"turn": table_name})
+            rank_1.require({"turn": table_name})
             waiting.result(5)
-    one.close()
-    one.require({"turn": "nobody looks"})
+    rank_1.close()
+    rank_1.require({"turn": "nobody looks"})
 
 
 def test_a_rank_that_does_not_come_is_told_of():

@@ -89,10 +89,10 @@ def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="4 ranks on this node, 2 GPUs. Start 2 ranks a node"):
         pick_device("auto", placed(0, 4, 4), {})
     gpus(monkeypatch, 1)
-    own = {"SLURM_GPUS_PER_TASK": "1"}
-    assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
-    own = {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}
-    assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
+    gpu_variables = {"SLURM_GPUS_PER_TASK": "1"}
+    assert pick_device("cuda", placed(3, 4, 4, "srun"), gpu_variables) == torch.device("cuda", 0)
+    gpu_variables = {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}
+    assert pick_device("cuda", placed(3, 4, 4, "srun"), gpu_variables) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="2 ranks on this node, 1 GPU. Start 1 rank a node"):
         pick_device("cuda", placed(0, 2, 2), {"SLURM_TRES_PER_TASK": "cpu=4"})
     seen = r"1 GPU visible with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
@@ -214,7 +214,7 @@ def test_gloo_takes_the_loopback_on_one_node(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def both(
-    environ: dict[str, str], *own: dict[str, str], path: Path | None = None
+    environ: dict[str, str], *variables: dict[str, str], path: Path | None = None
 ) -> list[Rendezvous]:
     """Two ranks of one node that connect, in threads."""
     with ThreadPoolExecutor() as pool:
@@ -222,7 +222,7 @@ def both(
             pool.submit(
                 open_rendezvous,
                 placed(rank, 2, 2),
-                {**environ, **(own[rank] if own else {})},
+                {**environ, **(variables[rank] if variables else {})},
                 timeout_s=5,
                 path=path,
             )
@@ -238,12 +238,12 @@ def free_port() -> str:
 
 def listening() -> set[tuple[str, str]]:
     """Sockets on which this process listens, each with its address in the kernel's table."""
-    own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    inodes = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     sockets = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 sockets.add((fields[9], fields[1].partition(":")[0]))
     return sockets
 
@@ -252,31 +252,31 @@ def test_on_one_node_everything_listens_on_the_loopback(tmp_path: Path) -> None:
     before = listening()
     address = {"MASTER_ADDR": "some-host", "MASTER_PORT": free_port()}
     for meet in (lambda: both({}, path=tmp_path / "meet"), lambda: both(address)):
-        kept = meet()
-        assert [place for _, place in listening() - before] == ["0100007F"]
-        assert {meeting.host for meeting in kept} == {"127.0.0.1"}
-        del kept
+        connections = meet()
+        assert [listening_address for _, listening_address in listening() - before] == ["0100007F"]
+        assert {meeting.host for meeting in connections} == {"127.0.0.1"}
+        del connections
 
 
 def test_the_secret_of_a_file_or_of_the_environment_is_not_in_the_store(tmp_path: Path) -> None:
-    one, two = both({}, path=tmp_path / "meet")
-    assert one.secret == two.secret
-    assert len(one.secret) == 32
+    rank_0, two = both({}, path=tmp_path / "meet")
+    assert rank_0.secret == two.secret
+    assert len(rank_0.secret) == 32
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    one, two = both({**address, SECRET_VARIABLE: "long words"})
-    assert one.secret == two.secret == "long words"
-    assert b"long words" not in one.store.get("secret")
+    rank_0, two = both({**address, SECRET_VARIABLE: "long words"})
+    assert rank_0.secret == two.secret == "long words"
+    assert b"long words" not in rank_0.store.get("secret")
 
 
 def test_ranks_with_other_secrets_are_refused() -> None:
-    for own, words in (
+    for variables, words in (
         (({SECRET_VARIABLE: "a"}, {}), "is not set, and rank 0 has one"),
         (({}, {SECRET_VARIABLE: "a"}), "is set, and rank 0 has none"),
         (({SECRET_VARIABLE: "a"}, {SECRET_VARIABLE: "b"}), "is another one than on rank 0"),
     ):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         with pytest.raises(LaunchError, match=f"BIGTRAIN_SECRET {words} .*Export the same"):
-            both(address, *own)
+            both(address, *variables)
 
 
 def test_silence_is_told_from_nobody_there() -> None:
@@ -306,12 +306,16 @@ def failed(monkeypatch, identities: dict[int, str | None], rank: int, message: s
     meeting = Rendezvous(dist.HashStore(), "localhost")
     device = torch.device("cuda", 0)
     for other, identity in identities.items():
-        monkeypatch.setattr(ranks_connect, "device_identity", lambda _, own=identity: own)
+        monkeypatch.setattr(
+            ranks_connect, "device_identity", lambda _, variables=identity: variables
+        )
         ranks_connect._tell_device(placed(other, len(identities), 4), meeting, device)
     monkeypatch.setattr(ranks_connect, "device_identity", lambda _: identities[rank])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    place = placed(rank, len(identities), 4)
-    return ranks_connect._why_not_connected(RuntimeError(message), place, meeting, device, 300.0)
+    placement = placed(rank, len(identities), 4)
+    return ranks_connect._why_not_connected(
+        RuntimeError(message), placement, meeting, device, 300.0
+    )
 
 
 INVALID = "NCCL error in: NCCLUtils.cpp:93, invalid usage"
@@ -360,6 +364,6 @@ def test_the_first_that_stages_exchange_is_of_all_of_them(monkeypatch) -> None:
     cpu = torch.device("cpu")
     for pp, on_gpu, expected in ((3, True, 1), (1, True, 0), (3, False, 0)):
         asked.clear()
-        monkeypatch.setattr(ranks_connect, "is_accelerator", lambda _, own=on_gpu: own)
+        monkeypatch.setattr(ranks_connect, "is_accelerator", lambda _, sizes=on_gpu: sizes)
         ranks_connect._open_stages_group(Mesh(pp), cpu)  # type: ignore[arg-type]
         assert asked == [("group of pp", cpu)] * expected

@@ -26,8 +26,8 @@ def net(width: int = 8, dropout: float = 0.0, layers: int = 1) -> nn.Module:
 
 
 def by_name(parameters):
-    first, *others = parameters
-    return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others}], lr=0.01)
+    first, *biases = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": biases}], lr=0.01)
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -78,7 +78,7 @@ def started(
     folders.
     """
     ranks = []
-    for rank, own in enumerate(words):
+    for rank, folder_words in enumerate(words):
         environ = {
             **surroundings(),
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
@@ -86,7 +86,7 @@ def started(
         }
         ranks.append(
             subprocess.Popen(
-                [interpreter(), str(TRAIN), *WORDS, *own],
+                [interpreter(), str(TRAIN), *WORDS, *folder_words],
                 cwd=folder / places[rank],
                 env=environ,
                 stdout=subprocess.DEVNULL,
@@ -129,11 +129,11 @@ def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, 
 
 
 def test_data_of_another_length_is_refused(tmp_path):
-    for place, lines in (("a", 300), ("b", 400)):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "text.txt").write_text("to be or not to be\n" * lines)
+    for folder, lines in (("a", 300), ("b", 400)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "text.txt").write_text("to be or not to be\n" * lines)
     words = ["data.name=text", "data.path=text.txt", "model.name=gpt", "model.args.num_layers=1"]
     words += ["model.args.width=16", "model.args.num_heads=2", "model.args.sequence_length=16"]
-    (zero, _), (one, line) = started(tmp_path, [words, words], ("a", "b"))
-    assert (zero, one) == (2, 2), line
+    (zero, _), (rank_1, line) = started(tmp_path, [words, words], ("a", "b"))
+    assert (zero, rank_1) == (2, 2), line
     assert "training samples is " in line

@@ -146,22 +146,22 @@ def test_collectives_have_the_shorter_timeout() -> None:
     assert run_ranks(group_timeouts, 2, timeout=17.0) == [{17.0 + BACKEND_GRACE_S}] * 2
 
 
-def fail_on(context: RunContext, rank: int, others: str) -> None:
+def fail_on(context: RunContext, rank: int, behaviour: str) -> None:
     if context.rank == rank:
-        if others == "killed":
+        if behaviour == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError(f"no luck on {rank}")
-    if others == "sleep":
+    if behaviour == "sleep":
         time.sleep(100)
     context.barrier()
 
 
-@pytest.mark.parametrize("others", ["sleep", "collective"])
+@pytest.mark.parametrize("behaviour", ["sleep", "collective"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_failure_is_raised_with_its_rank_and_traceback(rank: int, others: str) -> None:
+def test_the_first_failure_is_raised_with_its_rank_and_traceback(rank: int, behaviour: str) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=f"rank {rank} failed:(?s:.*)in fail_on(?s:.*)no luck on"):
-        run_ranks(fail_on, 2, rank, others)
+        run_ranks(fail_on, 2, rank, behaviour)
     assert time.monotonic() - start < 10
 
 

@@ -31,12 +31,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield variables
 
 
-def with_each_launcher(others: list[str]) -> list[Any]:
+def with_each_launcher(behaviours: list[str]) -> list[Any]:
     """Every launcher with one behaviour of the other ranks; the rest of the product is full."""
     return [
-        pytest.param(launcher, other, marks=[] if (n - m) % len(others) == 0 else pytest.mark.full)
+        pytest.param(
+            launcher, other, marks=[] if (n - m) % len(behaviours) == 0 else pytest.mark.full
+        )
         for n, launcher in enumerate(LAUNCHERS)
-        for m, other in enumerate(others)
+        for m, other in enumerate(behaviours)
     ]
 
 
@@ -98,26 +100,30 @@ def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str
 
 
 @pytest.mark.parametrize(
-    ("launcher", "others"), with_each_launcher(["collective", "sleep", "compute"])
+    ("launcher", "behaviour"), with_each_launcher(["collective", "sleep", "compute"])
 )
-def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
-    failing = "0" if others == "compute" else "1"
-    finished = launch(request, launcher, "--fail", "raise", "--on", failing, "--others", others)
+def test_one_failure_ends_all(
+    request: pytest.FixtureRequest, launcher: str, behaviour: str
+) -> None:
+    failing = "0" if behaviour == "compute" else "1"
+    finished = launch(request, launcher, "--fail", "raise", "--on", failing, "--others", behaviour)
     finished.assert_all_gone()
     assert finished.status == 1
     assert finished.seconds_together < GONE_S
     # torchrun adds its traceback, and shows the rank's inside its summary.
     shown = finished.output.split("Traceback (most recent call last):\n")[1:]
     assert f"Deliberate: rank {failing} fails on purpose" in shown[-1], finished.output
-    own = [part for part in shown if "torch/distributed/launcher" not in part]
-    assert len(own) == (2 if launcher == "torchrun" else 1), finished.output
+    rank_tracebacks = [part for part in shown if "torch/distributed/launcher" not in part]
+    assert len(rank_tracebacks) == (2 if launcher == "torchrun" else 1), finished.output
     assert "closed by peer" not in finished.output
     assert "lost rank" not in finished.output
 
 
-@pytest.mark.parametrize(("launcher", "others"), with_each_launcher(["sleep", "collective"]))
-def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
-    finished = launch(request, launcher, "--fail", "kill", "--others", others)
+@pytest.mark.parametrize(("launcher", "behaviour"), with_each_launcher(["sleep", "collective"]))
+def test_a_killed_rank_ends_all(
+    request: pytest.FixtureRequest, launcher: str, behaviour: str
+) -> None:
+    finished = launch(request, launcher, "--fail", "kill", "--others", behaviour)
     finished.assert_all_gone()
     assert finished.status != 0
     assert finished.seconds_together < GONE_S
@@ -153,8 +159,8 @@ def test_the_same_failure_everywhere_is_shown_once(request: pytest.FixtureReques
 @pytest.mark.parametrize(("how", "status"), [("exit7", 1), ("exit75", 75)])
 def test_exit_statuses(request: pytest.FixtureRequest, how: str, status: int) -> None:
     # The others exit by themselves after a regular end, and are ended after an irregular one.
-    others = "nothing" if how == "exit75" else "sleep"
-    finished = launch(request, "start_ranks", "--fail", how, "--others", others)
+    behaviour = "nothing" if how == "exit75" else "sleep"
+    finished = launch(request, "start_ranks", "--fail", how, "--others", behaviour)
     assert finished.status == status
     assert "Traceback" not in finished.output
     finished.assert_all_gone()
@@ -169,7 +175,7 @@ def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal_name", "status", "others"),
+    ("signal_name", "status", "behaviour"),
     [
         ("SIGINT", 130, "sleep"),
         ("SIGTERM", 143, "collective"),
@@ -177,11 +183,11 @@ def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
         pytest.param("SIGTERM", 143, "sleep", marks=pytest.mark.full),
     ],
 )
-def test_a_stop_ends_all_quietly(signal_name: str, status: int, others: str) -> None:
+def test_a_stop_ends_all_quietly(signal_name: str, status: int, behaviour: str) -> None:
     import signal
 
     command = [sys.executable, str(ROOT / "tests/support/scripts/start.py"), "2"]
-    process = start([*command, "--fail", "nothing", "--others", others, "--linger"])
+    process = start([*command, "--fail", "nothing", "--others", behaviour, "--linger"])
     assert process.stdout is not None
     first = process.stdout.readline()
     time.sleep(0.5)

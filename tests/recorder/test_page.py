@@ -12,10 +12,18 @@ from bigtrain.recorder.ring import EVENTS, FlightRecorder
 
 
 def record(rank: int, **changes: Any) -> dict[str, Any]:
-    place = {"phase": "forward", "block": "blocks.2", "step": 3, "micro_batch": 1}
-    what = {"idle_s": 30.0, "peak_bytes": None, "error": None, "unit": "micro-batch"}
+    position = {"phase": "forward", "block": "blocks.2", "step": 3, "micro_batch": 1}
+    figures = {"idle_s": 30.0, "peak_bytes": None, "error": None, "unit": "micro-batch"}
     stack = ["/v/lib/python3/site-packages/torch/autograd/graph.py:9 _engine_run_backward"]
-    return {"rank": rank, **place, **what, "stack": stack, "exchanges": [], "events": [], **changes}
+    return {
+        "rank": rank,
+        **position,
+        **figures,
+        "stack": stack,
+        "exchanges": [],
+        "events": [],
+        **changes,
+    }
 
 
 def exchange(number: int, *, done: bool = False, kind: str = "all_reduce", size: int = 2**20):
@@ -94,7 +102,7 @@ def test_other_causes(cause: Cause, words: str):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("said", "words"),
     [
         ({}, "is in the forward pass of blocks.2 (micro-batch 1 of step 3)"),
         ({"phase": "step"}, "is in the optimizer's step (step 3)"),
@@ -112,8 +120,8 @@ def test_other_causes(cause: Cause, words: str):
         ),
     ],
 )
-def test_what_a_rank_does(changes: dict[str, Any], words: str):
-    assert doing(record(0, **changes)).startswith(words)
+def test_what_a_rank_does(said: dict[str, Any], words: str):
+    assert doing(record(0, **said)).startswith(words)
 
 
 def test_stacks_that_are_alike_are_shown_once_and_torch_is_left_out():

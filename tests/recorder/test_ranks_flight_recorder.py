@@ -148,7 +148,7 @@ def test_blocks_say_when_they_are_computed_and_the_numbers_stay():
         assert parameter.grad is not None
         assert parameter.grad.equal(gradient)
     blocks = [f"blocks.{number}" for number in range(4)]
-    events = [(phase, what) for _, phase, what, _, _ in recorder.events()]
+    events = [(phase, block) for _, phase, block, _, _ in recorder.events()]
     assert events == [
         ("forward", ""),
         *(("forward", name) for name in blocks),

@@ -98,8 +98,8 @@ def test_the_fullest_rank_is_named() -> None:
     )
     alike = FullestRank.among({0: peak(2048), 1: peak(2048)})
     assert str(alike) == "2.0 KiB on each of 2 ranks, in backward"
-    other = FullestRank.among({0: peak(5), 1: peak(2048), 2: peak(2048)})
-    assert str(other) == "2.0 KiB on rank 1, the fullest of 3, in backward"
+    partial = FullestRank.among({0: peak(5), 1: peak(2048), 2: peak(2048)})
+    assert str(partial) == "2.0 KiB on rank 1, the fullest of 3, in backward"
     assert FullestRank.among({}) is None
     none = peak_line(None, "memory.predict is off", limit)
     assert none == "predicted peak: none (memory.predict is off)"

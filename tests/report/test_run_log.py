@@ -138,16 +138,16 @@ def test_a_folder_that_another_run_has_taken_ends_this_one(log: Log) -> None:
         writer.step(result(1))
         shutil.rmtree(log.folder)
         (log.folder / "checkpoints").mkdir(parents=True)
-        other = subprocess.Popen(
+        holder = subprocess.Popen(
             [sys.executable, "-c", hold, str(log.folder / "checkpoints" / ".lock")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert other.stdout.readline() == b"held\n"
+        assert holder.stdout.readline() == b"held\n"
         (log.folder / "metrics.jsonl").write_text("another's\n")
-        with pytest.raises(ConfigError, match=rf"process {other.pid} on .* saves its checkpoints"):
+        with pytest.raises(ConfigError, match=rf"process {holder.pid} on .* saves its checkpoints"):
             writer.step(result(2))
-        other.communicate(b"\n")
+        holder.communicate(b"\n")
     assert "metrics.jsonl was replaced" in log.printed.getvalue()
 
 

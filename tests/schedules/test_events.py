@@ -155,15 +155,15 @@ def pass_on(event, ranks, underway, asked, arrived):
     stage, kind, number = event
     if kind in PEERS:
         receive, step = PEERS[kind]
-        way = ranks[stage], ranks[stage + step]
-        underway[way].append(StepEvent(stage + step, receive, number))
+        link = ranks[stage], ranks[stage + step]
+        underway[link].append(StepEvent(stage + step, receive, number))
     elif kind.startswith("RECV"):
-        way = ranks[stage + (-1 if kind == "RECV_F" else 1)], ranks[stage]
-        asked[way].append(event)
+        link = ranks[stage + (-1 if kind == "RECV_F" else 1)], ranks[stage]
+        asked[link].append(event)
     else:
         return
-    while underway[way] and asked[way]:
-        sent, wanted = underway[way].popleft(), asked[way].popleft()
+    while underway[link] and asked[link]:
+        sent, wanted = underway[link].popleft(), asked[link].popleft()
         assert sent == wanted
         arrived.add(sent)
 

@@ -138,8 +138,12 @@ def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatc
     guessed = [transfers(schedule, 4, 2, 8, rank) for rank in range(4)]
     transfers.cache_clear()
     for mine, real in zip(guessed, placed, strict=True):
-        for some, others in zip(mine, real, strict=True):
-            assert some == {way: n for way, n in others.items() if way[1].startswith("SEND")}
+        for some, real_counts in zip(mine, real, strict=True):
+            assert some == {
+                direction: n
+                for direction, n in real_counts.items()
+                if direction[1].startswith("SEND")
+            }
 
 
 def test_unequal_stages_wait_for_the_slowest():
@@ -194,8 +198,8 @@ def test_where_we_do_not_refuse_torch_does_not_either(schedule, pp):
 def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
     # Of the first of two ranks F0 F1 B0 F2 B1 B2.
     out, back, sent = (0, "SEND_F"), (0, "RECV_B"), (0, "SEND_B")
-    both, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
-    assert backward_starts("1f1b", 2, 1, 3, 0) == ({}, {}, both, {}, later, {})
+    transit, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
+    assert backward_starts("1f1b", 2, 1, 3, 0) == ({}, {}, transit, {}, later, {})
     assert backward_starts("gpipe", 2, 1, 3, 0) == ()
 
 
@@ -203,13 +207,13 @@ def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
 def test_what_one_stage_has_in_flight_is_known_without_its_order(schedule):
     for pp in (1, 2, 3, 8):
         for micro_batches in (pp, pp + 1, 2 * pp, 5 * pp + 1):
-            given = (schedule, pp, 1, micro_batches)
-            orders = schedule_orders(*given)
+            arguments = (schedule, pp, 1, micro_batches)
+            orders = schedule_orders(*arguments)
             most = tuple(peak_in_flight(row)[rank] for rank, row in enumerate(orders))
-            assert in_flight_by_stage(*given, splits=False) == most
-            assert in_flight_at_peak(*given, splits=False, later=False) == most
+            assert in_flight_by_stage(*arguments, splits=False) == most
+            assert in_flight_at_peak(*arguments, splits=False, later=False) == most
             later = tuple(map(most_after_a_backward_pass, orders))
-            assert in_flight_at_peak(*given, splits=False, later=True) == later
+            assert in_flight_at_peak(*arguments, splits=False, later=True) == later
 
 
 def most_after_a_backward_pass(row):

@@ -50,11 +50,11 @@ def test_gated_mlp(fused):
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("layout", ["chunk", "3HD", "H3D", "H3D chunk", "split"])
 def test_fused_queries_keys_and_values(layout, plain):
-    own = "0/96:24" if layout.startswith("H3D") else "0/3x32:8"
+    spec = "0/96:24" if layout.startswith("H3D") else "0/3x32:8"
     model = Block(32, Heads(layout, 32, 4, plain=plain))
     assert whole_classes(model, 2, 5, 32) == {
-        "qkv.weight": own,
-        "qkv.bias": own,
+        "qkv.weight": spec,
+        "qkv.bias": spec,
         "out.weight": "1/32:8",
     }
 
@@ -87,8 +87,8 @@ def test_fewer_keys_than_ranks_stay_whole_and_queries_are_sliced_within_groups()
         "q.bias": "0/2x32:8",
         "out.weight": "1/2x32:8",
     }
-    kept = plan_slices(work_on(model, 2, 5, 64), 4).whole_reasons
-    assert kept["layer.k.bias"] == (
+    reasons = plan_slices(work_on(model, 2, 5, 64), 4).whole_reasons
+    assert reasons["layer.k.bias"] == (
         "dim 0: it has 2 parts that stay together, for 4 ranks: mesh.tp=2 would do"
     )
 
@@ -152,15 +152,17 @@ def test_gpt(tied):
     assert plan.whole_reasons["norm.weight"].startswith("dim 0: a norm goes along it in 'blocks.0.")
     hidden = 2 * 16 * 64 * 4
     exchanged = {
-        own.name: sorted((sent.kind, sent.nbytes, sent.backward) for sent in own.exchanged)
-        for own in plan.classes
+        axis_class.name: sorted(
+            (sent.kind, sent.nbytes, sent.backward) for sent in axis_class.exchanged
+        )
+        for axis_class in plan.classes
     }
-    both = [("all_reduce", hidden, False), ("all_reduce", hidden, True)]
-    blocks = [own for name, own in exchanged.items() if name.startswith("blocks")]
-    assert blocks == [both] * 6, "Megatron-LM: two all-reduces a block in each direction"
+    both_directions = [("all_reduce", hidden, False), ("all_reduce", hidden, True)]
+    blocks = [axis_class for name, axis_class in exchanged.items() if name.startswith("blocks")]
+    assert blocks == [both_directions] * 6, "Megatron-LM: two all-reduces a block in each direction"
     names = ("embedding.token.weight dim 0", "head.weight dim 0")
     vocabulary = [exchanged[name] for name in names if name in exchanged]
-    assert sorted(sum(vocabulary, [])) == both, (
+    assert sorted(sum(vocabulary, [])) == both_directions, (
         "one for the embedding's output, one for the head's input"
     )
 
@@ -178,8 +180,8 @@ class Cached(Heads):
 
     def _parts(self, x):
         q, k, v = super()._parts(x)
-        kept = [torch.empty(len(x), self.heads, 0, self.width) for _ in range(2)]
-        return q, torch.cat([kept[0], k], 2), torch.cat([kept[1], v], 2)
+        cached = [torch.empty(len(x), self.heads, 0, self.width) for _ in range(2)]
+        return q, torch.cat([cached[0], k], 2), torch.cat([cached[1], v], 2)
 
 
 def test_what_is_put_behind_nothing_stays_what_it_is():

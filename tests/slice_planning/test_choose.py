@@ -29,8 +29,8 @@ def held_bytes(plan, model, state=4.0):
     """Bytes of the rank with the most, without activations."""
     total = 0.0
     for name, parameter in model.named_parameters():
-        own = plan.slices.get(name)
-        share = fullest_share(own, plan.ranks) if own is not None else 1.0
+        tensor_slices = plan.slices.get(name)
+        share = fullest_share(tensor_slices, plan.ranks) if tensor_slices is not None else 1.0
         total += parameter.numel() * parameter.element_size() * share * state
     return total
 
@@ -47,7 +47,7 @@ def test_the_rank_with_most():
 
 def test_where_exchanges_are_free_all_that_computes_is_sliced():
     plan = plan_slices(GPT_WORK, 2, Prices(lambda *_: 0.0, seconds_per_flop=1e-12))
-    assert {own.name.split(".")[0] for own in plan.classes} == {"blocks", "embedding"}
+    assert {axis_class.name.split(".")[0] for axis_class in plan.classes} == {"blocks", "embedding"}
     assert len(plan.classes) == 10, "attention and MLP of four blocks, and two embedding tables"
 
 
@@ -107,8 +107,8 @@ def test_a_limit_without_prices_sends_the_fewest_bytes():
     work = work_on(model, 2, 5, 64)
     everything = plan_slices(work, 2, limit=2**40)
     assert everything.slices == {}, "everything fits without slices"
-    held = sum(p.numel() * p.element_size() for p in model.parameters()) * 4
-    some = plan_slices(work, 2, limit=0.75 * held + 100_000)
+    state_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) * 4
+    some = plan_slices(work, 2, limit=0.75 * state_bytes + 100_000)
     assert {name.split(".")[0] for name in some.slices} == {"0"}, (
         "slicing the larger layer is enough"
     )
@@ -164,12 +164,12 @@ def test_a_shorter_model_is_sliced_as_the_one_that_its_blocks_stand_for():
     model = GPT(GPTConfig(num_layers=9, **small))
     short, order = shorten_model(model)
     names = [name for name, _ in independent_blocks(short)]
-    given = vars(work_on(short, 2, 32, tokens=256))
-    repeats = Counter(names[place] for place in order)
+    work = vars(work_on(short, 2, 32, tokens=256))
+    repeats = Counter(names[block] for block in order)
     assert [*repeats.values()] == [1, 7, 1]
     whole = plan_slices(work_on(model, 2, 32, tokens=256), 2).slices
-    alone = plan_slices(SimpleNamespace(**given), 2).slices
-    slices = plan_slices(SimpleNamespace(**given), 2, repeats=repeats).slices
+    alone = plan_slices(SimpleNamespace(**work), 2).slices
+    slices = plan_slices(SimpleNamespace(**work), 2, repeats=repeats).slices
     assert alone.keys() - slices.keys() == {"embedding.position.weight"}
     assert slices == {name: whole[name] for name in slices}
     assert {n for n in whole if "blocks" not in n} == {n for n in slices if "blocks" not in n}

@@ -23,27 +23,27 @@ from bigtrain.strategies.tensor import TensorSlices
 LISTED = r"'the model' takes it from a list of all, as parameters\(\) gives it"
 
 
-def work(way: str, heads: int = 4) -> Any:
-    return work_on(OwnSizes(way, heads), 2, 6, tokens=WORDS)
+def work(use: str, heads: int = 4) -> Any:
+    return work_on(OwnSizes(use, heads), 2, 6, tokens=WORDS)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ALL_LISTED])
-def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(way: str) -> None:
-    plan = plan_slices(work(way), 2)
+@pytest.mark.parametrize("use", [way for way in WAYS if way not in ALL_LISTED])
+def test_what_is_taken_from_a_list_of_all_parameters_stays_whole(use: str) -> None:
+    plan = plan_slices(work(use), 2)
     assert {"qkv.weight", "out.weight", "down.weight"} <= plan.slices.keys()
-    assert ("up.weight" in plan.slices) == (way in ("sizes", "type"))
+    assert ("up.weight" in plan.slices) == (use in ("sizes", "type"))
     if "up.weight" in plan.whole_reasons:
-        where = "up" if way == "called" else "the model"
+        where = "up" if use == "called" else "the model"
         assert plan.whole_reasons["up.weight"] == LISTED.replace("\\", "").replace(
             "the model", where
         )
 
 
-@pytest.mark.parametrize("way", ALL_LISTED)
-def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(way: str) -> None:
+@pytest.mark.parametrize("use", ALL_LISTED)
+def test_where_all_are_taken_so_nothing_is_sliced_and_the_weights_are_named(use: str) -> None:
     message = rf"mesh.tp=2: nothing.*'qkv.weight' \(96, 32\) can be sliced not at all: {LISTED}"
     with pytest.raises(ConfigError, match=rf"{message}.*Take each by its name there"):
-        plan_slices(work(way), 2)
+        plan_slices(work(use), 2)
 
 
 def test_lines_that_slice_what_is_taken_from_a_list_are_refused() -> None:

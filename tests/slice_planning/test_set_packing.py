@@ -27,9 +27,11 @@ def drawn(seed: int, count: int, claims: int) -> list[Option]:
 def all_sets(options):
     numbers = range(len(options))
     for chosen in chain.from_iterable(combinations(numbers, k) for k in range(len(options) + 1)):
-        own = [options[n] for n in chosen]
-        if sum(len(o.claims) for o in own) == len(frozenset().union(*(o.claims for o in own))):
-            yield sum(o.cost for o in own), sum(o.nbytes for o in own)
+        chosen_options = [options[n] for n in chosen]
+        if sum(len(o.claims) for o in chosen_options) == len(
+            frozenset().union(*(o.claims for o in chosen_options))
+        ):
+            yield sum(o.cost for o in chosen_options), sum(o.nbytes for o in chosen_options)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -66,9 +68,9 @@ def blocks_along_a_skip(count: int) -> list[Option]:
     """A skip connection excludes the inside of every block, as in a ResNet."""
     skip = Option("skip", frozenset(f"{n}.last" for n in range(count)), 1.0, -8.0 * count)
     inside = [
-        Option(f"{n}.{own}", frozenset(claims), 2.0, nbytes)
+        Option(f"{n}.{part}", frozenset(claims), 2.0, nbytes)
         for n in range(count)
-        for own, claims, nbytes in (
+        for part, claims, nbytes in (
             ("first", (f"{n}.first", f"{n}.middle"), -13.0),
             ("second", (f"{n}.middle", f"{n}.last"), -13.5),
         )

@@ -132,12 +132,12 @@ def test_what_a_dry_run_prints_slices_the_same_when_it_is_given(strategy, tmp_pa
     args = ["train", "-n", "2", "--strategy", strategy, *words, "--dry-run"]
     printed = forked_cli(args, cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr
-    head, _, rest = printed.stdout.partition("strategy:\n  slice:\n    slices:\n")
-    lines = [line for line in rest.split("\n") if line.startswith("      ")]
+    head, _, tail = printed.stdout.partition("strategy:\n  slice:\n    slices:\n")
+    lines = [line for line in tail.split("\n") if line.startswith("      ")]
     slices = dict(line.strip().split(": ") for line in lines)
     assert slices["blocks.*.attention.qkv.weight"] == "0/3x64:16"
     assert "(dim 0: a norm goes along it in " in head
     flow = yaml.safe_dump(slices, default_flow_style=True, sort_keys=False, width=10_000).strip()
     again = forked_cli([*args, f"strategy.slice.slices={flow}"], cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.rpartition("    slices:\n")[2] == rest
+    assert again.stdout.rpartition("    slices:\n")[2] == tail

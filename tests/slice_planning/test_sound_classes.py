@@ -21,7 +21,7 @@ MOST = 8
 
 def classes_of(model, inputs):
     classes = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
-    own = [
+    shuffled_classes = [
         one
         for one in classes
         if one.units > 1
@@ -29,7 +29,11 @@ def classes_of(model, inputs):
         and not one.is_table
         and all(sent.kind != "all_gather" for sent in one.exchanged)
     ]
-    return [own[n * len(own) // MOST] for n in range(MOST)] if len(own) > MOST else own
+    return (
+        [shuffled_classes[n * len(shuffled_classes) // MOST] for n in range(MOST)]
+        if len(shuffled_classes) > MOST
+        else shuffled_classes
+    )
 
 
 def assert_shuffled_alike(model, count=MOST):
@@ -38,8 +42,8 @@ def assert_shuffled_alike(model, count=MOST):
     randomize(model)
     model.double().eval()
     images = torch.randn(1, 3, 64, 64, dtype=torch.float64)
-    for own in classes:
-        assert difference(model, lambda: model(images), own.slices) < 1e-9, own.name
+    for axis_class in classes:
+        assert difference(model, lambda: model(images), axis_class.slices) < 1e-9, axis_class.name
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -78,8 +82,8 @@ def test_classes_of_attention(layout):
     assert len(classes) == 3
     model.double()
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    for own in classes:
-        assert difference(model, lambda: model(x), own.slices) < 1e-12, own.name
+    for axis_class in classes:
+        assert difference(model, lambda: model(x), axis_class.slices) < 1e-12, axis_class.name
 
 
 def test_what_does_not_go_together_is_seen():

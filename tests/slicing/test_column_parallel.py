@@ -35,8 +35,8 @@ def given(group, sequence, count, dtype=torch.float32):
     assert RULES
     whole = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype)
     sequence_slices, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
-    own = sequence_slices.local(whole, group.rank, group.size) if sequence else whole
-    x = own.clone().requires_grad_() * 1.0
+    shard = sequence_slices.local(whole, group.rank, group.size) if sequence else whole
+    x = shard.clone().requires_grad_() * 1.0
     weights = [
         torch.empty(COLUMNS // 2, WIDTH, dtype=torch.float32, requires_grad=True)
         for _ in range(count)
@@ -96,14 +96,14 @@ def test_an_autocast_exchanges_what_it_computes_with(sequence):
 
 def test_a_sharded_input_is_saved_as_a_shard():
     group = SliceGroup(0, 2, sequence_dim=1)
-    own = BATCH * LENGTH // 2 * WIDTH * 4
+    shard_bytes = BATCH * LENGTH // 2 * WIDTH * 4
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
         x, weights = given(group, True, 2)
         before = tracker.live_bytes
         results = [local_of(F.linear(x, weight)) for weight in weights]
         made = sum(result.numel() * 4 for result in results)
         # Gathered once more, for a third product
-        assert tracker.live_bytes - before == made + 2 * own
+        assert tracker.live_bytes - before == made + 2 * shard_bytes
         del x
         assert tracker.live_bytes - before == made
 

@@ -132,8 +132,8 @@ def all_calls(context, kind, count):
         group = slice_group(context)
         for slices in singles(shapes, group.size):
             result = called(name, function, shapes, slices, group)
-            ((number, own),) = slices.items()
-            results.append((name, f"{number}.{own.dim}", result))
+            ((number, tensor_slices),) = slices.items()
+            results.append((name, f"{number}.{tensor_slices.dim}", result))
         for slices in mixed(name, shapes, group.size, count):
             results.append((name, "", called(name, function, shapes, slices, group)))
     return results

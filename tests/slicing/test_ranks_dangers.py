@@ -274,8 +274,8 @@ def other_ones(context):
     model = in_slices(whole, SLICES, group)
     x = torch.linspace(-1, 1, 12 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH)
 
-    def difference(one, other):
-        return (one - other).abs().max().item()
+    def difference(expected, actual):
+        return (expected - actual).abs().max().item()
 
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -301,9 +301,9 @@ def other_ones(context):
     hidden = copy.deepcopy(model.up(x).detach())
     results["deepcopy of a tensor"] = difference(hidden.whole(), whole.up(x))
     with torch.autocast("cpu", torch.bfloat16):
-        one, other = whole.float()(x.float()), model.float()(x.float())
-    results["autocast"] = difference(one, other) / one.abs().max().item() / 40
-    results["autocast, type"] = float(one.dtype is not other.dtype)
+        expected, actual = whole.float()(x.float()), model.float()(x.float())
+    results["autocast"] = difference(expected, actual) / expected.abs().max().item() / 40
+    results["autocast, type"] = float(expected.dtype is not actual.dtype)
     return results
 
 
@@ -331,10 +331,15 @@ def alive_tensors(context):
         gc.enable()
     whole = torch.ones(3, requires_grad=True)
     twice = copied_to_ranks(whole, group) is copied_to_ranks(whole, group)
-    kept = copied_to_ranks(whole, group)
+    first_copy = copied_to_ranks(whole, group)
     whole.data = torch.zeros(3)
-    other = copied_to_ranks(whole, group)
-    return counts, twice, bool((other == kept).any()), isinstance(kept, SlicedTensor)
+    second_copy = copied_to_ranks(whole, group)
+    return (
+        counts,
+        twice,
+        bool((second_copy == first_copy).any()),
+        isinstance(first_copy, SlicedTensor),
+    )
 
 
 def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
@@ -381,12 +386,15 @@ def drawn_numbers(context):
 def test_random_numbers_of_slices_are_a_ranks_own_and_all_others_common():
     first, second = run_ranks(drawn_numbers, 2, tp=2)
     for once, again in (first[0], second[0]):
-        assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+        assert all(
+            torch.equal(first_numbers, second_numbers)
+            for first_numbers, second_numbers in zip(once, again, strict=True)
+        )
     for result in (first, second):
         assert 0.28 < result[1].mean() < 0.32
     assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 are expected
-    for one, other in zip(first[2:], second[2:], strict=True):
-        assert torch.equal(one, other)
+    for first_numbers, second_numbers in zip(first[2:], second[2:], strict=True):
+        assert torch.equal(first_numbers, second_numbers)
 
 
 class Block(Layers):
@@ -428,14 +436,14 @@ def shared_out(context):
     group = slice_group(context, sequence_dim=1)
     slices = Slices.even(1, 4)
     partial = torch.arange(120.0).view(2, 5, 3, 4).permute(0, 3, 1, 2)
-    own = reduce_scatter(partial, slices, group)
+    shard = reduce_scatter(partial, slices, group)
     model = in_slices(in_double(Layers), SLICES, group)
     x = torch.linspace(-1, 1, 15 * WIDTH, dtype=torch.float64).view(3, 5, WIDTH).requires_grad_()
     hidden = model.up(x)
     hidden += 1
     out = model.down(F.relu(hidden, inplace=True))
     out.mul_(2).sum().backward()
-    return own - slices.local(partial, group.rank, group.size) * group.size, x.grad
+    return shard - slices.local(partial, group.rank, group.size) * group.size, x.grad
 
 
 def test_results_of_exchanges_have_any_memory_order_and_may_be_changed():

@@ -38,16 +38,16 @@ def exchanged(context, names, seed):
         whole, run = NETS[name]()
         slices = random_slices(whole, context.tp_size, seed, 0.6)
         kinds = []
-        for own in (context.group("tp"), None):
-            group = SliceGroup(context.tp_rank, context.tp_size, own, exchanges=[])
+        for slice_group_or_none in (context.group("tp"), None):
+            group = SliceGroup(context.tp_rank, context.tp_size, slice_group_or_none, exchanges=[])
             model = copy.deepcopy(whole)
             slice_tensors(model, slices, group)
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            if own is None:
+            if slice_group_or_none is None:
                 made_fake(model, mode)
             slice_modules(model, slices, group)
             torch.manual_seed(1)
-            if own is None:
+            if slice_group_or_none is None:
                 with mode:
                     run(model)[1].backward()
             else:

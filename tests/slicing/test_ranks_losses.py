@@ -41,14 +41,14 @@ def both(context, logits, dim, compute, sections=None):
     whole = logits.clone().requires_grad_()
     wanted = compute(whole)
     wanted.sum().backward()
-    own = slices.local(logits, group.rank, group.size).clone().requires_grad_()
-    loss = compute(SlicedTensor.of(own, slices, group))
+    shard = slices.local(logits, group.rank, group.size).clone().requires_grad_()
+    loss = compute(SlicedTensor.of(shard, slices, group))
     if isinstance(loss, SlicedTensor):
         loss = loss.whole()
     loss.sum().backward()
     gradient = slices.local(whole.grad, group.rank, group.size)
     same = torch.allclose(loss, wanted, atol=1e-13, rtol=1e-13, equal_nan=True)
-    near = torch.allclose(own.grad, gradient, atol=1e-13, rtol=1e-13, equal_nan=True)
+    near = torch.allclose(shard.grad, gradient, atol=1e-13, rtol=1e-13, equal_nan=True)
     return same and loss.shape == wanted.shape and loss.dtype == wanted.dtype, near, group.gathers
 
 
@@ -58,10 +58,10 @@ def of_logits(context):
         reduction, smoothing, weighted, ignored = of
         logits, target, weight = values(shape, ignored)
 
-        def compute(given, target=target, weight=weight, weighted=weighted, of=of):
+        def compute(sliced_logits, target=target, weight=weight, weighted=weighted, of=of):
             reduction, smoothing, *_ = of
             return F.cross_entropy(
-                given,
+                sliced_logits,
                 target,
                 weight if weighted else None,
                 reduction=reduction,
@@ -88,19 +88,19 @@ def low(context):
         logits, target, _ = values(shape, "some")
         logits = logits.bfloat16()
         for compute in (
-            lambda given, target=target, loss=loss: loss(given, target),
-            lambda given, target=target: F.cross_entropy(given, target),
+            lambda sliced_logits, target=target, loss=loss: loss(sliced_logits, target),
+            lambda sliced_logits, target=target: F.cross_entropy(sliced_logits, target),
         ):
             group, slices = slice_group(context), Slices.even(1, 11)
             whole = logits.clone().requires_grad_()
             wanted = compute(whole)
             wanted.backward()
-            own = slices.local(logits, group.rank, group.size).clone().requires_grad_()
-            loss_here = compute(SlicedTensor.of(own, slices, group))
+            shard = slices.local(logits, group.rank, group.size).clone().requires_grad_()
+            loss_here = compute(SlicedTensor.of(shard, slices, group))
             loss_here.backward()
             gradient = slices.local(whole.grad, group.rank, group.size)
-            far = (own.grad - gradient).abs().max() / gradient.abs().max()
-            results.append((loss_here.dtype == wanted.dtype, own.grad.dtype == gradient.dtype))
+            far = (shard.grad - gradient).abs().max() / gradient.abs().max()
+            results.append((loss_here.dtype == wanted.dtype, shard.grad.dtype == gradient.dtype))
             results.append(
                 (abs(loss_here - wanted).item() / wanted.item() < 1e-2, far.item() < 1e-2)
             )
@@ -222,7 +222,9 @@ def odd(context):
     """Classes in several sections have no rule: they are gathered, and the result is right."""
     logits, target, _ = values((7, 12), "some")
     two = (SliceSection(6), SliceSection(6))
-    return both(context, logits, 1, lambda given: F.cross_entropy(given, target), two)
+    return both(
+        context, logits, 1, lambda sliced_logits: F.cross_entropy(sliced_logits, target), two
+    )
 
 
 def test_classes_in_sections_are_gathered():

@@ -36,9 +36,9 @@ def expected() -> Record:
     """The run of one process; the first and the last stage share the embedding, which is also
     the head.
     """
-    one: Record = run_ranks(train, 1, BlockLM, tokens(22), "single", CLIPPED, 4)[0]
-    assert min(one.norms) > 2 * CLIPPED["optim.clip_norm"]
-    return one
+    single: Record = run_ranks(train, 1, BlockLM, tokens(22), "single", CLIPPED, 4)[0]
+    assert min(single.norms) > 2 * CLIPPED["optim.clip_norm"]
+    return single
 
 
 @pytest.mark.parametrize("case", MESHES)
@@ -65,11 +65,11 @@ def test_gradients_that_are_freed_as_they_come_leave_the_bits_and_the_norm(
     ranks: int, strategies: tuple[str, ...]
 ) -> None:
     for results in run_ranks(released, ranks, strategies, tp=2, timeout_s=120):
-        for strategy, (kept, freed) in results.items():
-            for one, other in zip(kept[0], freed[0], strict=True):
+        for strategy, (retained, freed) in results.items():
+            for one, other in zip(retained[0], freed[0], strict=True):
                 assert one.loss == other.loss, strategy
                 assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6), strategy
-            for name, value in kept[1].items():
+            for name, value in retained[1].items():
                 assert torch.equal(value, freed[1][name]), (strategy, name)
             measured, predicted = freed[2:]
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), strategy

@@ -66,10 +66,10 @@ def test_the_first_ranks_peak_is_predicted_to_the_byte(strategy, case):
         lambda: run_ranks(peak, 2, strategy, case, tp=2, timeout_s=120),
         lambda row: row[1].bytes > row[0].bytes,
     )
-    (predicted, measured), (of_other, other) = rows
+    (predicted, measured), (of_other, second_measured) = rows
     assert predicted.bytes == measured.bytes
     assert predicted.phase == measured.phase
-    assert 0.99 * of_other.bytes < other.bytes <= of_other.bytes
+    assert 0.99 * of_other.bytes < second_measured.bytes <= of_other.bytes
 
 
 def words():
@@ -177,9 +177,11 @@ def slack(key, wider):
 @pytest.mark.parametrize("case", [*fewer(BESIDE, 2), *fewer(BESIDE_MORE, 0)])
 def test_every_rank_with_other_techniques(tmp_path, case):
     mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
-    given = (strategies, mesh, str(tmp_path))
+    arguments = (strategies, mesh, str(tmp_path))
     rows = settled(
-        lambda: run_ranks(peaks_beside, math.prod(mesh.values()), *given, timeout_s=900, **mesh),
+        lambda: run_ranks(
+            peaks_beside, math.prod(mesh.values()), *arguments, timeout_s=900, **mesh
+        ),
         lambda by_strategy: any(
             share(by_strategy[key]) < -slack(key, OF_FEW) for key in by_strategy
         ),

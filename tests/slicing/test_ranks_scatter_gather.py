@@ -100,32 +100,32 @@ def test_without_a_group_tensors_are_whole() -> None:
 def send_and_receive_shards(context: RunContext) -> list[str]:
     """Send a tensor of 7 positions to itself as the next stage; return the exchanges."""
     exchanges: list[Any] = []
-    given = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
-    group, slices, kinds = SliceGroup(*given, sequence_dim=1), Slices.even(1, 7), []
+    group_arguments = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
+    group, slices, kinds = SliceGroup(*group_arguments, sequence_dim=1), Slices.even(1, 7), []
     numbers = torch.arange(3 * 7 * 4, dtype=torch.float64).view(3, 7, 4)
     for whole in (numbers, numbers.permute(1, 0, 2).contiguous().permute(1, 0, 2)):
-        own = slices.local(whole, group.rank, group.size)
-        wire = BoundaryTensor.of((0, 0), whole, trained=True)
+        shard = slices.local(whole, group.rank, group.size)
+        boundary = BoundaryTensor.of((0, 0), whole, trained=True)
         for is_between_ranks in (True, False):
             for lies_so in (True, False):
                 crossing = Crossing(group, is_between_ranks)
-                leaf = (own if lies_so else whole).clone().requires_grad_()
-                sent = wire.send(
+                leaf = (shard if lies_so else whole).clone().requires_grad_()
+                sent = boundary.send(
                     SlicedTensor.of(leaf, slices, group) if lies_so else leaf, crossing
                 )
-                meta = wire.sent_meta(crossing)
+                meta = boundary.sent_meta(crossing)
                 assert (sent.shape, sent.dtype) == (meta.shape, meta.dtype)
                 assert sent.requires_grad is meta.requires_grad is sent.is_contiguous() is True
-                assert wire.gathered_bytes(crossing) == 0
+                assert boundary.gathered_bytes(crossing) == 0
                 received = sent.detach().requires_grad_()
-                received_tensor = wire.receive(received, crossing)
+                received_tensor = boundary.receive(received, crossing)
                 assert is_sliced(received_tensor)
                 assert received_tensor.shape == whole.shape
-                assert torch.equal(local_of(received_tensor), own)
-                local_of(received_tensor).backward(own.flip(0))
+                assert torch.equal(local_of(received_tensor), shard)
+                local_of(received_tensor).backward(shard.flip(0))
                 sent.backward(received.grad)
                 kinds += [one.kind for one in exchanges]
-                assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
+                assert torch.equal(leaf.grad, (shard if lies_so else whole).flip(0))
                 # A tensor that is whole here has a whole gradient: the backward pass needs one
                 # gather.
                 assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
@@ -164,10 +164,10 @@ def test_which_tensors_are_sent_as_sequence_shards() -> None:
 def test_tensors_other_than_sequence_shards_are_scattered() -> None:
     group = SliceGroup(0, 4, sequence_dim=1)
     table = torch.ones(1, 64, 32)
-    wire = BoundaryTensor.of((0, 0), table, trained=False)
+    boundary = BoundaryTensor.of((0, 0), table, trained=False)
     between, within = Crossing(group, is_between_ranks=True), Crossing(group)
-    assert wire.sent_meta(between).shape == (512,)
-    assert wire.gathered_bytes(between) == table.nbytes
-    assert wire.sent_meta(within).shape == table.shape
-    assert wire.gathered_bytes(within) == 0
-    assert whole_of(wire.receive(wire.send(table, within), within)).equal(table)
+    assert boundary.sent_meta(between).shape == (512,)
+    assert boundary.gathered_bytes(between) == table.nbytes
+    assert boundary.sent_meta(within).shape == table.shape
+    assert boundary.gathered_bytes(within) == 0
+    assert whole_of(boundary.receive(boundary.send(table, within), within)).equal(table)

@@ -87,8 +87,8 @@ def _halves(exchanges, at):
 
 def of_a_layer(context, sequence_dim, mode):
     """Return the exchanges of one additional layer, and the small ones of the backward pass."""
-    one, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
-    return dict(two[0] - one[0]), dict(two[1] - one[1]), len(two[2]) - len(one[2])
+    one_layer, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
+    return dict(two[0] - one_layer[0]), dict(two[1] - one_layer[1]), len(two[2]) - len(one_layer[2])
 
 
 def of_layers(context):
@@ -104,8 +104,8 @@ def test_a_layer_exchanges_what_the_papers_say():
 
     2022; the backward pass gathers the products' inputs again.
     """
-    (exchanges, other) = run_ranks(of_layers, 2, tp=2)
-    assert exchanges == other
+    (exchanges, second_rank) = run_ranks(of_layers, 2, tp=2)
+    assert exchanges == second_rank
     assert exchanges[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
     forward = {"all_gather": 2, "reduce_scatter": 2}
     # Small ones: weight and bias of two norms, and two biases of row-sliced layers.
@@ -126,23 +126,25 @@ def separate(context):
     whole = torch.randn(2, 5, 6, dtype=torch.float64)
     weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
     sequence_slices, columns = Slices.even(1, 5), Slices.even(0, 4)
-    held = sequence_slices.local(whole, group.rank, group.size).clone().requires_grad_()
-    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
-    x = SlicedTensor.of(held, sequence_slices, group)
-    made = [F.linear(x, SlicedTensor.of(w, columns, group)) for w in own]
+    shard = sequence_slices.local(whole, group.rank, group.size).clone().requires_grad_()
+    weight_shards = [
+        columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights
+    ]
+    x = SlicedTensor.of(shard, sequence_slices, group)
+    made = [F.linear(x, SlicedTensor.of(w, columns, group)) for w in weight_shards]
     assert len(group.inputs) == 1
     del x
     assert not group.inputs
-    kept = sum(result.square().sum() for result in made)
+    loss_sum = sum(result.square().sum() for result in made)
     forward = [e.kind for e in exchanges]
-    kept.backward()
+    loss_sum.backward()
     wanted = whole.requires_grad_()
     plain = [w.requires_grad_() for w in weights]
     sum(F.linear(wanted, w).square().sum() for w in plain).backward()
     assert torch.allclose(
-        sequence_slices.local(wanted.grad, group.rank, group.size), held.grad, atol=1e-12
+        sequence_slices.local(wanted.grad, group.rank, group.size), shard.grad, atol=1e-12
     )
-    for w, gradient in zip(plain, own, strict=True):
+    for w, gradient in zip(plain, weight_shards, strict=True):
         mine = columns.local(w.grad, group.rank, group.size)
         assert torch.allclose(mine, gradient.grad, atol=1e-12)
     return forward, Counter(e.kind for e in exchanges[len(forward) :])
@@ -167,8 +169,8 @@ def masks(context):
 
 
 def test_each_shard_has_its_own_masks_and_whole_tensors_have_equal_ones():
-    (a, again, whole), (b, _, other) = run_ranks(masks, 2, tp=2)
-    assert whole == other
+    (a, again, whole), (b, _, second_whole) = run_ranks(masks, 2, tp=2)
+    assert whole == second_whole
     assert a != b
     assert a != again
     assert 0.3 < torch.tensor([a, b]).eq(0).double().mean() < 0.7
@@ -213,17 +215,22 @@ def split_backward(context, sequence_dim, count):
     columns, sequence_slices = Slices.even(0, 4), Slices.even(1, 5)
     whole = torch.randn(2, 5, 6, dtype=torch.float64)
     weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(count)]
-    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
+    weight_shards = [
+        columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights
+    ]
     leaf = whole if sequence_dim is None else sequence_slices.local(whole, group.rank, group.size)
     leaf = leaf.clone().requires_grad_()
     x = leaf * 1.0
-    given = x if sequence_dim is None else SlicedTensor.of(x, sequence_slices, group)
-    made = sum(local_of(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
+    sliced_input = x if sequence_dim is None else SlicedTensor.of(x, sequence_slices, group)
+    made = sum(
+        local_of(F.linear(sliced_input, SlicedTensor.of(w, columns, group))).sum()
+        for w in weight_shards
+    )
     del exchanges[:]
     (to_leaf,) = torch.autograd.grad(made, [leaf], retain_graph=True)
     first = Counter(e.kind for e in exchanges)
     del exchanges[:]
-    to_weights = torch.autograd.grad(made, own)
+    to_weights = torch.autograd.grad(made, weight_shards)
     second = Counter(e.kind for e in exchanges)
     wanted = sum(w.sum(0) for w in weights).expand_as(whole)
     wanted = (

@@ -33,10 +33,10 @@ def ring(ranks: int, alpha: float, nbytes: float, rate: float, compute: float) -
 
 
 def test_an_epoch_takes_what_the_textbook_says():
-    one = step(exposed=0.5)
-    assert one.epoch_seconds(160) == pytest.approx(160 / (2 * 8) * (1.0 + 0.5))
-    assert one.speedup == pytest.approx((160 / 8 * 1.0) / one.epoch_seconds(160))
-    assert one.pays
+    half_exposed = step(exposed=0.5)
+    assert half_exposed.epoch_seconds(160) == pytest.approx(160 / (2 * 8) * (1.0 + 0.5))
+    assert half_exposed.speedup == pytest.approx((160 / 8 * 1.0) / half_exposed.epoch_seconds(160))
+    assert half_exposed.pays
     assert not step(exposed=1.0).pays
 
 
@@ -61,11 +61,11 @@ def test_from_the_batch_that_pays_on_it_pays(exposed, slowdown):
 
 @pytest.mark.parametrize(("exposed", "whole"), [(1.5, 1.5), (1.2, 1.4), (1.5, 1.2)])
 def test_with_the_bandwidth_that_pays_a_step_is_as_long_as_alone(exposed, whole):
-    one = step(exposed=exposed, whole=whole, latency=0.2)
-    needed = bandwidth_that_pays(one, 1e6).value
+    known = step(exposed=exposed, whole=whole, latency=0.2)
+    needed = bandwidth_that_pays(known, 1e6).value
     assert needed is not None
-    there = 0.2 + (whole - 0.2) * 1e6 / needed
-    assert there + (exposed - whole) == pytest.approx(one.break_even)
+    seconds = 0.2 + (whole - 0.2) * 1e6 / needed
+    assert seconds + (exposed - whole) == pytest.approx(known.break_even)
 
 
 def test_the_ranks_that_pay_are_those_of_the_closed_form():
@@ -75,7 +75,7 @@ def test_the_ranks_that_pay_are_those_of_the_closed_form():
 
 
 @pytest.mark.parametrize(
-    ("threshold", "reason"),
+    ("found", "reason"),
     [
         (batch_that_pays(step(compute=2.1), COST), "2 ranks at once compute 2.10 times as long"),
         (batch_that_pays(step(), None), "twice the samples took no longer"),
@@ -98,9 +98,9 @@ def test_the_ranks_that_pay_are_those_of_the_closed_form():
         ),
     ],
 )
-def test_never_has_a_reason(threshold, reason):
-    assert threshold.value is None
-    assert reason in threshold.reason
+def test_never_has_a_reason(found, reason):
+    assert found.value is None
+    assert reason in found.reason
 
 
 def test_where_no_rank_waits_everything_pays():

@@ -35,8 +35,8 @@ def plan_on(strategy: str = "single", ranks: int = 1, device: str = "cuda", rows
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 9, 64])
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 def test_rows_are_dealt_out_as_torch_does(rows, devices):
-    dealt = [len(part) for part in torch.zeros(rows).chunk(devices)]
-    assert data_parallel.rows_of_devices(rows, devices) == dealt
+    chunk_sizes = [len(part) for part in torch.zeros(rows).chunk(devices)]
+    assert data_parallel.rows_of_devices(rows, devices) == chunk_sizes
 
 
 @pytest.mark.parametrize(
@@ -94,24 +94,26 @@ def test_the_copies_and_all_gradients_are_forecast():
     )
     plain = Forecast.of(small)
     turned = data_parallel.DataParallel(devices=3).estimate(plain, small, plan_on())
-    kept = 100 + 4 + 200
-    assert plain.peak().bytes == kept + 40 + 16
+    resident_bytes = 100 + 4 + 200
+    assert plain.peak().bytes == resident_bytes + 40 + 16
     # During the pass, copies and activations; at its end the activations are freed.
-    assert turned.passes["first"].peak(turned.states).bytes == kept + 2 * 104 + max(56, 16 + 48)
+    assert turned.passes["first"].peak(turned.states).bytes == resident_bytes + 2 * 104 + max(
+        56, 16 + 48
+    )
     assert turned.step == plain.step
 
 
 def test_it_says_what_goes_between_the_gpus_and_what_the_first_one_holds():
     priced = profile(buffer_bytes=64)
     plan = plan_on()
-    there, back = data_parallel.DataParallel(devices=4).traffic(priced, plan)
-    assert (there.nbytes, there.ranks, there.every) == (
+    scatter, back = data_parallel.DataParallel(devices=4).traffic(priced, plan)
+    assert (scatter.nbytes, scatter.ranks, scatter.every) == (
         priced.parameter_bytes + 64,
         4,
         "micro_batch",
     )
     assert (back.nbytes, back.kind) == (priced.gradient_bytes, "reduce")
-    assert StepVolume.stated((there, back), 2) == StepVolume({}, {})  # no traffic between ranks
+    assert StepVolume.stated((scatter, back), 2) == StepVolume({}, {})  # no traffic between ranks
     advice = data_parallel.DataParallel(devices=4).advise(Forecast.of(priced), priced, plan)
     assert "the first of 4 GPUs holds 45.8 MiB more than each other" in advice
     assert "BatchNorm statistics) follow the rows of the first GPU alone" in advice

@@ -208,15 +208,15 @@ def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch, la
         torch.randn(9)[::2],
         torch.arange(4),
     ]
-    kept = [home.store(tensor, None) for tensor in tensors]
+    stored = [home.store(tensor, None) for tensor in tensors]
     for _ in range(2):  # first one by one, then in the space of a chunk
-        for tensor, one in zip(tensors, kept, strict=True):
+        for tensor, one in zip(tensors, stored, strict=True):
             assert torch.equal(home.load(one), tensor)
             assert home.load(one).dtype == tensor.dtype
-        home.prepare_chunk([*kept, *kept])
-    assert home.load(kept[2]).is_contiguous(memory_format=torch.channels_last)
-    assert home.store(tensors[0] + 1, kept[0]).offset == kept[0].offset
-    assert torch.equal(home.load(kept[0]), tensors[0] + 1)
+        home.prepare_chunk([*stored, *stored])
+    assert home.load(stored[2]).is_contiguous(memory_format=torch.channels_last)
+    assert home.store(tensors[0] + 1, stored[0]).offset == stored[0].offset
+    assert torch.equal(home.load(stored[0]), tensors[0] + 1)
     home.close()
 
 
@@ -246,7 +246,9 @@ def test_offload_needs_no_name_and_takes_none_but_its_own():
     assert isinstance(plan_of("single", DISK).techniques["offload"], Offload)
 
 
-@pytest.mark.parametrize(("device", "place"), [("cpu", "disk"), ("cuda", "cpu"), ("xpu", "cpu")])
-def test_what_is_on_an_accelerator_goes_to_the_host_first(device, place):
+@pytest.mark.parametrize(
+    ("device", "storage_place"), [("cpu", "disk"), ("cuda", "cpu"), ("xpu", "cpu")]
+)
+def test_what_is_on_an_accelerator_goes_to_the_host_first(device, storage_place):
     (variant,) = Offload().variants(SimpleNamespace(device_type=device))
-    assert variant.options == {"optimizer": place}
+    assert variant.options == {"optimizer": storage_place}

@@ -21,10 +21,10 @@ def net():
 
 def adagrad(parameters):
     """Two groups that differ in every option of Adagrad."""
-    given = list(parameters)
-    first = {"params": given[:2], "lr": 0.1, "eps": 1e-2}
-    other = {"params": given[2:], "lr": 0.02, "weight_decay": 0.3}
-    return torch.optim.Adagrad([first, other], initial_accumulator_value=0.5)
+    listed = list(parameters)
+    first = {"params": listed[:2], "lr": 0.1, "eps": 1e-2}
+    last_group = {"params": listed[2:], "lr": 0.02, "weight_decay": 0.3}
+    return torch.optim.Adagrad([first, last_group], initial_accumulator_value=0.5)
 
 
 def batch(step):

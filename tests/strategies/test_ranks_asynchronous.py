@@ -49,10 +49,10 @@ def trained(context, folder, keys, late=None, optimizer=sgd):
     job = job_from_keys("parameter_server_async", options)
     with Engine(TinyLM, CrossEntropy(), optimizer, job, context) as engine:
         before = whole_tensors(engine.runner.state())
-        place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
-        batches, losses = loader(place, size, engine.plan.batch.global_size), []
+        data_rank, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+        batches, losses = loader(data_rank, size, engine.plan.batch.global_size), []
         for _, batch in zip(range(STEPS), batches, strict=False):
-            if late is not None and place == late[0] and not losses:
+            if late is not None and data_rank == late[0] and not losses:
                 while len(log_of(folder)) < late[1]:
                     time.sleep(0.01)
                 time.sleep(0.1)  # time for more pushes, if the bound did not stop the others
@@ -129,11 +129,11 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
         assert mine[1] == theirs[1]
         assert all(torch.equal(value, theirs[2][name]) for name, value in mine[2].items())
     for server in range(2):
-        one, other = (
+        first_log, second_log = (
             [line for line in log_of(tmp_path / run) if line["server"] == server]
             for run in ("once", "again")
         )
-        assert one == other
+        assert first_log == second_log
     wrong = {OPTION + "replay": str(tmp_path / "once")}
     with pytest.raises(
         ConfigError, match="is of 2 workers and 2 servers, and this run has 2 and 1"

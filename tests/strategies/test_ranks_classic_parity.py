@@ -57,29 +57,29 @@ def each(context, optimizer, cases) -> dict[str, Record]:
 
 @pytest.mark.parametrize("ranks", fewer([3, 2, 4], 1))
 def test_losses_and_weights_of_sgd_are_those_of_one_process(ranks):
-    one = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, sgd)[0]
+    single = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, sgd)[0]
     results = run_ranks(each, ranks, sgd, possible(ranks))
     for rank, case in product(results, possible(ranks)):
-        assert rank[case].losses == pytest.approx(one.losses, abs=ROUNDING), case
-        assert rank[case].weights.keys() == one.weights.keys()
+        assert rank[case].losses == pytest.approx(single.losses, abs=ROUNDING), case
+        assert rank[case].weights.keys() == single.weights.keys()
         for name, weight in rank[case].weights.items():
-            assert torch.allclose(weight, one.weights[name], rtol=0, atol=ROUNDING), (case, name)
+            assert torch.allclose(weight, single.weights[name], rtol=0, atol=ROUNDING), (case, name)
 
 
 @pytest.mark.parametrize("ranks", fewer([2, 3, 4], 1))
 def test_losses_of_adamw_are_those_of_one_process(ranks):
     """Replicas that step AdamW independently are excluded: they compute something else."""
-    one = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, adamw)[0]
+    single = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, adamw)[0]
     cases = [case for case in possible(ranks) if not case.startswith("local_sgd")]
     for rank, case in product(run_ranks(each, ranks, adamw, cases), cases):
-        assert rank[case].losses == pytest.approx(one.losses, abs=ROUNDING), case
+        assert rank[case].losses == pytest.approx(single.losses, abs=ROUNDING), case
 
 
 def test_a_wrong_rate_would_be_seen():
     """A learning rate 0.1% higher exceeds the tolerance of losses, and so would a lost row."""
     off = partial(torch.optim.SGD, lr=0.1001, momentum=0.9, weight_decay=1e-2)
-    one, other = (
+    single, higher_rate = (
         run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, optimizer)[0]
         for optimizer in (sgd, off)
     )
-    assert other.losses != pytest.approx(one.losses, abs=10 * ROUNDING)
+    assert higher_rate.losses != pytest.approx(single.losses, abs=10 * ROUNDING)

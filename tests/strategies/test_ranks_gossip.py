@@ -107,9 +107,11 @@ def test_pairs_average_as_in_a_plain_torch_loop(replicas):
         for name, value in own_weights.items():
             assert torch.allclose(value, weights[rank][name], rtol=0, atol=1e-12), name
     if replicas == 4:  # the last pairs were (0, 1) and (2, 3)
-        one, same, other, _ = (own_weights["up.weight"] for _, _, own_weights in ranks)
-        assert torch.equal(one, same)
-        assert not torch.allclose(one, other)
+        first_weights, same, third_weights, _ = (
+            own_weights["up.weight"] for _, _, own_weights in ranks
+        )
+        assert torch.equal(first_weights, same)
+        assert not torch.allclose(first_weights, third_weights)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -156,18 +158,18 @@ def test_the_buffers_that_receive_are_in_the_forecast():
     ],
 )
 def test_a_ring_without_pairs_and_parts_of_a_model_are_refused(added, keys, world_size, message):
-    one = job_from_keys(
+    job = job_from_keys(
         f"ddp{added}", {"train.global_batch_size": 12, "mesh.dp": -1, **GOSSIP, **keys}
     )
     with pytest.raises(ConfigError, match=message):
-        make_plan(one, world_size, "cpu")
+        make_plan(job, world_size, "cpu")
 
 
 def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
-    given = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
-    own = "strategy.replicate=support.gossip:Gossip"
+    options = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
+    technique = "strategy.replicate=support.gossip:Gossip"
     planned = forked_cli(
-        ["plan", *given, "--global-batch-size=8", *SMALL, "mesh.pp=1", own], cwd=tmp_path
+        ["plan", *options, "--global-batch-size=8", *SMALL, "mesh.pp=1", technique], cwd=tmp_path
     )
     assert planned.returncode == 0, planned.stderr
     (row,) = [line for line in planned.stdout.splitlines() if " gossip " in line]
@@ -189,7 +191,9 @@ def test_it_is_planned_runs_by_a_plan_and_verify_names_the_reason(tmp_path):
     assert table["peak"].split("│")[2].strip() in row
     for name in ("sent", "received"):  # three numbers a step (targets, loss) are sent as well
         assert table[name].count("-0.1%") + table[name].count("exact") == 2, ran.stdout
-    refused = forked_cli(["verify", "-n", "2", "--strategies", "ddp", own, *SMALL], cwd=tmp_path)
+    refused = forked_cli(
+        ["verify", "-n", "2", "--strategies", "ddp", technique, *SMALL], cwd=tmp_path
+    )
     assert refused.returncode == 2, refused.stdout
     assert "gossip: each replica averages with one neighbour a step" in refused.stderr
 

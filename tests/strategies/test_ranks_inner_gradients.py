@@ -123,17 +123,21 @@ def train_all(context: Any, strategy: str, has_example: int) -> Any:
         job = job_from_keys(strategy, {**sizes, "memory.track_steps": 0})
         plan = make_plan(job, context.world_size, "cpu")
         each = ROWS // context.dp_size
-        own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+        rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
         torch.manual_seed(0)
         # The divisor of such a loss cannot be followed, so it is stated: its mean is over rows.
-        given = bigtrain.MeanLoss(loss, count_of="rows") if case in IN_LOSS else as_loss(loss)
+        prepared_loss = (
+            bigtrain.MeanLoss(loss, count_of="rows") if case in IN_LOSS else as_loss(loss)
+        )
         model, inputs = make(), batch(0)
         first = (
-            example_batch((inputs[0][:2], inputs[1][:2]), given, job, plan) if has_example else None
+            example_batch((inputs[0][:2], inputs[1][:2]), prepared_loss, job, plan)
+            if has_example
+            else None
         )
         try:
-            with Engine(model, given, sgd, job, context, example=first) as engine:
-                steps = [(x[own], y[own]) for x, y in map(batch, range(STEPS))]
+            with Engine(model, prepared_loss, sgd, job, context, example=first) as engine:
+                steps = [(x[rank_rows], y[rank_rows]) for x, y in map(batch, range(STEPS))]
                 outcomes[case] = [engine.step(one).loss for one in steps]
         except ConfigError as error:
             outcomes[case] = str(error)
@@ -152,8 +156,8 @@ LONGER = ("oss", "zero1", "zero3", "ddp+full", "ddp+offload_disk")
 def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2
-    (outcomes, *others) = run_ranks(train_all, ranks, strategy, 1, **axes)
-    assert all(other == outcomes for other in others)
+    (outcomes, *other_ranks) = run_ranks(train_all, ranks, strategy, 1, **axes)
+    assert all(other == outcomes for other in other_ranks)
     for case, outcome in outcomes.items():
         if isinstance(outcome, str):
             assert strategy in OTHERS, outcome

@@ -131,11 +131,11 @@ def test_replicas_agree_as_in_a_few_lines_of_torch(form):
 def test_agreeing_after_every_step_of_sgd_is_ddp(optimizer):
     """Averaging weights after a linear update equals an update with the averaged gradient."""
     keys = {"train.precision": "fp64"}
-    one = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys, 6, optimizer)[0]
+    ddp = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys, 6, optimizer)[0]
     for record in run_ranks(train, 2, TinyLM, tokens(22), "local_sgd_1", keys, 6, optimizer):
         # These are of each replica's share of the batch
-        one.norms, one.gradients = record.norms, record.gradients
-        assert largest_difference(one, record) < 1e-13
+        ddp.norms, ddp.gradients = record.norms, record.gradients
+        assert largest_difference(ddp, record) < 1e-13
 
 
 STREAMING = {"name": "local_sgd", "every": 3, "outer": "nesterov", "fragments": 2, "delay": 2}

@@ -139,8 +139,8 @@ def test_two_servers_lose_two_of_three_workers_and_the_run_goes_on(tmp_path):
     assert [one is None for one in results] == [False, False, True, False, True]
     lines = log_of(tmp_path)
     for server in range(2):
-        own = [line for line in lines if line["server"] == server and "pulled" in line]
-        assert sum(line["worker"] == 1 for line in own) == STEPS
+        pushes = [line for line in lines if line["server"] == server and "pulled" in line]
+        assert sum(line["worker"] == 1 for line in pushes) == STEPS
         assert {line["lost"] for line in lines if line["server"] == server and "lost" in line} == {
             0,
             2,

@@ -50,10 +50,10 @@ def test_one_process_has_the_same_bits(case, optimizer):
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_ranks_equal_one_process(world_size, strategy, precision):
     keys = {"train.precision": precision, "optim.clip_norm": 0.5, "train.micro_batch_size": 1}
-    one = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
+    single = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
     args = (TinyLM, tokens(22), strategy, {**keys, **DISK})
     for record in run_ranks(train_in_small_chunks, world_size, *args):
-        assert largest_difference(one, record) < (1e-10 if precision == "fp64" else 1e-5)
+        assert largest_difference(single, record) < (1e-10 if precision == "fp64" else 1e-5)
 
 
 class Narrow(nn.Module):
@@ -71,9 +71,9 @@ class Narrow(nn.Module):
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_rank_without_elements_of_a_parameter_takes_part_in_its_checkpoint(precision):
     keys = {"train.precision": precision, "train.global_batch_size": 9}
-    one = run_ranks(train, 3, Narrow, tokens(22), "fsdp", keys, 4, adamw)[0]
+    plain = run_ranks(train, 3, Narrow, tokens(22), "fsdp", keys, 4, adamw)[0]
     for record in run_ranks(train, 3, Narrow, tokens(22), "fsdp", {**keys, **DISK}, 4, adamw):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(plain, record) < 1e-10
 
 
 def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
@@ -99,13 +99,13 @@ def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
 )
 def test_checkpoints_go_both_ways(tmp_path, precision, world_size, strategy):
     keys = {"train.precision": precision}
-    ways = {"plain": (strategy, {}), "disk": (strategy, DISK)}
+    variants = {"plain": (strategy, {}), "disk": (strategy, DISK)}
     losses = {
         (a, b): run_ranks(
-            begin_and_continue, world_size, tmp_path / f"{a}-{b}", ways[a], ways[b], keys
+            begin_and_continue, world_size, tmp_path / f"{a}-{b}", variants[a], variants[b], keys
         )
-        for a in ways
-        for b in ways
+        for a in variants
+        for b in variants
     }
     assert len({str(last_losses) for last_losses in losses.values()}) == 1
 

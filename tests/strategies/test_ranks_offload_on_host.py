@@ -88,14 +88,21 @@ def test_late_copies_to_disk_change_nothing(case, world_size, strategy):
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "zero1_torch")])
 def test_checkpoints_go_both_ways(tmp_path, world_size, strategy):
-    ways = {"plain": (strategy, {}), "host": (strategy, HOST)}
+    variants = {"plain": (strategy, {}), "host": (strategy, HOST)}
     keys = {"train.precision": "bf16"}
     losses = {
         str(
-            run_ranks(begin_and_continue, world_size, tmp_path / f"{a}-{b}", ways[a], ways[b], keys)
+            run_ranks(
+                begin_and_continue,
+                world_size,
+                tmp_path / f"{a}-{b}",
+                variants[a],
+                variants[b],
+                keys,
+            )
         )
-        for a in ways
-        for b in ways
+        for a in variants
+        for b in variants
     }
     assert len(losses) == 1
 

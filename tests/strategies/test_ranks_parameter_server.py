@@ -41,9 +41,9 @@ def test_it_equals_one_process_in_float64(expected, ranks, servers):
 
 
 def test_the_losses_of_adamw_in_fp32_are_those_of_one_process():
-    one = run_ranks(train, 1, TinyLM, tokens(22), "single", {}, 6, adamw)[0]
+    single = run_ranks(train, 1, TinyLM, tokens(22), "single", {}, 6, adamw)[0]
     for record in run_ranks(train, 3, TinyLM, tokens(22), "parameter_server", {}, 6, adamw):
-        assert record.losses == pytest.approx(one.losses, abs=1e-6)
+        assert record.losses == pytest.approx(single.losses, abs=1e-6)
 
 
 @pytest.mark.parametrize(

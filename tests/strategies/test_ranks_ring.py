@@ -31,8 +31,11 @@ def averaged(context, dtype):
         context.recorder.traffic.begin()
         reduce(flat)
         counted: Any = context.recorder.traffic.end()
-        ways = [None if counted is None else counted[way, context.world_size] for way in WAYS]
-        averages.append((flat, *ways))
+        byte_counts = [
+            None if counted is None else counted[direction, context.world_size]
+            for direction in WAYS
+        ]
+        averages.append((flat, *byte_counts))
     return averages
 
 

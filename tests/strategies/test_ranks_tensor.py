@@ -161,14 +161,14 @@ def assert_equal_one_process(
     strategies: tuple[str, ...], names: tuple[str, ...], precision: str, ranks: int, **mesh: int
 ) -> None:
     keys: dict[str, Any] = {"train.precision": precision}
-    (one,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
+    (single,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
     keys |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     results = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
     far = {
         (case, rank): distance
         for rank, records in enumerate(results)
         for case, record in records.items()
-        if not (distance := largest_difference(one["single", case[1]], record))
+        if not (distance := largest_difference(single["single", case[1]], record))
         < {"fp64": 1e-10, "fp32": 1e-5}[precision]
     }
     assert not far
@@ -247,8 +247,8 @@ def ends_of_steps(
 )
 def test_parts_change_no_bit(strategies: tuple[str, ...], more: dict[str, Any]) -> None:
     keys = {"train.precision": "fp32", **{f"mesh.{axis}": n for axis, n in STAGES.items()}, **more}
-    given = (strategies, ("gpt", "own"), keys)
-    for parts, whole in run_ranks(ends_of_steps, 4, *given, timeout_s=300, **STAGES):
+    arguments = (strategies, ("gpt", "own"), keys)
+    for parts, whole in run_ranks(ends_of_steps, 4, *arguments, timeout_s=300, **STAGES):
         assert parts.keys() == whole.keys()
         for case, record in parts.items():
             assert largest_difference(record, whole[case]) == 0.0, case

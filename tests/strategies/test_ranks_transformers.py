@@ -77,8 +77,8 @@ def classes(step: int) -> tuple[Any, Any]:
 
 
 def labelled_classes(step: int) -> tuple[Any, Any]:
-    ids, own = classes(step)
-    return {"input_ids": ids, "labels": own}, own
+    ids, labels = classes(step)
+    return {"input_ids": ids, "labels": labels}, labels
 
 
 def of_logits(output: Any, targets: Tensor) -> Tensor:
@@ -129,12 +129,12 @@ def train_all(context: Any, strategy: str) -> dict[str, tuple[list[float], list[
         job = job_from_keys(strategy, {**keys, "memory.predict": False})
         plan = make_plan(job, context.world_size, "cpu")
         each = ROWS // context.dp_size
-        own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+        rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
         torch.manual_seed(0)
         model, made_loss = make(), as_loss(loss)
         example = example_batch(rows_of(batch(0), slice(0, 2)), made_loss, job, plan)
         with Engine(model, made_loss, sgd, job, context, example=example) as engine:
-            losses = [engine.step(rows_of(batch(step), own)).loss for step in range(STEPS)]
+            losses = [engine.step(rows_of(batch(step), rank_rows)).loss for step in range(STEPS)]
             seconds = engine.layout.chosen.partition.seconds if engine.layout is not None else ()
             results[case] = losses, [one / sum(seconds) for one in seconds]
     return results

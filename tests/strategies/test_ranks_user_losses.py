@@ -137,13 +137,13 @@ def train_all(context: Any, strategy: str, more: dict[str, Any]) -> dict[str, li
         job = job_from_keys(strategy, {**keys, **more_keys})
         plan = make_plan(job, context.world_size, "cpu")
         each = ROWS // context.dp_size
-        own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+        rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
         first = rows_of(shape(padded(0)), slice(0, 2))
         torch.manual_seed(0)
         model, own_loss = make(), as_loss(loss)
         example = example_batch(first, own_loss, job, plan)
         with Engine(model, own_loss, sgd, job, context, example=example) as engine:
-            steps = (rows_of(shape(padded(step)), own) for step in range(STEPS))
+            steps = (rows_of(shape(padded(step)), rank_rows) for step in range(STEPS))
             losses[case] = [engine.step(batch).loss for batch in steps]
     return losses
 
@@ -179,7 +179,7 @@ def check_seeded_fault(context: Any, kind: str) -> str:
     if kind == "count":  # weight each micro-batch by its rows
         loss = MeanLoss(shifted, count_of="rows")
     each = ROWS // context.dp_size
-    own = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
+    rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
     example = example_batch(rows_of(padded(0), slice(0, 2)), loss, job, plan)
     torch.manual_seed(0)
     with Engine(TinyLM(), loss, decayed, job, context, example=example) as engine:
@@ -193,7 +193,7 @@ def check_seeded_fault(context: Any, kind: str) -> str:
             linears[0].weight.data.neg_()
         try:
             for step in range(2):
-                engine.step(rows_of(padded(step), own))
+                engine.step(rows_of(padded(step), rank_rows))
         except DifferentNumbersError as error:
             return str(error)
     return ""
@@ -208,7 +208,7 @@ def decayed(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "expected_message"),
     [
         ("none", ""),
         ("count", "step 1: the loss under ddp is"),
@@ -217,10 +217,10 @@ def decayed(parameters: Any) -> torch.optim.Optimizer:
         ("swapped", "step 1: the loss under ddp is"),
     ],
 )
-def test_the_check_of_first_steps_finds_seeded_faults(kind, what):
+def test_the_check_of_first_steps_finds_seeded_faults(kind, expected_message):
     for message in run_ranks(check_seeded_fault, 2, kind):
-        assert message.startswith(what)
-        assert bool(message) is bool(what)
+        assert message.startswith(expected_message)
+        assert bool(message) is bool(expected_message)
 
 
 def refusal_of_shape(context: Any, dims: dict[str, int | None]) -> str:

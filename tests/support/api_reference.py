@@ -43,20 +43,20 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "bigtrain"
 
 
-def filled(text: str, first: str = "", rest: str = "") -> list[str]:
+def filled(text: str, first: str = "", following: str = "") -> list[str]:
     """Wrap a paragraph into lines of the page's width, without breaking code in backticks.
 
     Args:
         text: the paragraph.
         first: indentation or bullet of the first line.
-        rest: indentation of the other lines.
+        following: indentation of the other lines.
     """
-    held = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
+    joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
     lines = textwrap.wrap(
-        held,
+        joined,
         WIDTH,
         initial_indent=first,
-        subsequent_indent=rest,
+        subsequent_indent=following,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -243,8 +243,8 @@ def api_reference(page: str) -> str:
         page
     ]
     lines = [head, "## Contents", "", *overview(module, page)]
-    own = [name for name in names_of(module) if page_of(name) == page]
+    names = [name for name in names_of(module) if page_of(name) == page]
     lines += ["", f"## `{module.__name__}`"]
-    for name in own:
+    for name in names:
         lines += entry(module.__name__, name, getattr(module, name))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 class Settings:
     """A configuration object like that of transformers; one configuration may contain another."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.use_cache, self.architectures = True, None
-        vars(self).update(given)
+        vars(self).update(settings)
 
     def to_json_string(self) -> str:
         """The JSON text that is written next to a checkpoint."""

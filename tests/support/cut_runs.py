@@ -122,8 +122,8 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     inf.
     """
     if a is None or b is None:
-        other = a if b is None else b
-        return 0.0 if other is None or not bool(other.any()) else float("inf")
+        present = a if b is None else b
+        return 0.0 if present is None or not bool(present.any()) else float("inf")
     assert a.shape == b.shape
     return (
         float((a.to(torch.complex128) - b.to(torch.complex128)).abs().max()) if a.numel() else 0.0

@@ -72,15 +72,15 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(4, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for block in self.down:
             x = F.relu(block(x))
-            kept.append(x)
-            x = F.max_pool2d(x, 2) if len(kept) < 3 else x
-        kept.pop()
+            skips.append(x)
+            x = F.max_pool2d(x, 2) if len(skips) < 3 else x
+        skips.pop()
         for block in self.up:
             x = F.interpolate(x, scale_factor=2.0)
-            x = F.relu(block(torch.cat([x, kept.pop()], 1)))
+            x = F.relu(block(torch.cat([x, skips.pop()], 1)))
         return self.head(x)
 
 
@@ -228,8 +228,8 @@ class Language(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
         self.rotary = Rotary()
-        one = nn.ReLU() if act else None
-        made = [Block(one, dropout) for _ in range(1 if shared else layers)]
+        activation = nn.ReLU() if act else None
+        made = [Block(activation, dropout) for _ in range(1 if shared else layers)]
         self.blocks = nn.ModuleList(made)
         self.repeat = layers if shared else 1
         self.norm = nn.LayerNorm(WIDTH)

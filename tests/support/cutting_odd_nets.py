@@ -381,9 +381,9 @@ class Gradients(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             h = self.first(self.stem(x))
-            place = h if h.requires_grad else h.requires_grad_()
-            energy = self.energy(place.tanh()).sum()
-            (force,) = torch.autograd.grad(energy, place, create_graph=True)
+            trained_input = h if h.requires_grad else h.requires_grad_()
+            energy = self.energy(trained_input.tanh()).sum()
+            (force,) = torch.autograd.grad(energy, trained_input, create_graph=True)
         return self.last(h + force)
 
 

@@ -52,11 +52,11 @@ class DeviceReads:
     def knows(self, tensors: Iterable[Any]) -> bool:
         return any(isinstance(t, Tensor) and _storage(t)._cdata in self._known for t in tensors)
 
-    def note(self, what: str) -> None:
+    def note(self, kind: str) -> None:
         frames = [f for f in traceback.extract_stack() if "/tests/" not in f.filename]
         inner = [f for f in frames if "/torch/" not in f.filename] or frames
         file = "/".join(inner[-1].filename.split("/")[-3:])
-        self.places.append(f"{what} at {file}:{inner[-1].lineno} {inner[-1].name}")
+        self.places.append(f"{kind} at {file}:{inner[-1].lineno} {inner[-1].name}")
 
     def __enter__(self) -> DeviceReads:
         for mode in self._modes:

@@ -50,8 +50,8 @@ def go_wrong(fault: str) -> None:
 
 def points(fault: str = "none", rank: int = 1, at: int = 20) -> Data:
     """The data source: in rank `rank`, read number `at` fails with `fault`."""
-    own = fault if os.environ.get("RANK", "0") == str(rank) else "none"
-    return Data(Points(own, at), None, ClassificationTask(4))
+    fault_here = fault if os.environ.get("RANK", "0") == str(rank) else "none"
+    return Data(Points(fault_here, at), None, ClassificationTask(4))
 
 
 class Block(nn.Module):
@@ -75,9 +75,11 @@ class Net(nn.Module):
 
     def __init__(self, fault: str = "none", rank: int = 1, block: int = 2, width: int = 32) -> None:
         super().__init__()
-        own = fault if os.environ.get("RANK", "0") == str(rank) else "none"
+        fault_here = fault if os.environ.get("RANK", "0") == str(rank) else "none"
         self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(Block(width, own if n == block else "none") for n in range(4))
+        self.blocks = nn.ModuleList(
+            Block(width, fault_here if n == block else "none") for n in range(4)
+        )
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -101,8 +101,12 @@ def chain_losses(
     """The losses of a strategy, its refusal or None, and the number of its state tensors."""
     torch.manual_seed(0)
     net, losses = Chain(frozen), []
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "optim.clip_norm": 1e9}
-    job = job_from_keys(strategy, given | keys)
+    job_keys = {
+        "train.global_batch_size": ROWS,
+        "train.micro_batch_size": 2,
+        "optim.clip_norm": 1e9,
+    }
+    job = job_from_keys(strategy, job_keys | keys)
     loss = functional.cross_entropy
     try:
         plan = make_plan(job, context.world_size, context.device.type)
@@ -114,10 +118,10 @@ def chain_losses(
                 first = context.dp_rank * rows
                 batch = tuple(t[first : first + rows] for t in rows_of(step))
                 losses.append(engine.step(batch).loss)
-            held = engine.runner.state()
+            state = engine.runner.state()
     except BigtrainError as error:
         return losses, str(error), 0
-    return losses, None, len(held)
+    return losses, None, len(state)
 
 
 def chain_resumed(context: RunContext, frozen: str, folder: Path) -> list[float]:
@@ -126,8 +130,8 @@ def chain_resumed(context: RunContext, frozen: str, folder: Path) -> list[float]
     """
     torch.manual_seed(0)
     strategy = "1f1b" if context.pp_size > 1 else "ddp"
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
-    job = job_from_keys(strategy, given)
+    job_keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
+    job = job_from_keys(strategy, job_keys)
     loss, folder, losses = functional.cross_entropy, folder / frozen, list[float]()
     plan = make_plan(job, context.world_size, context.device.type)
     example = example_batch(tuple(t[:2] for t in rows_of(0)), as_loss(loss), job, plan)

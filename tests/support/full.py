@@ -42,15 +42,15 @@ def fewer(cases: Iterable[Any], count: int) -> list[Any]:
     listed = list(cases)
     gaps = max(count - 1, 1)
     daily = {round(n * (len(listed) - 1) / gaps) for n in range(count)}
-    given = []
+    parameters = []
     for number, case in enumerate(listed):
         marks = [] if number in daily else [pytest.mark.full]
         if isinstance(case, type(pytest.param())):
-            given.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
+            parameters.append(pytest.param(*case.values, id=case.id, marks=[*case.marks, *marks]))
         else:
             values = case if type(case) is tuple else (case,)
-            given.append(pytest.param(*values, marks=marks))
-    return given
+            parameters.append(pytest.param(*values, marks=marks))
+    return parameters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

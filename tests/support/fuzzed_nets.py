@@ -88,15 +88,15 @@ class Attended(nn.Module):
         self.attention = nn.MultiheadAttention(WIDTH, 6, batch_first=True, **options)
         self.needs_weights = not options
 
-    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
         """(batch, sequence, width), and another sequence, to (batch, sequence, width)."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
         padding = torch.zeros(x.shape[:2], dtype=torch.bool)
         padding[0, -2:] = True
         y, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=mask)
-        z, _ = self.attention(x, other, other, need_weights=False)
-        one, _ = self.attention(x[0], other[0], other[0], average_attn_weights=False)
-        return y * weights.sum(-1, keepdim=True) + z + one
+        z, _ = self.attention(x, context, context, need_weights=False)
+        from_numpy, _ = self.attention(x[0], context[0], context[0], average_attn_weights=False)
+        return y * weights.sum(-1, keepdim=True) + z + from_numpy
 
 
 class Encoded(nn.Module):
@@ -129,8 +129,8 @@ class Recurrent(nn.Module):
         """(batch, sequence, width) to (batch, 6)."""
         x, _ = self.second(self.first(x)[0])
         state = x.new_zeros(x.shape[0], 6)
-        for place in range(x.shape[1]):
-            state = self.last(x[:, place], state)
+        for step in range(x.shape[1]):
+            state = self.last(x[:, step], state)
         return state
 
 

@@ -134,9 +134,9 @@ def train(
     return seen + [t.clone() for t in model.state_dict().values()]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
     """Whether two lists hold equal tensors, bit for bit."""
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 class LateCarrier:

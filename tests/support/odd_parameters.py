@@ -68,10 +68,10 @@ def make_net(name: str) -> nn.Module:
 
 
 def by_dim(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    given = list(parameters)
+    listed = list(parameters)
     groups = [
-        {"params": [p for p in given if p.dim() >= 2], "weight_decay": 0.5},
-        {"params": [p for p in given if p.dim() < 2]},
+        {"params": [p for p in listed if p.dim() >= 2], "weight_decay": 0.5},
+        {"params": [p for p in listed if p.dim() < 2]},
     ]
     return torch.optim.SGD(groups, lr=0.1)
 
@@ -80,15 +80,21 @@ def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Three groups with different rates and betas, divided by the number of elements and
     dimensions.
     """
-    given = iter(parameters)
-    square, small, others = [], [], []
-    for p in given:
-        kind = square if tuple(p.shape) == (WIDTH, WIDTH) else small if p.numel() <= 4 else others
+    ordered = iter(parameters)
+    square, small, other_parameters = [], [], []
+    for p in ordered:
+        kind = (
+            square
+            if tuple(p.shape) == (WIDTH, WIDTH)
+            else small
+            if p.numel() <= 4
+            else other_parameters
+        )
         kind.append(p)
     groups = [
         {"params": square, "lr": 0.02, "betas": (0.8, 0.99)},
         {"params": small, "lr": 0.03, "weight_decay": 0.0},
-        {"params": others, "weight_decay": 0.3},
+        {"params": other_parameters, "weight_decay": 0.3},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, weight_decay=0.1)
 
@@ -98,10 +104,10 @@ def by_identity(net: nn.Module) -> Make:
     head = {id(p) for p in list(net.parameters())[-2:]}
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        given = list(parameters)
+        listed = list(parameters)
         groups = [
-            {"params": [p for p in given if id(p) in head], "lr": 0.3},
-            {"params": [p for p in given if id(p) not in head], "momentum": 0.9},
+            {"params": [p for p in listed if id(p) in head], "lr": 0.3},
+            {"params": [p for p in listed if id(p) not in head], "momentum": 0.9},
         ]
         return torch.optim.SGD(groups, lr=0.05)
 
@@ -183,9 +189,11 @@ class Global(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(float(p.grad.square().sum()) for p in own) ** 0.5
-        for p in own:
+        parameters_of_all = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = sum(float(p.grad.square().sum()) for p in parameters_of_all) ** 0.5
+        for p in parameters_of_all:
             p.sub_(p.grad, alpha=self.defaults["lr"] / norm)
 
 
@@ -265,14 +273,14 @@ def _train(
         shown = f"{type(error).__name__}: {error}"
         return {"error": shown[:300], "trace": traceback.format_exc()[-1500:]}
     tensors = {n: t.detach() for n, t in plain.state_dict().items() if isinstance(t, Tensor)}
-    both = [n for n in tensors if n in weights]
+    common = [n for n in tensors if n in weights]
     return {
         "losses": max(abs(a - b) for a, b in zip(got, want, strict=True)),
         "names": sorted(tensors.keys() ^ weights.keys()),
-        "dtypes": [n for n in both if weights[n].dtype != tensors[n].dtype],
+        "dtypes": [n for n in common if weights[n].dtype != tensors[n].dtype],
         "weights": max(
             float((tensors[n].to(torch.cdouble) - weights[n].to(torch.cdouble)).abs().max())
-            for n in both
+            for n in common
             if tensors[n].numel()
         ),
         "meta": saved.meta,
@@ -283,9 +291,9 @@ def _steps(engine: Engine) -> list[float]:
     """Train this rank's part of each global batch; return the losses."""
     rows = ROWS // engine.plan.batch.dp_size
     first = (engine.plan.data_rank(engine.context.dp_rank) or 0) * rows
-    own = slice(first, first + rows)
+    rank_rows = slice(first, first + rows)
     got = []
     for step in range(STEPS):
         inputs, targets = batch(step)
-        got.append(engine.step((inputs[own], targets[own])).loss)
+        got.append(engine.step((inputs[rank_rows], targets[rank_rows])).loss)
     return got

@@ -178,10 +178,12 @@ class SwapsExperts(DDP):
     def apply(self, assembly: Assembly) -> None:
         super().apply(assembly)
         if assembly.context.rank == 1:
-            one, other = (assembly.model.get_submodule(f"blocks.{n}.mlp") for n in range(2))
-            kept = {name: value.clone() for name, value in one.state_dict().items()}
-            one.load_state_dict(other.state_dict())
-            other.load_state_dict(kept)
+            first_mlp, second_mlp = (
+                assembly.model.get_submodule(f"blocks.{n}.mlp") for n in range(2)
+            )
+            saved = {name: value.clone() for name, value in first_mlp.state_dict().items()}
+            first_mlp.load_state_dict(second_mlp.state_dict())
+            second_mlp.load_state_dict(saved)
 
 
 class NotesUpdates(DDP):

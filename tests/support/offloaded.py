@@ -34,10 +34,10 @@ def begin_and_continue(context, folder, first, second, keys) -> list[float]:
         job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys, **extra})
         return Engine(TinyLM, CrossEntropy(), adamw, job, context)
 
-    with engine(*first) as one:
+    with engine(*first) as saver:
         for _ in range(3):
-            one.step(batch)
-        path = context.broadcast_object(one.save(folder))
-    with engine(*second) as other:
-        other.load(path)
-        return [other.step(batch).loss for _ in range(3)]
+            saver.step(batch)
+        path = context.broadcast_object(saver.save(folder))
+    with engine(*second) as loader:
+        loader.load(path)
+        return [loader.step(batch).loss for _ in range(3)]

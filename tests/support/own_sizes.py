@@ -20,9 +20,9 @@ class OwnSizes(nn.Module):
         heads: number of attention heads.
     """
 
-    def __init__(self, way: str, heads: int = 4) -> None:
+    def __init__(self, use: str, heads: int = 4) -> None:
         super().__init__()
-        self.way, self.heads = way, heads
+        self.way, self.heads = use, heads
         self.words = nn.Embedding(WORDS, WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
@@ -53,8 +53,8 @@ class OwnSizes(nn.Module):
 
 
 def _called(model: OwnSizes, x: Tensor, y: Tensor) -> Tensor:
-    own = dict(model.up.named_parameters())
-    return y * torch.func.functional_call(model.up, own, (x,)).mean()
+    parameters = dict(model.up.named_parameters())
+    return y * torch.func.functional_call(model.up, parameters, (x,)).mean()
 
 
 WAYS: dict[str, Callable[[OwnSizes, Tensor, Tensor], Tensor]] = {

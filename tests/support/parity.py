@@ -112,13 +112,13 @@ def shuffled_steps(engine: Engine, samples: Samples, loss: Loss, steps: int) -> 
     return itertools.islice(iter(loader), steps)
 
 
-def largest_difference(one: Record, other: Record) -> float:
+def largest_difference(first: Record, second: Record) -> float:
     """The largest absolute difference in losses, norms, gradients and weights."""
-    pairs = [(torch.tensor(one.losses), torch.tensor(other.losses))]
-    pairs.append((torch.tensor(one.norms), torch.tensor(other.norms)))
-    for mine, theirs in zip(one.gradients, other.gradients, strict=True):
+    pairs = [(torch.tensor(first.losses), torch.tensor(second.losses))]
+    pairs.append((torch.tensor(first.norms), torch.tensor(second.norms)))
+    for mine, theirs in zip(first.gradients, second.gradients, strict=True):
         assert mine.keys() == theirs.keys()
         pairs += [(mine[name], theirs[name]) for name in mine]
-    assert one.weights.keys() == other.weights.keys()
-    pairs += [(one.weights[name], other.weights[name]) for name in one.weights]
+    assert first.weights.keys() == second.weights.keys()
+    pairs += [(first.weights[name], second.weights[name]) for name in first.weights]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())

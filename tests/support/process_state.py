@@ -145,6 +145,6 @@ def _foreign_modules() -> list[str]:
         for name, module in list(sys.modules.items())
         if (file := getattr(module, "__file__", None))
         and str(file).startswith("/")
-        and not any(str(file).startswith(place) for place in places)
+        and not any(str(file).startswith(prefix) for prefix in places)
         and "/site-packages/" not in str(file)
     ]

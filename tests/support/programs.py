@@ -64,9 +64,9 @@ def _runs(pid: int) -> bool:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's variables without a launcher's, with the checkout on the path, and `extra`."""
-    kept = {name: value for name, value in os.environ.items() if name not in _CLEARED}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
+    variables = {name: value for name, value in os.environ.items() if name not in _CLEARED}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
+    return {**variables, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
 
 
 def start(command: list[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

@@ -57,8 +57,8 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
     size = plan.batch.micro_size
     example = next(iter(loader(size, micro_batch_size=size))).micro_batches[0]
     made = optimizer_factory(job.optim)
-    given = {"example": example, "learning_rate": lambda step: 1e-2 / (step + 1)}
-    with Engine(model, loss, made, job, context, **given) as engine:
+    options = {"example": example, "learning_rate": lambda step: 1e-2 / (step + 1)}
+    with Engine(model, loss, made, job, context, **options) as engine:
         ranks = {"dp_rank": context.dp_rank, "dp_size": context.dp_size}
         batches = loader(micro_batch_size=size, **ranks)
         results = [engine.step(b) for _, b in zip(range(steps), batches, strict=False)]

@@ -87,9 +87,9 @@ def uses(module: str) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = re.findall(r"\A(bigtrain(?:\.\w+)+):\w+\Z", node.value)
         for name in names:
-            first, _, rest = name.partition(".")
-            if first == "bigtrain" and rest:
-                modules.add(home(rest))
+            first, _, tail = name.partition(".")
+            if first == "bigtrain" and tail:
+                modules.add(home(tail))
     # The package's __init__ imports only for type checkers: see the test of the public names.
     return set() if module == "" else modules - {module}
 

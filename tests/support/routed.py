@@ -89,8 +89,8 @@ class Branch(Routed):
     """A number in the batch chooses one of two branches for the whole micro-batch."""
 
     def route(self, x: Tensor, kind: Tensor) -> Tensor:
-        way = int(kind.max().item())
-        return self.towers[way % 2](x)
+        branch = int(kind.max().item())
+        return self.towers[branch % 2](x)
 
 
 class Inside(nn.Module):

@@ -35,11 +35,11 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
     """SGD; biases and norms are a group with a different rate and without decay."""
-    given = list(parameters)
+    listed = list(parameters)
     return torch.optim.SGD(
         [
-            {"params": [p for p in given if p.dim() > 1], "weight_decay": 1e-2},
-            {"params": [p for p in given if p.dim() <= 1], "lr": 0.05},
+            {"params": [p for p in listed if p.dim() > 1], "weight_decay": 1e-2},
+            {"params": [p for p in listed if p.dim() <= 1], "lr": 0.05},
         ],
         lr=0.1,
         momentum=0.9,

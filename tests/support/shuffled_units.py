@@ -34,8 +34,10 @@ def shuffle(model: nn.Module, slices: Mapping[str, Slices], seed: int = 0) -> No
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     with torch.no_grad():
-        for tensor, own in {id(state[n]): (state[n], own) for n, own in slices.items()}.values():
-            tensor.copy_(tensor.index_select(own.dim, order_of(own, seed)))
+        for tensor, tensor_slices in {
+            id(state[n]): (state[n], tensor_slices) for n, tensor_slices in slices.items()
+        }.values():
+            tensor.copy_(tensor.index_select(tensor_slices.dim, order_of(tensor_slices, seed)))
 
 
 def randomize(model: nn.Module) -> None:
@@ -58,19 +60,23 @@ def difference(
 ) -> float:
     """The relative difference of outputs before and after `shuffle`; the model is then restored."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {name: value.detach().clone() for name, value in state.items()}
+    original_values = {name: value.detach().clone() for name, value in state.items()}
     with torch.no_grad():
         before = run()
         shuffle(model, slices)
         after = run()
         distances = [_distance(before, after)]
         shape = before.shape[class_dim]
-        for own in {own for own in slices.values() if own.total == shape}:
-            distances.append(_distance(before.index_select(class_dim, order_of(own)), after))
-        for name, value in kept.items():
+        for tensor_slices in {
+            tensor_slices for tensor_slices in slices.values() if tensor_slices.total == shape
+        }:
+            distances.append(
+                _distance(before.index_select(class_dim, order_of(tensor_slices)), after)
+            )
+        for name, value in original_values.items():
             state[name].copy_(value)
     return min(distances)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))
+def _distance(before: Tensor, after: Tensor) -> float:
+    return float((before - after).abs().max() / before.abs().max().clamp_min(1e-30))

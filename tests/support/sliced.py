@@ -41,8 +41,8 @@ class Compared:
 
 def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGroup:
     """The slice group of this rank on the tp axis."""
-    own = context.group("tp")
-    return SliceGroup(context.tp_rank, context.tp_size, own, sequence_dim=sequence_dim)
+    tp_group = context.group("tp")
+    return SliceGroup(context.tp_rank, context.tp_size, tp_group, sequence_dim=sequence_dim)
 
 
 def in_slices(
@@ -102,9 +102,9 @@ def compared(
     pairs = {"loss": (wanted_loss, loss)}
     leaves = [leaf for leaf in tree_leaves(wanted) if torch.is_tensor(leaf)]
     pairs |= {f"output {n}": pair for n, pair in enumerate(zip(leaves, output, strict=True))}
-    own = dict(model.named_buffers())
+    sliced_buffers = dict(model.named_buffers())
     for name, buffer in whole.named_buffers():
-        pairs[f"buffer {name}"] = (_own(name, buffer, slices, group), own[name])
+        pairs[f"buffer {name}"] = (_own(name, buffer, slices, group), sliced_buffers[name])
     for name, (one, other) in pairs.items():
         _note(result, name, one, other, 0.0)
     _gradients(whole, model, slices, group, result)
@@ -151,13 +151,13 @@ def _gradients(
         (p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None), default=0.0
     )
     for name, parameter in whole.named_parameters():
-        wanted, own = parameter.grad, parameters[name].grad
-        if wanted is None or own is None:
-            if wanted is not None or own is not None:
+        wanted, actual = parameter.grad, parameters[name].grad
+        if wanted is None or actual is None:
+            if wanted is not None or actual is not None:
                 result.worst, result.where = float("inf"), f"only one has a gradient: {name}"
             continue
-        _note(result, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
-        if name not in slices and not same_on_all(own, group):
+        _note(result, f"grad {name}", _own(name, wanted, slices, group), actual, 1e-4 * largest)
+        if name not in slices and not same_on_all(actual, group):
             result.worst, result.where = float("inf"), f"not the same bits on all ranks: {name}"
 
 
@@ -167,22 +167,24 @@ def _own(name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGr
     return slices[name].local(tensor, group.rank, group.size)
 
 
-def _note(result: Compared, name: str, wanted: Tensor, own: Tensor, at_least: float) -> None:
-    if wanted.shape != own.shape or wanted.dtype != own.dtype:
+def _note(result: Compared, name: str, wanted: Tensor, actual: Tensor, at_least: float) -> None:
+    if wanted.shape != actual.shape or wanted.dtype != actual.dtype:
         result.worst = float("inf")
-        result.where = f"{name}: {wanted.dtype}{list(wanted.shape)} {own.dtype}{list(own.shape)}"
+        result.where = (
+            f"{name}: {wanted.dtype}{list(wanted.shape)} {actual.dtype}{list(actual.shape)}"
+        )
         return
     if not wanted.numel():
         return
-    one, other = wanted.detach(), own.detach()
-    finite = torch.isfinite(one) if one.is_floating_point() else torch.ones_like(one, dtype=bool)
-    if not torch.equal(one[~finite].nan_to_num(7.0), other[~finite].nan_to_num(7.0)):
+    left, right = wanted.detach(), actual.detach()
+    finite = torch.isfinite(left) if left.is_floating_point() else torch.ones_like(left, dtype=bool)
+    if not torch.equal(left[~finite].nan_to_num(7.0), right[~finite].nan_to_num(7.0)):
         result.worst, result.where = float("inf"), f"{name}: infinities"
         return
-    one, other = (t.where(finite, torch.zeros_like(t)) for t in (one, other))
-    one, other = (t if t.is_complex() else t.double() for t in (one, other))
-    scale = max(one.abs().max().item(), at_least, 1e-30)
-    difference = (one - other).abs().max().item() / scale
+    left, right = (t.where(finite, torch.zeros_like(t)) for t in (left, right))
+    left, right = (t if t.is_complex() else t.double() for t in (left, right))
+    scale = max(left.abs().max().item(), at_least, 1e-30)
+    difference = (left - right).abs().max().item() / scale
     if not difference <= result.worst:
         result.worst, result.where = (
             (difference, name) if difference == difference else (float("inf"), name)

@@ -86,15 +86,15 @@ def called(
     result.gathers = dict(group.gathers)
     if len(wanted) != len(results):
         result.wrong.append(f"{len(results)} results and not {len(wanted)}")
-    for number, (one, other) in enumerate(zip(wanted, results, strict=False)):
-        if not _alike(one, other):
+    for number, (expected, actual) in enumerate(zip(wanted, results, strict=False)):
+        if not _alike(expected, actual):
             result.wrong.append(f"result {number}")
-    for number, (one, other) in enumerate(zip(gradients, own_gradients, strict=True)):
+    for number, (expected, actual) in enumerate(zip(gradients, own_gradients, strict=True)):
         if number in slices:
-            one = slices[number].local(one, group.rank, group.size)
-        elif not same_on_all(other, group):
+            expected = slices[number].local(expected, group.rank, group.size)
+        elif not same_on_all(actual, group):
             result.wrong.append(f"gradient {number} differs between ranks")
-        if not _alike(one, other):
+        if not _alike(expected, actual):
             result.wrong.append(f"gradient {number}")
     return result
 
@@ -106,14 +106,20 @@ def _run(
     slices: Mapping[int, Slices],
     group: SliceGroup,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    leaves, given = [], []
+    leaves, call_tensors = [], []
     for number, whole in enumerate(inputs_of(name, shapes)):
-        own = slices.get(number)
-        leaf = whole if own is None else own.local(whole, group.rank, group.size).clone()
+        tensor_slices = slices.get(number)
+        leaf = (
+            whole
+            if tensor_slices is None
+            else tensor_slices.local(whole, group.rank, group.size).clone()
+        )
         leaves.append(leaf.requires_grad_())
-        given.append(leaf if own is None else SlicedTensor.of(leaf, own, group))
+        call_tensors.append(
+            leaf if tensor_slices is None else SlicedTensor.of(leaf, tensor_slices, group)
+        )
     torch.manual_seed(1)
-    output = function(*given)
+    output = function(*call_tensors)
     assert all(leaf.local.shape[leaf.slices.dim] for leaf in leaves_of(output) if is_sliced(leaf))
     results = [leaf for leaf in leaves_of(whole_of(output)) if isinstance(leaf, Tensor)]
     torch.manual_seed(2)
@@ -127,12 +133,12 @@ def _run(
     return [result.detach() for result in results], grads
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if not one.dtype.is_floating_point and not one.is_complex():
-        return torch.equal(one, other)
-    if not one.numel():
+    if not left.dtype.is_floating_point and not left.is_complex():
+        return torch.equal(left, right)
+    if not left.numel():
         return True
-    return bool((one - other).abs().max() <= 1e-10 * (1 + one.abs().max()))
+    return bool((left - right).abs().max() <= 1e-10 * (1 + left.abs().max()))

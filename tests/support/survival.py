@@ -66,7 +66,7 @@ class Net(nn.Sequential):
 """
 
 
-class Place:
+class RunFolder:
     """A folder with a net, a text and a run named `r`."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,7 +130,7 @@ class Place:
 
 def uninterrupted(folder: Path) -> Curve:
     """The curve of a run that nothing interrupts."""
-    place = Place(folder)
-    status, output = place.bigtrain(["-n", "2"])
+    run_folder = RunFolder(folder)
+    status, output = run_folder.bigtrain(["-n", "2"])
     assert status == 0, output
-    return place.curve()
+    return run_folder.curve()

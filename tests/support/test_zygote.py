@@ -56,14 +56,19 @@ PROGRAMS = {
 }
 
 
-def both(words: list[str], folder: Path, given: str = "") -> list[tuple[int, str, str]]:
+def both(words: list[str], folder: Path, standard_input: str = "") -> list[tuple[int, str, str]]:
     """(status, output, errors) of a real interpreter and of a forked process."""
     env = {**os.environ, "A": "a", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONUNBUFFERED", None)
     results: list[tuple[int, str, str]] = []
     for python in (sys.executable, interpreter()):
         done = subprocess.run(
-            [python, *words], cwd=folder, env=env, input=given, capture_output=True, text=True
+            [python, *words],
+            cwd=folder,
+            env=env,
+            input=standard_input,
+            capture_output=True,
+            text=True,
         )
         texts = [text.replace(python, "python") for text in (done.stdout, done.stderr)]
         results.append((done.returncode, *texts))
@@ -159,14 +164,14 @@ def test_a_flavour_has_its_library() -> None:
 
 
 def test_nothing_of_it_is_left() -> None:
-    own = Zygote("plain", Path(tempfile.mkdtemp()))  # a socket's path is short
-    child = own.call(time.sleep, [60])
+    new_zygote = Zygote("plain", Path(tempfile.mkdtemp()))  # a socket's path is short
+    child = new_zygote.call(time.sleep, [60])
     assert child.poll() is None
     with pytest.raises(TimeoutError, match=f"process {child.pid} still runs after 0.1 s"):
         child.wait(0.1)
-    own.end()
+    new_zygote.end()
     assert not Path(f"/proc/{child.pid}").exists()
-    assert not own.folder.exists()
+    assert not new_zygote.folder.exists()
     assert child.wait() == -signal.SIGKILL
     child.close()
 

@@ -25,9 +25,9 @@ PSI, REST = 4 * 1000 * 1000, 2000
 def profile(**more: Any) -> Profile:
     """Four blocks of one large matrix each, and 2000 other elements; fp32 with AdamW."""
     block = BlockTicks(((1000, 1000),), (True,), (0, 1), (2, 3))
-    rest = BlockTicks(((REST,),), (True,), (0, 4), (0, 4))
+    outside = BlockTicks(((REST,),), (True,), (0, 4), (0, 4))
     elements = PSI + REST
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "parameter_bytes": 4 * elements,
         "gradient_bytes": 4 * elements,
         "buffer_bytes": 0,
@@ -36,6 +36,6 @@ def profile(**more: Any) -> Profile:
         "trained_elements": elements,
         "state_slots": 2.0,
         "blocks": ((block, block),) * 4,
-        "outside_blocks": rest,
+        "outside_blocks": outside,
     }
-    return Profile(**{**given, **more})
+    return Profile(**{**fields, **more})

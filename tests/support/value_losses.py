@@ -132,8 +132,8 @@ def strategy_losses(
     torch.manual_seed(0)
     net, losses = CASES[case][0](), []
     loss = SumOverRows(CASES[case][1])
-    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
-    job = job_from_keys(strategy, given | keys)
+    job_keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
+    job = job_from_keys(strategy, job_keys | keys)
     try:
         plan = make_plan(job, context.world_size, context.device.type)
         example = example_batch(tuple(t[:2] for t in rows_of(0)), loss, job, plan)

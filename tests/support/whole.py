@@ -18,10 +18,10 @@ from bigtrain.tensors.shards import Extent, StateTensor
 def elements(extents: Sequence[Extent]) -> list[int]:
     """The indices of all elements in these extents of a flat tensor."""
     return [
-        extent.start + run * extent.pitch + place
+        extent.start + run * extent.pitch + position
         for extent in extents
         for run in range(extent.count)
-        for place in range(extent.length)
+        for position in range(extent.length)
     ]
 
 
@@ -55,8 +55,8 @@ def whole_tensors(state: Mapping[str, StateTensor]) -> dict[str, Tensor]:
             seen.setdefault(name, torch.zeros(size, dtype=torch.bool))[index] = True
             assert len(tensors[name]) == size, name
     shapes = {n: one[1] for part in parts for n, one in part.items()}
-    for name, there in seen.items():
-        assert bool(there.all()), f"{name}: not all elements are on some rank"
+    for name, parts_found in seen.items():
+        assert bool(parts_found.all()), f"{name}: not all elements are on some rank"
     order = dict.fromkeys(name for part in parts for name in part)
     return {name: tensors[name].view(shapes[name]) for name in order}
 
@@ -84,9 +84,9 @@ def saved(tensors: Mapping[str, Tensor]) -> dict[str, InMemory]:
     return {name: InMemory(tensor.detach().clone()) for name, tensor in tensors.items()}
 
 
-def assert_same_tensors(one: str | Path, other: str | Path) -> None:
+def assert_same_tensors(left: str | Path, right: str | Path) -> None:
     """Assert that two checkpoints have the same tensors bit for bit, whichever ranks wrote them."""
-    first, second = Checkpoint(Path(one)), Checkpoint(Path(other))
+    first, second = Checkpoint(Path(left)), Checkpoint(Path(right))
     assert sorted(first.names) == sorted(second.names)
     for name in first.names:
         mine, theirs = first.read(name), second.read(name)

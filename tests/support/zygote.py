@@ -297,6 +297,8 @@ def _plain_surroundings() -> dict[str, str]:
 
     They contain nothing of a test, and limit the CPU threads to one.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**kept, **one, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(_ROOT)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    thread_limits = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    )
+    return {**variables, **thread_limits, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(_ROOT)}

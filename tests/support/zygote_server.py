@@ -308,7 +308,7 @@ def _program(request: dict[str, Any]) -> Callable[[], Any]:
     sys.executable = request["executable"]
     sys.orig_argv = [sys.executable, *request["orig"]]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    own = [path for path in known if path]
+    search_path = [path for path in known if path]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.path_importer_cache.clear()
@@ -317,16 +317,16 @@ def _program(request: dict[str, Any]) -> Callable[[], Any]:
     sys.path.append(sys.path.pop(0))
     if kind == "-m":
         sys.argv = ["-m", *words]
-        sys.path[:0] = [os.getcwd(), *own]
+        sys.path[:0] = [os.getcwd(), *search_path]
         if not hasattr(sys.modules.get(what), "__path__"):
             sys.modules.pop(what, None)  # it is run as __main__ and must not count as imported
         return lambda: runpy._run_module_as_main(what)  # type: ignore[attr-defined]
     if kind == "-c":
         sys.argv = ["-c", *words]
-        sys.path[:0] = ["", *own]
+        sys.path[:0] = ["", *search_path]
         return lambda: exec(compile(what, "<string>", "exec"), module.__dict__)
     sys.argv = [what, *words]
-    sys.path[:0] = [os.path.dirname(os.path.realpath(what)), *own]
+    sys.path[:0] = [os.path.dirname(os.path.realpath(what)), *search_path]
     module.__dict__.update(__file__=what, __cached__=None, __package__=None)
     return lambda: exec(compile(Path(what).read_bytes(), what, "exec"), module.__dict__)
 

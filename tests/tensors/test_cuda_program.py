@@ -62,21 +62,23 @@ def test_what_autocast_computes_in_fp32_is_cudas_list():
 
 
 def test_dropout_saves_a_byte_per_number_and_attention_no_mask():
-    kept: dict[str, int] = {}
+    saved_bytes: dict[str, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        kept[str(tensor.dtype)] = kept.get(str(tensor.dtype), 0) + tensor.untyped_storage().nbytes()
+        saved_bytes[str(tensor.dtype)] = (
+            saved_bytes.get(str(tensor.dtype), 0) + tensor.untyped_storage().nbytes()
+        )
         return tensor
 
     with cuda_program(), FakeTensorMode():
         inputs = torch.ones(2, 4, 64, 16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             F.dropout(inputs, 0.1, training=True)
-            assert kept == {"torch.bool": inputs.numel()}
-            kept.clear()
+            assert saved_bytes == {"torch.bool": inputs.numel()}
+            saved_bytes.clear()
             F.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.1)
         # The 2 x 4 x 64 x 64 probabilities are not saved
-        assert sum(kept.values()) < 6 * inputs.nbytes
+        assert sum(saved_bytes.values()) < 6 * inputs.nbytes
         assert F.dropout(inputs, 0.1, training=False) is inputs
 
 

@@ -25,12 +25,12 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         for leaf in tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 storage = leaf.untyped_storage()
-                shares = [storage._cdata == one.untyped_storage()._cdata for one in given]
-                same = [leaf is one for one in given]
+                shares = [storage._cdata == one.untyped_storage()._cdata for one in operands]
+                same = [leaf is one for one in operands]
                 self.lines.append(
                     (
                         *(str(func), tuple(leaf.shape), leaf.stride(), leaf.storage_offset()),
@@ -86,9 +86,9 @@ def odd():
         def forward(self, inputs):
             self.count += 1
             mixed = inputs @ self.weight
-            first, *others = mixed.split([2, 4], dim=1)
+            first, *tail = mixed.split([2, 4], dim=1)
             parts = mixed.unbind(0)
-            total = (first * self.count).sum() + others[0].t().reshape(-1).topk(2).values.sum()
+            total = (first * self.count).sum() + tail[0].t().reshape(-1).topk(2).values.sum()
             scaled = mixed * torch.tensor(2.0) + inputs.new_ones(()) + mixed.mean()
             low = scaled.to(torch.bfloat16) * self.count
             low.mul_(2).clamp_(min=0)
@@ -135,17 +135,17 @@ def without_norm_statistics(lines):
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_operation_gives_what_torchs_own_mode_gives(name, low):
-    own = steps(FakeMode(), MODELS[name], low=low)
+    ours = steps(FakeMode(), MODELS[name], low=low)
     again = steps(FakeMode(), MODELS[name], low=low)
     plain = FakeTensorMode()
     plain.cache_enabled = False  # cached results share no storage
     torchs = steps(plain, MODELS[name], low=low)
-    assert own == again
+    assert ours == again
     if name == "lstm":  # torch's fakes omit oneDNN's workspace: see `fake_kernels`
-        assert min(len(own), len(torchs)) > 50
+        assert min(len(ours), len(torchs)) > 50
         return
-    assert len(own) == len(torchs) > 50
-    assert without_norm_statistics(own) == without_norm_statistics(torchs)
+    assert len(ours) == len(torchs) > 50
+    assert without_norm_statistics(ours) == without_norm_statistics(torchs)
 
 
 def test_a_function_that_was_refused_is_refused_again():

@@ -82,9 +82,13 @@ def test_a_slice_of_memory_has_its_elements_in_any_order_of_dims():
         shape = drawn_shape(draw)
         order = draw.sample(range(len(shape)), len(shape))
         back = [order.index(dim) for dim in range(len(shape))]
-        held = torch.empty([shape[dim] for dim in order], dtype=torch.long).permute(back)
-        held.copy_(torch.arange(held.numel()).view(held.shape))
-        start = draw.randint(0, held.numel())
-        stop = draw.randint(start, held.numel())
-        wanted = held.as_strided((held.numel(),), (1,))[start:stop].tolist()
-        assert elements(slice_extents(held, start, stop)) == wanted, (held.stride(), start, stop)
+        strided = torch.empty([shape[dim] for dim in order], dtype=torch.long).permute(back)
+        strided.copy_(torch.arange(strided.numel()).view(strided.shape))
+        start = draw.randint(0, strided.numel())
+        stop = draw.randint(start, strided.numel())
+        wanted = strided.as_strided((strided.numel(),), (1,))[start:stop].tolist()
+        assert elements(slice_extents(strided, start, stop)) == wanted, (
+            strided.stride(),
+            start,
+            stop,
+        )

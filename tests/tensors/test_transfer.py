@@ -39,20 +39,20 @@ def mover(tmp_path) -> Iterator[ActivationOffloader]:
 
 
 def test_room_is_given_to_one_at_a_time_and_joined_again():
-    space, held = FileAllocator(), {}
+    space, file_space = FileAllocator(), {}
     generator = random.Random(3)
     for _ in range(2000):
-        if held and generator.random() < 0.5:
-            place = generator.choice([*held])
-            space.release(place, held.pop(place))
+        if file_space and generator.random() < 0.5:
+            location = generator.choice([*file_space])
+            space.release(location, file_space.pop(location))
         else:
             size = generator.randrange(1, 50000)
-            place = space.allocate(size)
-            assert place % 4096 == 0
-            assert all(place >= p + s or place + size <= p for p, s in held.items())
-            held[place] = size
-    for place, size in held.items():
-        space.release(place, size)
+            location = space.allocate(size)
+            assert location % 4096 == 0
+            assert all(location >= p + s or location + size <= p for p, s in file_space.items())
+            file_space[location] = size
+    for location, size in file_space.items():
+        space.release(location, size)
     assert space._free == [(0, space.end)]
     end = space.end
     assert space.allocate(end) == 0
@@ -119,7 +119,7 @@ def test_a_system_that_writes_and_reads_a_little_at_a_time(mover, monkeypatch):
     for name in ("pwritev", "preadv"):
         whole = getattr(os, name)
         monkeypatch.setattr(
-            f"os.{name}", lambda fd, views, place, m=whole: m(fd, [views[0][:50001]], place)
+            f"os.{name}", lambda fd, views, position, m=whole: m(fd, [views[0][:50001]], position)
         )
     assert same(train(mixed, mover), plain)
 
@@ -167,8 +167,8 @@ class Stream:
     def __init__(self, cuda: Cuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 
-    def wait_stream(self, other) -> None:
-        self.cuda.told.append(f"{self.name} waits for all of {other.name}")
+    def wait_stream(self, other_stream) -> None:
+        self.cuda.told.append(f"{self.name} waits for all of {other_stream.name}")
 
     def record_event(self) -> Event:
         self.cuda.events += 1
@@ -240,9 +240,9 @@ def test_a_file_has_one_buffer_while_the_other_is_copied(cuda, tmp_path, monkeyp
     for name in ("pwritev", "preadv"):
         whole = getattr(os, name)
 
-        def noted(fd, views, place, whole=whole, name=name):
+        def noted(fd, views, offset, whole=whole, name=name):
             cuda.told.append(f"{name[1:-1]} {len(views[0])}")
-            return whole(fd, views, place)
+            return whole(fd, views, offset)
 
         monkeypatch.setattr(os, name, noted)
     copies = HostCopies(torch.device("cuda", 0))

@@ -72,8 +72,8 @@ def test_a_run_is_predicted_as_the_planner_predicts_its_plan(pp, tp, schedule):
         work.model, work.micro_batch, lambda *_: work.loss, work.make_optimizer, CPU
     )
     evaluator = PlanEvaluator(job, library, StepTimer(cluster(ranks)), {"torch": 0.0}, cut=pp > 1)
-    given = {"pp": pp, "tp": tp, "most_ranks": tp, "rows": 2, "engines": engines}
-    space = SearchSpace(ranks, ranks, 8, 4, **given)
+    search_options = {"pp": pp, "tp": tp, "most_ranks": tp, "rows": 2, "engines": engines}
+    space = SearchSpace(ranks, ranks, 8, 4, **search_options)
     candidate = next(c for c in space.candidates() if c.schedule == schedule)
     judged = evaluator.evaluate(candidate, evaluator.plan_of(candidate), GIB)
     assert isinstance(judged, EvaluatedPlan)
@@ -87,9 +87,9 @@ def test_a_run_is_predicted_as_the_planner_predicts_its_plan(pp, tp, schedule):
 
 def test_recomputation_takes_its_time():
     job, setup = setup_of("single", 1, "strategy.recompute=full")
-    kept = forecast(job, replace(setup, resolved=replace(setup.resolved, policies={})))
+    without = forecast(job, replace(setup, resolved=replace(setup.resolved, policies={})))
     again = forecast(job, setup)
-    assert kept.seconds < again.seconds < 1.4 * kept.seconds
+    assert without.seconds < again.seconds < 1.4 * without.seconds
 
 
 def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
@@ -112,13 +112,13 @@ def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
 def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
     """A slice has half of the products; the exchanges between them do not overlap."""
     words = ("train.micro_batch_size=2", "model.chunked_loss=false", "model.args.width=512")
-    here = cluster(2)
+    two_devices = cluster(2)
     seconds = {}
     for name, more in (("plain", ()), ("again", ("strategy.recompute=full",))):
         job, setup = setup_of("tensor", 2, *words, *more)
         (profile,) = forecast_rank(setup.resolved, setup.workload).profiles
         sent = [
-            collective_seconds(one.kind, one.nbytes, 2, 1, here, after_work=True)
+            collective_seconds(one.kind, one.nbytes, 2, 1, two_devices, after_work=True)
             for one in profile.exchanges
         ]
         seconds[name] = forecast(job, setup).parts
@@ -128,7 +128,9 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
         assert len(sent) == 4 * (4 if name == "plain" else 5) + 4
         assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
         whole_job, whole = setup_of("single", 1, *words, *more)
-        clock = RunClock(whole_job, whole.resolved, whole.workload, StepTimer(here), at_once=0)
+        clock = RunClock(
+            whole_job, whole.resolved, whole.workload, StepTimer(two_devices), at_once=0
+        )
         alone = clock.forecast().parts["compute"]
         assert 0.5 * alone < seconds[name]["compute"] < 0.6 * alone
     assert seconds["again"]["exchange"] > seconds["plain"]["exchange"]

@@ -100,13 +100,13 @@ def seconds(cluster: Cluster, work: OpLog) -> float:
 
 def test_small_products_are_slower_on_a_gpu_and_as_before_elsewhere() -> None:
     alone = CPU.node.model_copy(update={"devices": 1, "cores": 1})
-    here = CPU.model_copy(update={"node": alone})
-    device = here.device.model_copy(update={"processors": 108})  # has no effect on a CPU
+    with_processors = CPU.model_copy(update={"node": alone})
+    device = with_processors.device.model_copy(update={"processors": 108})  # has no effect on a CPU
     unknown = A100.device.model_copy(update={"processors": None})
     block = sections().sections[1].forward.scaled(1000)
     for cluster in (
-        here,
-        here.model_copy(update={"device": device}),
+        with_processors,
+        with_processors.model_copy(update={"device": device}),
         A100.model_copy(update={"device": unknown}),
     ):
         assert StepTimer(cluster).op_seconds(block) == pytest.approx(seconds(cluster, block))
@@ -163,10 +163,10 @@ def issuing(**seconds: float) -> Cluster:
     kinds = {
         kind: {"latency": 1e-4, "bandwidth": 1e9, "issue": issue} for kind, issue in seconds.items()
     }
-    here = CPU.model_dump()
-    here["inside"]["kinds"] = kinds
-    here["node"] |= {"devices": 8, "cores": 8}
-    return Cluster.model_validate(here)
+    values = CPU.model_dump()
+    values["inside"]["kinds"] = kinds
+    values["node"] |= {"devices": 8, "cores": 8}
+    return Cluster.model_validate(values)
 
 
 def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:

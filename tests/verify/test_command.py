@@ -260,10 +260,10 @@ def recording(folder, gradient, loss=1.0, updated=True):
 
 
 def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(tmp_path):
-    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
+    first_gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
     two = {"a": torch.tensor([1.0, 2.2]), "b": torch.tensor([2e-9])}
     differences = compare_recordings(
-        recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5)
+        recording(tmp_path / "1", first_gradients), recording(tmp_path / "2", two, loss=1.5)
     )
     assert differences.loss == pytest.approx(0.5)
     assert differences.gradient == pytest.approx(0.1)
@@ -275,9 +275,9 @@ def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(t
 
 
 def test_weights_that_are_never_updated_do_not_pass(tmp_path):
-    one = recording(tmp_path / "1", {"a": torch.full((4,), 0.1)})
+    first_recording = recording(tmp_path / "1", {"a": torch.full((4,), 0.1)})
     idle = compare_recordings(
-        one, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False)
+        first_recording, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False)
     )
     assert idle.gradient == 0
     assert idle.update == pytest.approx(1.0, rel=1e-3)
@@ -285,15 +285,15 @@ def test_weights_that_are_never_updated_do_not_pass(tmp_path):
 
 
 def test_missing_and_unfinished_numbers_never_pass(tmp_path):
-    one = recording(tmp_path / "1", {"a": torch.ones(2)})
-    lacks = compare_recordings(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
+    first_recording = recording(tmp_path / "1", {"a": torch.ones(2)})
+    lacks = compare_recordings(first_recording, recording(tmp_path / "2", {"b": torch.ones(2)}))
     assert lacks.missing == ("a", "b")
     assert not lacks.passed(Tolerance(9.0, 9.0, 9.0))
     broken = compare_recordings(
-        one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
+        first_recording, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
     )
     assert not broken.passed(Tolerance.of("bf16"))
     endless = compare_recordings(
-        one, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan"))
+        first_recording, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan"))
     )
     assert not endless.passed(Tolerance.of("bf16"))

@@ -131,8 +131,8 @@ def test_wrong_input(tmp_path, monkeypatch, capsys, words, message):
 
 
 def test_the_sizes_of_a_model_are_found():
-    own = load_job(None, "single", ["model.name=support.odd_strategies:Net"])
-    assert model_sizes(own, torch.nn.Identity()) == {"num_classes": 10}
+    job = load_job(None, "single", ["model.name=support.odd_strategies:Net"])
+    assert model_sizes(job, torch.nn.Identity()) == {"num_classes": 10}
     model = SimpleNamespace(config=SimpleNamespace(num_layers=4, width=256, bias=True, rate=0.5))
     changed = load_job(None, "single", ["model.args={width: 32}"])
     assert model_sizes(changed, model) == {"num_layers": 4, "width": 32}

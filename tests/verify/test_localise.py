@@ -84,11 +84,11 @@ BATCHES = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i i
 
 
 def found(tmp_path, model, **wrong):
-    one = write_run(tmp_path / "one", Model(), [BATCHES])
+    expected_folder = write_run(tmp_path / "one", Model(), [BATCHES])
     parts = [BATCHES[:2], BATCHES[2:]]
-    other = write_run(tmp_path / "other", model, parts, dp=2, **wrong)
-    differences = compare_recordings(one, other)
-    return first_difference(one, other, differences, TOLERANCE)
+    actual_folder = write_run(tmp_path / "other", model, parts, dp=2, **wrong)
+    differences = compare_recordings(expected_folder, actual_folder)
+    return first_difference(expected_folder, actual_folder, differences, TOLERANCE)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

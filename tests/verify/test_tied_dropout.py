@@ -138,14 +138,14 @@ def test_what_several_stages_run_is_named():
 
 def test_a_call_that_a_stage_skips_counts():
     model, rows = nn.Sequential(*[nn.Dropout(0.5)] * 2), torch.ones(4, 6, 8)
-    both = output(model, rows, [4])
+    both_stages = output(model, rows, [4])
     calls = iter((lambda x: x, model[0]._call_impl))
     model[0]._compiled_call_impl = lambda x: next(calls)(x)
     second = output(model, rows, [4])
     assert not torch.equal(second, rows)
     first_only = iter((model[0]._call_impl, lambda x: x))
     model[0]._compiled_call_impl = lambda x: next(first_only)(x)
-    assert torch.equal(output(model, rows, [4]) * second, both)
+    assert torch.equal(output(model, rows, [4]) * second, both_stages)
 
 
 def test_micro_batches_that_are_taken_ahead_are_noticed():
@@ -191,12 +191,12 @@ def masks_in_slices(context, name, modes):
         for sequence_dim in (None, 1):
             group = slice_group(context, sequence_dim=sequence_dim)
             group.draws.whole = True
-            loss, own, not_tied = tied_pass(built(case, group, mode), inputs)
+            loss, input_gradients, not_tied = tied_pass(built(case, group, mode), inputs)
             apart = [(loss - wanted).abs() / wanted]
             for key, gradient in gradients.items():
                 if key in case.slices:
                     gradient = case.slices[key].local(gradient, group.rank, group.size)
-                apart.append((own[key] - gradient).abs().max())
+                apart.append((input_gradients[key] - gradient).abs().max())
             differences[mode, sequence_dim] = float(max(apart)), not_tied
     return differences, untied
 

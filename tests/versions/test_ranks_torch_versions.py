@@ -43,15 +43,15 @@ def gradients(*, split: bool) -> list[Any]:
     model = Twice().double()
     x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
     outputs = model(x)
-    given = [torch.randn_like(out) for out in outputs]
+    out_gradients = [torch.randn_like(out) for out in outputs]
     if split:
         edges = [get_gradient_edge(out) for out in outputs]
-        input_gradients, groups = backward_for_inputs(edges, given, [x], model.parameters())
+        input_gradients, groups = backward_for_inputs(edges, out_gradients, [x], model.parameters())
         assert input_gradients[0] is x.grad
         assert all(parameter.grad is None for parameter in model.parameters())
         backward_for_weights(model.parameters(), groups)
     else:
-        torch.autograd.backward(outputs, given)
+        torch.autograd.backward(outputs, out_gradients)
     return [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
@@ -68,17 +68,17 @@ def test_attention_on_a_cpu_counts() -> None:
     products = 2 * 2 * 3 * 8 * 8 * 16  # two FLOPs for each of m, n, k and the batch
     assert flops_of(forward.default, (query, query, query), {}, result) == 2 * products
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = (result[0], query, query, query, *result, 0.0, False)
-    assert flops_of(back.default, given, {}, back(*given)) == 5 * products
+    arguments = (result[0], query, query, query, *result, 0.0, False)
+    assert flops_of(back.default, arguments, {}, back(*arguments)) == 5 * products
 
 
 def exchanged(context: RunContext) -> tuple[list[float], list[float], int | None]:
     context.recorder.traffic.begin()
-    own, group = torch.full((2,), float(context.rank)), context.group()
+    rank_value, group = torch.full((2,), float(context.rank)), context.group()
     whole, share = torch.empty(4), torch.empty(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        all_gather_single(whole, own, group=group)
+        all_gather_single(whole, rank_value, group=group)
         reduce_scatter_single(share, whole, group=group)
     counted = context.recorder.traffic.end()
     return whole.tolist(), share.tolist(), counted and counted["all_gather", 2]

@@ -40,9 +40,9 @@ assert not os.path.exists(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
 def test_one_rank_trains_silently_and_nothing_is_compiled(tmp_path):
-    here = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2])
     names = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env = {**names, "PYTHONPATH": here, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    env = {**names, "PYTHONPATH": root, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     done = subprocess.run(
         [sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=120
     )

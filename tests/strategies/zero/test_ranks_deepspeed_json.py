@@ -19,10 +19,10 @@ def test_it_trains_to_the_numbers_of_one_process(tmp_path):
     }
     path = written(tmp_path, zero_optimization=zero, scheduler=scheduler)
     keys = {"optim.clip_norm": 0.5, "train.micro_batch_size": 2}
-    one = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
+    single = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
     named = {**keys, "strategy.deepspeed": path}
     for record in run_ranks(train, 2, TinyLM, tokens(22), "zero1", named):
-        assert largest_difference(one, record) < 1e-5
+        assert largest_difference(single, record) < 1e-5
     # Its values are exact in bf16, so every engine starts equally
     low = {**named, "train.precision": "bf16"}
     plain = run_ranks(train, 2, TinyLM, tokens(22), "zero1", {**keys, "train.precision": "bf16"})

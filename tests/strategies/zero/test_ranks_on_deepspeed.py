@@ -177,9 +177,9 @@ def convolving(context, strategy, precision):
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
-    one = run_ranks(convolving, 2, "ddp", "fp32")[0]
+    ddp = run_ranks(convolving, 2, "ddp", "fp32")[0]
     record = run_ranks(convolving, 2, strategy, "fp32")[0]
-    assert largest_difference(one, record) < 1e-5
+    assert largest_difference(ddp, record) < 1e-5
     with pytest.raises(
         AssertionError, match="BatchNorm2d takes no bf16 weights.*--strategy zero1_torch"
     ):
@@ -197,13 +197,13 @@ NUMBERS = [("ddp", 2, "zero1", 2, adamw, "fp32"), ("zero2", 2, "zero1_torch", 2,
 
 
 @pytest.mark.parametrize(
-    "way",
+    "direction",
     fewer([(way,) for way in WAYS + NUMBERS], 3),
     ids=lambda way: f"{way[0]}-{way[2]}-{way[5]}",
 )
-def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
-    saver, savers, loader, loaders, optimizer, precision = way
-    about = (precision, Gained if way in NUMBERS else TinyLM)
+def test_a_checkpoint_goes_from_one_strategy_to_another(direction, tmp_path):
+    saver, savers, loader, loaders, optimizer, precision = direction
+    about = (precision, Gained if direction in NUMBERS else TinyLM)
     saved = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None, *about)
     path, losses = saved[0]
     again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, *about)
@@ -223,8 +223,8 @@ MIXED = [
 @pytest.fixture(scope="module")
 def mixed() -> list[Record]:
     unused = {"strategy.replicate.find_unused_parameters": True}
-    ways = [(model, {**keys, **unused}, *how) for model, keys, *how in MIXED]
-    return run_ranks(several, 2, "ddp", ways)[0]
+    cases = [(model, {**keys, **unused}, *how) for model, keys, *how in MIXED]
+    return run_ranks(several, 2, "ddp", cases)[0]
 
 
 @pytest.mark.parametrize("strategy", fewer([*STAGES, *OFFLOADED], 2))

@@ -64,33 +64,33 @@ def test_it_equals_one_process_in_float64(expected, strategy, world_size, rows):
 def test_three_ranks_accumulate_without_losing_a_bit_that_matters(strategy):
     """Unlike with 2 or 4 ranks, multiplying and dividing by the number of ranks rounds."""
     keys = {**FP64, "train.global_batch_size": 9}
-    one = once(1, TinyLM, ragged, "single", keys)
+    single = once(1, TinyLM, ragged, "single", keys)
     keys["train.micro_batch_size"] = 1
     for record in run_ranks(train, 3, TinyLM, tokens(22), strategy, keys):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_it_equals_one_process_in_float32(strategy):
-    one = once(1, TinyLM, ragged, "single", {})
+    single = once(1, TinyLM, ragged, "single", {})
     keys = {"train.micro_batch_size": 2, "strategy.replicate.bucket_size": 64}
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, keys):
-        assert largest_difference(one, record) < 1e-5
+        assert largest_difference(single, record) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_adamw_has_the_same_losses(strategy):
-    one = once(1, TinyLM, ragged, "single", {}, 10, adamw)
+    single = once(1, TinyLM, ragged, "single", {}, 10, adamw)
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, {}, 10, adamw):
-        assert record.losses == pytest.approx(one.losses, abs=2e-6)
+        assert record.losses == pytest.approx(single.losses, abs=2e-6)
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_bf16_is_that_of_ddp(strategy):
     keys = {"train.precision": "bf16", "optim.clip_norm": 0.5, "train.micro_batch_size": 2}
-    one = once(2, TinyLM, ragged, "ddp", keys)
+    ddp = once(2, TinyLM, ragged, "ddp", keys)
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, keys):
-        assert record.losses == pytest.approx(one.losses, rel=5e-3)
+        assert record.losses == pytest.approx(ddp.losses, rel=5e-3)
         assert all(t.dtype == torch.float32 for t in record.weights.values())
 
 
@@ -120,9 +120,9 @@ def small_images() -> TensorSamples:
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
-    one = once(2, TinyConv, small_images, "ddp", FP64)
+    ddp = once(2, TinyConv, small_images, "ddp", FP64)
     record = run_ranks(train, 2, TinyConv, small_images(), strategy, FP64)[0]
-    assert largest_difference(one, record) < 1e-10
+    assert largest_difference(ddp, record) < 1e-10
 
 
 def one_weight() -> nn.Module:
@@ -131,18 +131,18 @@ def one_weight() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_fewer_parameters_than_ranks(strategy):
-    one = once(1, one_weight, small_images, "single", FP64)
+    single = once(1, one_weight, small_images, "single", FP64)
     for record in run_ranks(train, 4, one_weight, small_images(), strategy, FP64):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def test_the_last_micro_batch_may_do_without_a_parameter():
     """The sum of the earlier micro-batches was averaged once, and must stay so."""
     keys = {**FP64, "train.micro_batch_size": 2}
     unused = {"strategy.replicate.find_unused_parameters": True}
-    one = once(2, Sometimes, ragged, "ddp", {**keys, **unused})
+    ddp = once(2, Sometimes, ragged, "ddp", {**keys, **unused})
     for record in run_ranks(train, 2, Sometimes, tokens(22), "sharded_ddp", keys):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(ddp, record) < 1e-10
 
 
 class Joined(nn.Module):
@@ -160,9 +160,9 @@ class Joined(nn.Module):
 
 def test_gradients_that_share_memory_are_sent_one_by_one():
     keys = {**FP64, "train.micro_batch_size": 2}
-    one = once(1, Joined, small_images, "single", keys)
+    single = once(1, Joined, small_images, "single", keys)
     for record in run_ranks(train, 2, Joined, small_images(), "sharded_ddp", keys):
-        assert largest_difference(one, record) < 1e-10
+        assert largest_difference(single, record) < 1e-10
 
 
 def in_two_groups(parameters):
@@ -192,9 +192,9 @@ def trained_with_rates(context, strategy):
 @pytest.mark.parametrize("strategy", BOTH)
 def test_rates_and_groups_reach_the_optimizer_that_does_the_work(strategy):
     """An evaluation between the steps changes nothing."""
-    one = run_ranks(trained_with_rates, 1, "single")[0]
+    single = run_ranks(trained_with_rates, 1, "single")[0]
     for losses in run_ranks(trained_with_rates, 2, strategy):
-        assert losses == pytest.approx(one, abs=2e-6)
+        assert losses == pytest.approx(single, abs=2e-6)
 
 
 WAYS = [("ddp", 2, "oss", 4, sgd), ("oss", 4, "ddp", 2, adamw), ("ddp", 4, "sharded_ddp", 2, adamw)]
@@ -202,10 +202,10 @@ WAYS += [("sharded_ddp", 2, "ddp", 4, sgd), ("oss", 2, "sharded_ddp", 4, adamw)]
 
 
 @pytest.mark.parametrize(
-    "way", fewer([(way,) for way in WAYS], 2), ids=lambda way: f"{way[0]}-{way[2]}"
+    "direction", fewer([(way,) for way in WAYS], 2), ids=lambda way: f"{way[0]}-{way[2]}"
 )
-def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
-    saver, savers, loader, loaders, optimizer = way
+def test_a_checkpoint_goes_from_one_strategy_to_another(direction, tmp_path):
+    saver, savers, loader, loaders, optimizer = direction
     path, losses = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None)[0]
     again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path)
     for _, rank_losses in again:
@@ -295,10 +295,10 @@ def without_streams(context, fn, *args):
 def test_stage_3_equals_one_process(world_size):
     """On a CPU with stand-ins for the streams: the sharding, and the gathered state."""
     keys = {"optim.clip_norm": 0.5}
-    one = once(1, Stack, ragged, "single", keys)
+    single = once(1, Stack, ragged, "single", keys)
     args = (Stack, tokens(22), "fairscale_fsdp", {**keys, "train.micro_batch_size": 1})
     for record in run_ranks(without_streams, world_size, train, *args):
-        assert largest_difference(one, record) < 1e-5
+        assert largest_difference(single, record) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,9 @@ def test_the_numbers_are_those_of_one_process(expected, strategy, world_size):
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_adamw_has_the_same_losses_over_ten_steps(strategy):
-    one = run_ranks(train, 1, Deep, tokens(22), "single", {}, 10, adamw)[0]
+    single = run_ranks(train, 1, Deep, tokens(22), "single", {}, 10, adamw)[0]
     for record in run_ranks(train, 2, Deep, tokens(22), strategy, {}, 10, adamw):
-        assert record.losses == pytest.approx(one.losses, abs=2e-6)
+        assert record.losses == pytest.approx(single.losses, abs=2e-6)
 
 
 def gentle(parameters: Any) -> torch.optim.Optimizer:
@@ -121,18 +121,18 @@ def gentle(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("strategy", fewer([*PRESETS, "ddp"], 2))
 def test_bf16_stays_near_and_the_saved_weights_are_fp32(strategy):
     bf16 = {"train.precision": "bf16"}
-    one = run_ranks(train, 1, Deep, tokens(22), "single", bf16, 10, gentle)[0]
+    single = run_ranks(train, 1, Deep, tokens(22), "single", bf16, 10, gentle)[0]
     record = run_ranks(train, 2, Deep, tokens(22), strategy, bf16, 10, gentle)[0]
-    assert record.losses == pytest.approx(one.losses, rel=5e-3)
+    assert record.losses == pytest.approx(single.losses, rel=5e-3)
     assert {t.dtype for t in record.weights.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_batchnorm_works_in_bf16(strategy):
     keys = {"train.precision": "bf16", "train.global_batch_size": 8}
-    one = run_ranks(train, 2, TinyConv, images(), "ddp", keys, 4, gentle)[0]
+    ddp = run_ranks(train, 2, TinyConv, images(), "ddp", keys, 4, gentle)[0]
     record = run_ranks(train, 2, TinyConv, images(), strategy, keys, 4, gentle)[0]
-    assert record.losses == pytest.approx(one.losses, rel=5e-3)
+    assert record.losses == pytest.approx(ddp.losses, rel=5e-3)
 
 
 def peak_of(context, strategy, keys, optimizer):
@@ -197,10 +197,10 @@ def saved_and_continued(context, strategy, folder, steps, resume):
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_checkpoints_go_from_any_strategy_and_world_size_to_any(strategy, tmp_path):
-    there = tmp_path / "there"
+    second_folder = tmp_path / "there"
     whole, _ = run_ranks(saved_and_continued, 1, "single", tmp_path / "one", 4, None)[0]
     _, plain = run_ranks(saved_and_continued, 2, "ddp", tmp_path / "ddp", 2, None)[0]
-    resumed, sharded = run_ranks(saved_and_continued, 4, strategy, there, 1, plain)[0]
+    resumed, sharded = run_ranks(saved_and_continued, 4, strategy, second_folder, 1, plain)[0]
     last, _ = run_ranks(saved_and_continued, 2, "ddp", tmp_path / "again", 1, sharded)[0]
     assert [*resumed, *last] == pytest.approx(whole[2:], abs=2e-6)
 

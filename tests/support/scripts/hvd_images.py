@@ -71,11 +71,11 @@ def main(folder: str, epochs: str) -> None:
     torch.manual_seed(hvd.rank())
     begun = max((n for n in range(1, 9) if (Path(folder) / f"{n}.pth.tar").exists()), default=0)
     begun = hvd.broadcast(torch.tensor(begun), root_rank=0, name="resume_from_epoch").item()
-    train, held = images(44, 1), images(16, 2)
+    train, held_out = images(44, 1), images(16, 2)
     sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(train, batch_size=BATCH * PASSES, sampler=sampler)
-    held_sampler = DistributedSampler(held, num_replicas=hvd.size(), rank=hvd.rank())
-    held_loader = DataLoader(held, batch_size=BATCH, sampler=held_sampler)
+    held_sampler = DistributedSampler(held_out, num_replicas=hvd.size(), rank=hvd.rank())
+    held_loader = DataLoader(held_out, batch_size=BATCH, sampler=held_sampler)
     model = resnet()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=BASE_LR * PASSES * hvd.size(), momentum=0.9, weight_decay=5e-5
