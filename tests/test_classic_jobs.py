@@ -38,7 +38,8 @@ def small(tmp_path_factory):
     return root
 
 
-def started(job, folder, cwd, *words):
+def start_job(job, folder, cwd, *words):
+    """Run a job for two steps from the small data sets."""
     lengths = ["train.steps=2", "train.epochs=null", "train.global_batch_size=4"]
     quick = ["memory.predict=false", "memory.track_steps=0", "checkpoint.at_end=false"]
     words = [*lengths, *quick, *JOBS[job][1], *words]
@@ -47,7 +48,7 @@ def started(job, folder, cwd, *words):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_each_runs_from_its_files(job, small, tmp_path):
-    done = started(job, small / job, tmp_path, "log.name=run")
+    done = start_job(job, small / job, tmp_path, "log.name=run")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "run"
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
@@ -70,7 +71,7 @@ def test_a_damaged_file_ends_in_one_line_before_ranks_connect(job, small, tmp_pa
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     try:
-        done = started(job, small / job, tmp_path)
+        done = start_job(job, small / job, tmp_path)
     finally:
         file.write_bytes(content)
     assert done.returncode == 2
@@ -82,7 +83,7 @@ def test_a_damaged_file_ends_in_one_line_before_ranks_connect(job, small, tmp_pa
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_missing_split_is_named(job, small, tmp_path):
-    done = started(job, small, tmp_path)
+    done = start_job(job, small, tmp_path)
     assert done.returncode == 2
     assert f"{small}" in done.stderr
     assert "does not exist" in done.stderr

@@ -267,7 +267,7 @@ SCRIPTS = {"my.py", "my_loop.py", "script.py"}
 """Scripts of the reader, which do not exist here."""
 
 
-def trained(words: list[str]) -> list[str]:
+def as_train_command(words: list[str]) -> list[str]:
     """A training command in the form `bigtrain train -n N`; other commands unchanged."""
     if "-m" in words:  # the installed package instead of the script
         at = words.index("-m")
@@ -288,7 +288,7 @@ def test_commands_in_the_pages_can_be_read(page, words, tmp_path, monkeypatch):
     )
     (tmp_path / "path.yaml").write_text(strategy_text)
     monkeypatch.chdir(tmp_path)
-    words = trained(words)
+    words = as_train_command(words)
     if SCRIPTS & set(words) or words == ["bigtrain", "train"]:
         return
     if words[0] == "python":

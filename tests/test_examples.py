@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.peaks import settled
+from support.peaks import repeat_if_above
 from support.zygote import forked_script, interpreter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -70,7 +70,7 @@ def test_a_script_for_horovod_computes_the_same_on_any_number_of_ranks() -> None
 @pytest.mark.parametrize(("strategy", "ranks"), [("single+full", 1), ("1f1b+full", 2), ("fsdp", 2)])
 def test_the_predicted_memory_stands_beside_the_measured(strategy: str, ranks: int) -> None:
     line = re.compile(r"^rank (\d): predicted (\d+), measured (\d+)$", re.MULTILINE)
-    rows = settled(
+    rows = repeat_if_above(
         lambda: line.findall(run("predicted_memory.py", strategy, ranks=ranks)),
         lambda row: int(row[2]) > 1.01 * int(row[1]),
     )

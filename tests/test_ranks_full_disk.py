@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.survival import LIMIT_S, Curve, RunFolder, uninterrupted
+from support.survival import LIMIT_S, Curve, RunFolder, uninterrupted_curve
 from support.zygote import interpreter
 
 
@@ -23,7 +23,7 @@ def run_folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    return uninterrupted(tmp_path_factory.mktemp("expected"))
+    return uninterrupted_curve(tmp_path_factory.mktemp("expected"))
 
 
 class Disk:

@@ -41,7 +41,8 @@ def as_root():
         pytest.skip("network namespaces need root, iproute2 and /dev/net/tun")
 
 
-def started(*words: str) -> subprocess.Popen[str]:
+def start_hosts(*words: str) -> subprocess.Popen[str]:
+    """Start hosts.py with these words."""
     command = [sys.executable, str(HOSTS), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -115,7 +116,7 @@ def test_without_root_it_says_what_to_do(monkeypatch):
 
 def test_hosts_know_each_other_and_nothing_is_left(as_root):
     script = 'hostname; ssh host1 "hostname; echo of $RANK"; pdsh -w host0,host1 echo %h is %n'
-    process = started("--first", "--", "sh", "-c", script)
+    process = start_hosts("--first", "--", "sh", "-c", script)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     lines = out.splitlines()
@@ -126,7 +127,7 @@ def test_hosts_know_each_other_and_nothing_is_left(as_root):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_leaves_nothing(as_root, number):
-    process = started("--", "sh", "-c", "echo up; sleep 60")
+    process = start_hosts("--", "sh", "-c", "echo up; sleep 60")
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
     process.send_signal(number)
@@ -136,13 +137,13 @@ def test_a_stop_leaves_nothing(as_root, number):
 
 
 def test_what_a_killed_process_leaves_is_removed(as_root):
-    with started("--", "sh", "-c", "echo up; sleep 60 & sleep 60") as process:
+    with start_hosts("--", "sh", "-c", "echo up; sleep 60 & sleep 60") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.kill()
         process.wait()
         assert len(left_of(process)) == 3
-        out, _ = started("--remove").communicate(timeout=60)
+        out, _ = start_hosts("--remove").communicate(timeout=60)
     assert f"{hosts.PREFIX}{process.pid}-0" in out
     assert left_of(process) == []
 
@@ -171,7 +172,7 @@ def test_launchers_train_over_two_hosts(as_root, tmp_path, launcher):
     for program in ("munged", "slurmctld", "slurmd", "srun") if launcher == "srun" else ():
         find(program)
     train = [str(ROOT / "bigtrain" / "train.py"), *LENET, f"log.dir={tmp_path}", "log.name=run"]
-    process = started("--delay", "1ms", "--rate", "100mbit", *LAUNCHERS[launcher], *train)
+    process = start_hosts("--delay", "1ms", "--rate", "100mbit", *LAUNCHERS[launcher], *train)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

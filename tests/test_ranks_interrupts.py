@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.programs import ROOT
-from support.survival import LIMIT_S, Curve, RunFolder, uninterrupted
+from support.survival import LIMIT_S, Curve, RunFolder, uninterrupted_curve
 from support.zygote import interpreter, surroundings
 
 BIGTRAIN = [interpreter(), "-m", "bigtrain", "train"]
@@ -33,7 +33,7 @@ def run_folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    return uninterrupted(tmp_path_factory.mktemp("expected"))
+    return uninterrupted_curve(tmp_path_factory.mktemp("expected"))
 
 
 class Terminal:

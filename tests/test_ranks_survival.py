@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.cluster import find, slurm
 from support.programs import ROOT
-from support.survival import LIMIT_S, Curve, RunFolder, uninterrupted
+from support.survival import LIMIT_S, Curve, RunFolder, uninterrupted_curve
 from support.zygote import interpreter, surroundings
 
 
@@ -26,7 +26,7 @@ def run_folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    return uninterrupted(tmp_path_factory.mktemp("expected"))
+    return uninterrupted_curve(tmp_path_factory.mktemp("expected"))
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

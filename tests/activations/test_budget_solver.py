@@ -19,7 +19,7 @@ from bigtrain.activations.budget_solver import (
 )
 
 
-def enumerated(menu, room, tail, waiting):
+def enumerate_choices(menu, room, tail, waiting):
     """The least (seconds, peak) within `room`, among all combinations of choices."""
     best = None
     for picks in itertools.product(*(range(len(prices)) for prices in menu)):
@@ -43,7 +43,7 @@ def test_it_is_the_best_of_all(seed):
     ]
     room, tail, waiting = rng.randint(5, 200), rng.randint(0, 30), rng.choice([0, 0, 1, 3])
     answer = fastest_within(menu, room, tail, waiting)
-    expected = enumerated(menu, room, tail, waiting)
+    expected = enumerate_choices(menu, room, tail, waiting)
     if expected is None:
         assert answer is None
         assert lowest_peak(menu, tail, waiting).peak > room
@@ -94,6 +94,7 @@ def test_rounding_beyond_the_largest_front_stays_inside_the_room(monkeypatch):
 
 
 def chain(n, boundary, inside):
+    """n equal blocks, which may save everything or be recomputed."""
     keep = PolicyCost(boundary + inside, boundary + inside + boundary, 0.0)
     full = PolicyCost(boundary, boundary + inside + boundary, 1.0)
     return [[keep, full]] * n

@@ -19,8 +19,8 @@ from support.moving import (
     gates,
     gpt,
     mixed,
-    plainly,
     residual,
+    run_block,
     same,
     save_and_leave,
     train,
@@ -144,7 +144,7 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     carrier.told.clear()
     loss.backward()
     calls = [word for word in carrier.told if word != "take"]
-    takes = [sorted(int(t[5:]) for t in calls[a:b]) for a, b in _between(calls, "backward")]
+    takes = [sorted(int(t[5:]) for t in calls[a:b]) for a, b in calls_between(calls, "backward")]
     # The last block has not moved, and neither has the batch: the caller holds a reference to it.
     assert takes[:2] == [[10, 11, 12, 13, 14], [5, 6, 7, 8, 9]]
     assert len(takes[2]) == 4
@@ -153,7 +153,7 @@ def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     assert carrier.most_under_way <= 2 * 5
 
 
-def _between(calls: list[str], word: str) -> list[tuple[int, int]]:
+def calls_between(calls: list[str], word: str) -> list[tuple[int, int]]:
     marks = [n for n, call in enumerate(calls) if call == word] + [len(calls)]
     return [(a + 1, b) for a, b in zip(marks, marks[1:], strict=False)]
 
@@ -240,7 +240,7 @@ CHANGED = (
 def test_what_is_changed_in_place_is_refused_as_torch_does(mover, when, where):
     refused = {
         mover.offload: (BigtrainError, CHANGED + r"`x = x \+ y` and not `x \+= y`"),
-        plainly: (RuntimeError, "modified by an inplace operation"),
+        run_block: (RuntimeError, "modified by an inplace operation"),
     }
     for around, (error, message) in refused.items():
         base = torch.randn(2, 128, 128)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from support.recomputed import RECOMPUTE, WAYS, run
-from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, rows, settled_for
+from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, resolved_plan_for, rows
 from torch import nn
 
 
@@ -22,29 +22,29 @@ class Spectral(nn.Module):
         return x + self.b(torch.relu(self.a(x)))
 
 
-def keyword(block, x):
+def call_by_keyword(block, x):
     return block(x=x)
 
 
-def nested(block, x):
+def call_with_nested_tensors(block, x):
     return block(None, many=[x, x])
 
 
-def appending(block, x):
+def call_with_a_list(block, x):
     return block(x, seen=[0, 1])
 
 
-def called_twice(block, x):
+def call_twice(block, x):
     return block(block(x))
 
 
 CALLS = [
-    (keyword, "full", "fp32"),
-    (nested, "full", "bf16"),
-    (nested, "inputs moved", "fp32"),
-    (appending, "selective", "fp32"),
-    (called_twice, "full", "fp32"),
-    (called_twice, "selective", "bf16"),
+    (call_by_keyword, "full", "fp32"),
+    (call_with_nested_tensors, "full", "bf16"),
+    (call_with_nested_tensors, "inputs moved", "fp32"),
+    (call_with_a_list, "selective", "fp32"),
+    (call_twice, "full", "fp32"),
+    (call_twice, "selective", "bf16"),
 ]
 
 
@@ -86,7 +86,7 @@ class Shared(Blocks):
 
 
 def test_a_block_in_two_places_is_one_block():
-    assert "4 blocks keep: 4 everything;" in settled_for(Shared, 10**9).notes[0]
+    assert "4 blocks keep: 4 everything;" in resolved_plan_for(Shared, 10**9).notes[0]
     plain = run_ranks(run, 1, Shared, rows(), {})[0]
     recomputed = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
     assert plain[0] == recomputed[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from support.rooms import imported, sources, tree, uses
+from support.rooms import imported_names, sources, tree, used_modules
 
 import bigtrain
 from bigtrain import cli
@@ -89,7 +89,7 @@ READ_INDIRECTLY = {
 def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
     text = re.compile(r"\bbigtrain\.(strategies\.\w+)")
     for module, path in sources().items():
-        named = {o for o in uses(module) if o.startswith("strategies.")}
+        named = {o for o in used_modules(module) if o.startswith("strategies.")}
         named |= set(text.findall(path.read_text()))
         # The modules of one technique form a package and may import each other.
         package = ".".join(module.split(".")[:2])
@@ -105,7 +105,7 @@ def test_foreign_engines_are_imported_by_strategies_alone():
     for module, path in sources().items():
         within = module.startswith("strategies.")
         nodes = ast.walk(tree(path)) if not within else iter(tree(path).body)
-        roots = {name.partition(".")[0] for node in nodes for name in imported(node)}
+        roots = {name.partition(".")[0] for node in nodes for name in imported_names(node)}
         assert not roots & FOREIGN, (
             f"{module}: {roots & FOREIGN} may be imported only inside a strategy's function"
         )
@@ -173,9 +173,11 @@ def test_the_public_names_are_sorted_and_resolve():
     for node in tree(sources()[""]).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for inner in node.body:
-                checked |= {n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported(inner)}
+                checked |= {
+                    n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported_names(inner)
+                }
         else:
-            at_runtime += [n for n in imported(node) if n.startswith("bigtrain")]
+            at_runtime += [n for n in imported_names(node) if n.startswith("bigtrain")]
     assert checked == {name: f"bigtrain.{module}" for name, module in bigtrain._MODULE_OF.items()}
     assert not at_runtime
     for name in bigtrain.__all__:

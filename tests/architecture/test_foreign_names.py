@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.rooms import imported, sources, tree
+from support.rooms import imported_names, sources, tree
 
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED
 from bigtrain.strategies.fairscale_adapter import FAIRSCALE
@@ -77,7 +77,7 @@ def test_the_inside_of_a_library_is_imported_by_its_adapter_alone():
     path = re.compile(r"(deepspeed|fairscale)(\.[\w*]+)+")
     for module, node in outside().items():
         for inner in ast.walk(node):
-            names = [name if "." in name else f"{name}.*" for name in imported(inner)]
+            names = [name if "." in name else f"{name}.*" for name in imported_names(inner)]
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
                 names = [inner.value]
             strangers = {name for name in names if path.fullmatch(name)} - PUBLIC
@@ -138,7 +138,7 @@ def test_what_is_listed_is_used(adapter):
     for node in (*body, *users().values()):
         words |= {name for _, name, _ in attributes(node)}
         for inner in ast.walk(node):
-            words |= {name.rpartition(".")[2] for name in imported(inner)}
+            words |= {name.rpartition(".")[2] for name in imported_names(inner)}
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
                 words |= {inner.value, inner.value.strip(".")}
             elif isinstance(inner, ast.keyword):

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 
 import pytest
-from support.rooms import ORDER, sources, tree, uses
+from support.rooms import ORDER, sources, tree, used_modules
 
 
 def room(module: str) -> str:
@@ -26,7 +26,7 @@ def test_imports_go_to_lower_rooms():
     wrong = [
         f"{module} imports {other}"
         for module in sources()
-        for other in uses(module)
+        for other in used_modules(module)
         if height.get(room(other), -1) > height.get(room(module), -1)
         # The registry names the techniques as text: they are imported when they are chosen.
         and module not in ("", "core.registry")
@@ -57,7 +57,7 @@ def test_every_room_says_what_it_is_for():
 
 def test_no_module_imports_itself_round_a_corner():
     """The imports between modules have no cycle."""
-    graph = {module: set(uses(module)) for module in sources()}
+    graph = {module: set(used_modules(module)) for module in sources()}
     finished: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:

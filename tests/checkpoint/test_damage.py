@@ -72,7 +72,7 @@ def damage(draw, path):
     return kind, file.name
 
 
-def refused(written, tmp_path, number, seed):
+def count_refused_damages(written, tmp_path, number, seed):
     """Draw `number` damages of a checkpoint; count those of each kind that opening or loading
     refuses.
     """
@@ -98,12 +98,12 @@ def refused(written, tmp_path, number, seed):
 
 
 def test_forty_random_damages_are_refused_and_nothing_of_them_is_loaded(written, tmp_path):
-    assert sum(refused(written, tmp_path, 40, 5).values()) == 40
+    assert sum(count_refused_damages(written, tmp_path, 40, 5).values()) == 40
 
 
 @pytest.mark.full
 def test_a_thousand_random_damages_are_refused(written, tmp_path, capsys):
-    counts = refused(written, tmp_path, 1000, 6)
+    counts = count_refused_damages(written, tmp_path, 1000, 6)
     with capsys.disabled():
         print(f"\n{counts.total()} damages of a checkpoint, all refused: {dict(counts)}")
     assert counts.total() == 1000

@@ -51,7 +51,8 @@ def net():
     return nn.Sequential(OrderedDict(up=nn.Linear(3, 4), norm=nn.BatchNorm1d(4)))
 
 
-def converted(source, folder, **options):
+def convert_source(source, folder, **options):
+    """Convert a checkpoint into `folder / "made"` and open the result."""
     return Checkpoint(convert(open_source(source), folder / "made", **options).path)
 
 
@@ -76,7 +77,7 @@ WRAPPED = {
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_weights_are_found_in_what_torch_save_wrote(wrap, tmp_path):
     torch.save(wrap(net().state_dict()), tmp_path / "w.pt")
-    checkpoint = converted(tmp_path / "w.pt", tmp_path)
+    checkpoint = convert_source(tmp_path / "w.pt", tmp_path)
     assert_holds(checkpoint, net().state_dict())
     assert checkpoint.meta["step"] == 0
     assert checkpoint.meta["converted_from"] == "state dict in w.pt"
@@ -96,7 +97,7 @@ def test_tensors_of_any_layout_in_memory_are_read_in_order(tmp_path):
         "flags": torch.tensor([True, False]),
     }
     torch.save(values, tmp_path / "w.pth")
-    assert_holds(converted(tmp_path / "w.pth", tmp_path), values)
+    assert_holds(convert_source(tmp_path / "w.pth", tmp_path), values)
 
 
 def test_a_folder_as_the_hub_has_it(tmp_path):
@@ -108,7 +109,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
     (tmp_path / "config.json").write_text('{"architectures": ["Net"]}')
-    checkpoint = converted(tmp_path, tmp_path / "new", step=7, samples_seen=56)
+    checkpoint = convert_source(tmp_path, tmp_path / "new", step=7, samples_seen=56)
     assert_holds(checkpoint, state)
     assert (checkpoint.path.name, checkpoint.meta["samples_seen"]) == ("step-7", 56)
     assert (checkpoint.path / "config.json").read_text() == '{"architectures": ["Net"]}'
@@ -122,7 +123,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path):
 
 def test_older_files_of_torch_in_a_folder_as_the_hub_has_it(tmp_path):
     torch.save(net().state_dict(), tmp_path / "pytorch_model.bin")
-    assert_holds(converted(tmp_path, tmp_path / "new"), net().state_dict())
+    assert_holds(convert_source(tmp_path, tmp_path / "new"), net().state_dict())
 
 
 def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
@@ -139,7 +140,7 @@ def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
         files[file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     meta = {"format": 1, "step": 5, "samples_seen": 40, "random": [], "seed": 9, "files": files}
     (old / "state.json").write_text(json.dumps(meta))
-    checkpoint = converted(tmp_path, tmp_path)
+    checkpoint = convert_source(tmp_path, tmp_path)
     assert checkpoint.manifest.format == 2
     assert_holds(checkpoint, values)
     assert checkpoint.meta["seed"] == 9
@@ -191,7 +192,7 @@ def zero_folder(folder, stage, version="0.19.8", **more):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_parameters_buffers_and_uneven_pieces_of_deepspeed(stage, tmp_path):
     """Steps that DeepSpeed's kernels count in the groups are converted, too."""
-    checkpoint = converted(zero_folder(tmp_path / "source", stage), tmp_path)
+    checkpoint = convert_source(zero_folder(tmp_path / "source", stage), tmp_path)
     frozen = torch.arange(3.0) + 10
     wanted = {"trained": torch.arange(5.0), "frozen": frozen, "buffer": torch.tensor([4])}
     if stage == 2:
@@ -327,7 +328,7 @@ def test_optimizer_state_under_numbers_is_left_out_and_named(tmp_path):
     source = open_source(tmp_path / "source")
     assert (source.step, source.optimizer) == (12, {})
     assert source.notes[0].startswith("12 tensors of the optimizer's state were left out: they")
-    assert_holds(converted(tmp_path / "source", tmp_path), model.state_dict())
+    assert_holds(convert_source(tmp_path / "source", tmp_path), model.state_dict())
 
 
 def test_two_models_in_one_are_refused(tmp_path):
@@ -344,7 +345,7 @@ def test_what_lies_beside_the_model_is_left_out_and_named(tmp_path):
     state = {"model": net().state_dict(), "ema": net().state_dict(), "rng": torch.get_rng_state()}
     dcp.save(state, checkpoint_id=str(tmp_path / "source"), no_dist=True)
     assert open_source(tmp_path / "source").notes == ("Left out: ema, rng.",)
-    assert_holds(converted(tmp_path / "source", tmp_path), net().state_dict())
+    assert_holds(convert_source(tmp_path / "source", tmp_path), net().state_dict())
 
 
 def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path):

@@ -23,7 +23,8 @@ from bigtrain.checkpoint.read import Checkpoint
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
-def goes_on(path, strategies, losses):
+def assert_continues(path, strategies, losses):
+    """Assert that each (strategy, ranks) continues from the path with these losses."""
     for strategy, ranks in strategies:
         continued = run_ranks(continued_from, ranks, strategy, str(path))[0]
         assert continued == pytest.approx(losses, rel=1e-6), strategy
@@ -43,7 +44,9 @@ def test_a_folder_of_deepspeed_is_gone_on_from(stage, tmp_path):
     assert {n.rpartition(".")[2] for n in opened.names if n.startswith("optimizer.")} == {
         *("exp_avg", "exp_avg_sq", "step")
     }
-    goes_on(made.path, [("fsdp", 2), ("single", 1)] if stage == 3 else [("ddp", 2)], losses)
+    assert_continues(
+        made.path, [("fsdp", 2), ("single", 1)] if stage == 3 else [("ddp", 2)], losses
+    )
 
 
 @needs_deepspeed
@@ -69,7 +72,7 @@ def test_a_folder_of_torchs_distributed_checkpoint_is_gone_on_from(tmp_path):
     assert "8 tensors of the model, 21 of the optimizer" in done.stdout
     assert f"Go on from it with: bigtrain train --resume {run / 'step-3'}" in done.stdout
     assert Checkpoint(run / "step-3").meta["samples_seen"] == 24
-    goes_on(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
+    assert_continues(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -78,10 +81,10 @@ def test_a_file_of_fsdp1_is_gone_on_from(tmp_path):
     made = convert(open_source(tmp_path / "last.pth.tar"), tmp_path / "run", samples_seen=24)
     assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
     assert made.source.notes == ("Left out: epoch.",)
-    goes_on(made.path, [("fsdp", 2), ("single", 1)], losses)
+    assert_continues(made.path, [("fsdp", 2), ("single", 1)], losses)
 
 
-def of_lightning(weights, moments):
+def lightning_file(weights, moments):
     """A file like Lightning's, by its keys; the model is an attribute of its module."""
     state = {f"model.{name}": value for name, value in weights.items()}
     return {
@@ -91,16 +94,17 @@ def of_lightning(weights, moments):
     }
 
 
-def of_a_trainer(weights, moments):
+def trainer_file(weights, moments):
+    """A file like that of a plain trainer."""
     return {"state_dict": weights, "optimizer": moments, "epoch": 3, "arch": "tiny"}
 
 
-@pytest.mark.parametrize("wrap", [of_lightning, of_a_trainer])
+@pytest.mark.parametrize("wrap", [lightning_file, trainer_file])
 def test_a_trainer_s_file_is_gone_on_from(wrap, tmp_path):
     losses = trainer_run(wrap, tmp_path / "last.ckpt")
     made = convert(open_source(tmp_path / "last.ckpt"), tmp_path / "run", samples_seen=24)
     assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
     notes = " ".join(made.source.notes)
     assert "they were matched to the model's tensors in order" in notes
-    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (wrap is of_lightning)
-    goes_on(made.path, [("ddp", 2)], losses)
+    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (wrap is lightning_file)
+    assert_continues(made.path, [("ddp", 2)], losses)

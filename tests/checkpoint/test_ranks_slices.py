@@ -142,7 +142,7 @@ def runs(
     }  # fmt: skip
 
 
-def begun(case: Case, folder: Path, *loads: Path) -> Any:
+def run_on_rank_0(case: Case, folder: Path, *loads: Path) -> Any:
     """The result of rank 0; see `runs`."""
     strategy, mesh = case
     ranks = math.prod(mesh.values())
@@ -164,7 +164,7 @@ def assert_same(path: Path, expected: Path, *, buffers: bool) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The run of one process: its folder, and the result of `runs`."""
     folder = tmp_path_factory.mktemp("single")
-    return folder, begun(("single", {"dp": 1}), folder)
+    return folder, run_on_rank_0(("single", {"dp": 1}), folder)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_slices_are_saved_whole_and_opened_from_whole_ones(
 ) -> None:
     source, single = whole
     strategy = {**CASES, **MORE}[case]
-    saved = begun(strategy, tmp_path / "saved")
-    loaded = begun(strategy, tmp_path / "loaded", source)
-    back = begun(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
+    saved = run_on_rank_0(strategy, tmp_path / "saved")
+    loaded = run_on_rank_0(strategy, tmp_path / "loaded", source)
+    back = run_on_rank_0(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
     for name in ("gpt", "conv"):
         ((path, losses),) = single[name]
         # The running statistics of a replica depend on its samples.
@@ -192,17 +192,17 @@ def test_other_strategies_open_what_slices_have_saved_and_the_other_way_round(
     tmp_path: Path, whole: tuple[Path, Any], case: str
 ) -> None:
     _, single = whole
-    of_stages = begun(CASES["1f1b+tensor"], tmp_path / "stages")
-    begun(OTHERS[case], tmp_path / "other", tmp_path / "stages")
-    back = begun(CASES["fsdp+tensor"], tmp_path / "back", tmp_path / "other")
+    of_stages = run_on_rank_0(CASES["1f1b+tensor"], tmp_path / "stages")
+    run_on_rank_0(OTHERS[case], tmp_path / "other", tmp_path / "stages")
+    back = run_on_rank_0(CASES["fsdp+tensor"], tmp_path / "back", tmp_path / "other")
     for name in ("gpt", "conv"):
         assert_same(back[name][0][0], of_stages[name][0][0], buffers=True)
         assert back[name][0][1] == pytest.approx(single[name][0][1], rel=1e-11)
 
 
 def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Path) -> None:
-    plain = begun(OTHERS["fsdp"], tmp_path / "plain")
-    sliced = begun(CASES["fsdp+tensor"], tmp_path / "sliced")
+    plain = run_on_rank_0(OTHERS["fsdp"], tmp_path / "plain")
+    sliced = run_on_rank_0(CASES["fsdp+tensor"], tmp_path / "sliced")
     assert_same(sliced["conv"][0][0], plain["conv"][0][0], buffers=True)
     description = describe_checkpoint(Checkpoint(sliced["conv"][0][0]))
     assert description["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
@@ -269,7 +269,7 @@ def test_state_of_whole_parameters_is_refused_with_slices(name: str) -> None:
         make_plan(job, 2, "cpu")
 
 
-def drifting(context: RunContext, folder: Path, name: str, changed_rank: int) -> str:
+def save_drifted_state(context: RunContext, folder: Path, name: str, changed_rank: int) -> str:
     """Save a state in which one rank has a different number; return the message."""
     job = job_from_keys("ddp+tensor", {**FP64, "mesh.tp": 2})
     inputs, targets = batch_of(gpt, 0)
@@ -312,13 +312,14 @@ def drifting(context: RunContext, folder: Path, name: str, changed_rank: int) ->
 def test_whole_tensors_that_differ_are_named_before_anything_is_written(
     tmp_path: Path, name: str, changed_rank: int, expected_message: str
 ) -> None:
-    for message in run_ranks(drifting, 4, tmp_path, name, changed_rank, tp=2):
+    for message in run_ranks(save_drifted_state, 4, tmp_path, name, changed_rank, tp=2):
         assert message.startswith(f"step 2: {expected_message}")
         assert "train.deterministic=true" in message
         assert "no checkpoint was written" in message
 
 
-def of_another_size(context: RunContext, folder: Path, load: Path) -> str:
+def load_other_size(context: RunContext, folder: Path, load: Path) -> str:
+    """The message of loading a checkpoint into a larger vocabulary; empty if it loads."""
     try:
         run(context, "tensor", FP64, folder, load, partial(gpt, words=WORDS + 4))
     except CheckpointError as error:
@@ -330,7 +331,7 @@ def test_a_checkpoint_of_another_model_is_refused_also_where_it_is_sliced(
     tmp_path: Path, whole: tuple[Path, Any]
 ) -> None:
     path = whole[1]["gpt"][0][0]
-    for message in run_ranks(of_another_size, 2, tmp_path, path, tp=2):
+    for message in run_ranks(load_other_size, 2, tmp_path, path, tp=2):
         assert "model.embedding.token.weight has shape (29, 24) in the checkpoint" in message
         assert "its dim 0 is 33 long in the model" in message
 

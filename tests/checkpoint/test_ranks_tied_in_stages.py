@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.parity import adamw
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ def test_it_is_saved_once_and_goes_on_under_any_strategy(
             WideTied,
             pp > 1,
         )
-        return run_ranks(continued, world_size, *arguments, pp=pp, tp=tp)[0]
+        return run_ranks(continue_run, world_size, *arguments, pp=pp, tp=tp)[0]
 
     path, losses = run(strategy, ranks, None, 2, tp)
     again, resumed = run(strategy, ranks, path, 2, tp)

@@ -25,28 +25,28 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def own(context, step):
+def rank_batch(context, step):
     """This replica's part of a step's eight samples."""
     samples, size = tokens(48, ignored=False), 8 // len(context.ranks_of("dp"))
     start = 8 * step + context.dp_rank * size
     return samples.inputs[start : start + size], samples.targets[start : start + size]
 
 
-def saved(context, strategy, keys, folder, load=None, steps=2):
+def save_run(context, strategy, keys, folder, load=None, steps=2):
     """Run some steps from a checkpoint or the beginning and save; return (path, losses)."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
-    inputs, targets = own(context, 0)
+    inputs, targets = rank_batch(context, 0)
     example = MicroBatch(inputs, targets, targets.numel(), len(inputs))
     with Engine(BlockLM, CrossEntropy(), adamw, job, context, example=example) as engine:
         if load is not None:
             engine.load(Path(load))
-        losses = [engine.step(own(context, step)).loss for step in range(steps)]
+        losses = [engine.step(rank_batch(context, step)).loss for step in range(steps)]
         return str(engine.save(Path(folder))), losses
 
 
 def test_stages_and_shards_of_four_ranks_are_read_by_safetensors(tmp_path):
     path, _ = run_ranks(
-        *(saved, 4, "1f1b+fsdp", {"mesh.pp": 2}, str(tmp_path / "four")), pp=2, timeout_s=90
+        *(save_run, 4, "1f1b+fsdp", {"mesh.pp": 2}, str(tmp_path / "four")), pp=2, timeout_s=90
     )[0]
     model = BlockLM()
     opened = Checkpoint(Path(path))
@@ -87,10 +87,10 @@ def test_weights_alone_are_where_a_fine_tuning_begins(strategy, tmp_path):
     torch.manual_seed(8)
     torch.save({"model": BlockLM().state_dict()}, tmp_path / "w.pt")
     start = convert(open_source(tmp_path / "w.pt"), tmp_path / "start").path
-    _, wanted = run_ranks(saved, 1, "single", {}, str(tmp_path / "one"), str(start))[0]
+    _, wanted = run_ranks(save_run, 1, "single", {}, str(tmp_path / "one"), str(start))[0]
     ranks, keys, mesh = WEIGHTS[strategy]
     arguments = (strategy, keys, str(tmp_path / "many"), str(start))
-    _, losses = run_ranks(saved, ranks, *arguments, **mesh)[0]
+    _, losses = run_ranks(save_run, ranks, *arguments, **mesh)[0]
     assert losses == pytest.approx(wanted, rel=1e-5)
 
 

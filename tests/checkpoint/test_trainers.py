@@ -28,6 +28,7 @@ def net() -> nn.Module:
 
 
 def values(source: Any, part: str = "model") -> dict[str, torch.Tensor]:
+    """The values of a source's part, by name."""
     state = getattr(source, part)
     return {name: tensor.values().reshape(tensor.shape) for name, tensor in state.items()}
 
@@ -184,7 +185,8 @@ def test_prefixes_are_taken_away(tmp_path, capsys):
     assert "19 tensors of the model" in capsys.readouterr().out
 
 
-def of_lightning(prefix: str) -> dict[str, Any]:
+def lightning_file(prefix: str) -> dict[str, Any]:
+    """A file like Lightning's, with names below `prefix`."""
     state = {f"{prefix}{name}": value for name, value in net().state_dict().items()}
     return {"state_dict": state, "pytorch-lightning_version": "2.1", "global_step": 5}
 
@@ -192,7 +194,7 @@ def of_lightning(prefix: str) -> dict[str, Any]:
 def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_path):
     file = tmp_path / "last.ckpt"
     for prefix in ("model.", "net.", "module.model."):
-        torch.save(of_lightning(prefix), file)
+        torch.save(lightning_file(prefix), file)
         source = open_source(file)
         assert_same(values(source), net().state_dict())
         assert source.step == 5
@@ -201,16 +203,17 @@ def test_the_attribute_of_lightning_is_taken_away_where_it_is_the_only_one(tmp_p
         assert {name.removeprefix(plain) for name in unstripped.model} == {*net().state_dict()}
         assert all(name.startswith(plain) for name in unstripped.model)
     # Without Lightning's other keys
-    torch.save({"state_dict": of_lightning("model.")["state_dict"]}, file)
+    torch.save({"state_dict": lightning_file("model.")["state_dict"]}, file)
     assert all(name.startswith("model.") for name in open_source(file).model)
-    two = of_lightning("model.")
+    two = lightning_file("model.")
     two["state_dict"]["loss.weight"] = torch.ones(2)
     torch.save(two, file)
     assert "model.up.weight" in open_source(file).model
     assert_same(values(open_source(file, strip="model.")), net().state_dict())
 
 
-def trained(named: bool, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained_model(named: bool, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after a few steps, with parameters by name or in groups."""
     model = net()
     parameters: Any = list(model.named_parameters() if named else model.parameters())
     parameter_groups = [{"params": parameters[n::groups]} for n in range(groups)]
@@ -221,7 +224,8 @@ def trained(named: bool, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimi
     return model, optimizer
 
 
-def wanted(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The moments of the optimizer as (parameter name).(slot)."""
     return {
         f"{name}.{slot}": value
         for name, parameter in model.named_parameters()
@@ -231,25 +235,28 @@ def wanted(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 @pytest.mark.parametrize(("named", "groups"), [(False, 1), (True, 1), (True, 2)])
 def test_moments_come_over_where_their_parameters_are_known(named, groups, tmp_path):
-    model, optimizer = trained(named, groups)
+    model, optimizer = trained_model(named, groups)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "w.pt")
     source = open_source(tmp_path / "w.pt")
-    assert_same(values(source, "optimizer"), wanted(model, optimizer))
+    assert_same(values(source, "optimizer"), moments_of(model, optimizer))
     assert source.step == 2
     assert any("they were matched to" in note for note in source.notes) is not named
 
 
-def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = "") -> dict[str, Any]:
+def state_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
+) -> dict[str, Any]:
+    """The optimizer's state by the names of the parameters, below `prefix`."""
     return {f"{prefix}{n}": dict(optimizer.state[p]) for n, p in model.named_parameters()}
 
 
 def test_moments_under_names_come_over(tmp_path):
-    model, optimizer = trained(False)
-    nested = by_name(model, optimizer, "_fsdp_wrapped_module.")
+    model, optimizer = trained_model(False)
+    nested = state_by_name(model, optimizer, "_fsdp_wrapped_module.")
     flat = {
         f"state.{name}.{slot}": value
-        for name, slots in by_name(model, optimizer).items()
+        for name, slots in state_by_name(model, optimizer).items()
         for slot, value in slots.items()
     }
     for key, state in (
@@ -262,7 +269,7 @@ def test_moments_under_names_come_over(tmp_path):
     ):
         torch.save({"net": model.state_dict(), key: state}, tmp_path / "w.pt")
         source = open_source(tmp_path / "w.pt")
-        assert_same(values(source, "optimizer"), wanted(model, optimizer))
+        assert_same(values(source, "optimizer"), moments_of(model, optimizer))
         assert (source.step, source.notes) == (2, ())
 
 
@@ -275,11 +282,11 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
         assert source.step is None
         return " ".join(source.notes)
 
-    _, optimizer = trained(False, 2)
+    _, optimizer = trained_model(False, 2)
     assert "was left out: its 2 groups have numbers instead of names." in note(
         optimizer.state_dict()
     )
-    model, optimizer = trained(False)
+    model, optimizer = trained_model(False)
     more = {**net().state_dict(), "frozen": torch.ones(2)}
     assert "it has 6 parameters by number, and the model has 7 tensors" in note(
         optimizer.state_dict(), more
@@ -289,7 +296,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
     assert "its exp_avg of parameter 0 has the shape [4], and up.weight has [4, 3]" in note(
         reordered.state_dict()
     )
-    strange = {f"x.{name}": value for name, value in by_name(model, optimizer).items()}
+    strange = {f"x.{name}": value for name, value in state_by_name(model, optimizer).items()}
     assert "it has 'x.up.weight', and the model has not" in note(
         {"state": strange, "param_groups": []}
     )
@@ -297,7 +304,7 @@ def test_moments_that_cannot_be_told_apart_are_left_out_by_name(tmp_path):
 
 
 def test_an_optimizer_is_that_of_the_model_that_was_found_and_not_of_a_chosen_one(tmp_path):
-    model, optimizer = trained(True)
+    model, optimizer = trained_model(True)
     state = {"model": model.state_dict(), "ema": weights_times(2)}
     torch.save({**state, "optimizer": optimizer.state_dict()}, tmp_path / "w.pt")
     assert open_source(tmp_path / "w.pt").optimizer

@@ -18,7 +18,7 @@ from bigtrain.losses.loss import CrossEntropy
 SEEN = NotesUpdates.seen
 
 
-def watched(context, cases):
+def recorded_calls(context, cases):
     """The recorded calls under each job."""
     rows = []
     for strategy, keys in cases:
@@ -47,5 +47,5 @@ PIPELINE = [("1f1b", {"mesh.pp": 2, "train.micro_batch_size": 1})]
 
 @pytest.mark.parametrize(("ranks", "pp", "cases"), [(2, 1, REPLICAS), (4, 2, PIPELINE)])
 def test_it_is_called_once_a_step_on_every_rank(ranks, pp, cases):
-    for rows in run_ranks(watched, ranks, cases, pp=pp):
+    for rows in run_ranks(recorded_calls, ranks, cases, pp=pp):
         assert rows == [[(True, True)] * 3] * len(cases)

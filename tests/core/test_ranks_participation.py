@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.full import fewer
 from support.ranks import run_ranks
-from support.routed import ROUTED, ROWS, cut, plain_losses, routed_losses, rows_of, sgd
+from support.routed import ROUTED, ROWS, plain_losses, routed_losses, rows_of, rows_of_batch, sgd
 from torch.nn import functional
 
 from bigtrain.engine.engine import Engine
@@ -130,7 +130,8 @@ def test_one_process_follows_late_parameters_and_freezing(plain: dict[str, list[
         assert losses == pytest.approx(plain[name][: len(losses)], abs=2e-6), name
 
 
-def chance(context: RunContext, strategies: list[str]) -> Any:
+def random_layer_losses(context: RunContext, strategies: list[str]) -> Any:
+    """The results of `Dropped`, whose ranks skip different layers, under each strategy."""
     keys = {"train.micro_batch_size": 4}
     return {s: routed_losses(context, "Dropped", s, keys, 4) for s in strategies}
 
@@ -138,7 +139,7 @@ def chance(context: RunContext, strategies: list[str]) -> Any:
 def test_layers_that_each_rank_drops_by_chance_of_its_own() -> None:
     """No single process draws like this; the strategies must agree with each other."""
     strategies = ["ddp", "zero1_torch", "fsdp", "fsdp_zero2"]
-    for outcomes in run_ranks(chance, 2, strategies):
+    for outcomes in run_ranks(random_layer_losses, 2, strategies):
         for losses, error, _ in outcomes.values():
             assert error is None
             assert losses == pytest.approx(outcomes["ddp"][0], abs=2e-6)
@@ -157,7 +158,7 @@ def without_example(context: RunContext, strategy: str) -> Any:
     try:
         with Engine(net, functional.cross_entropy, sgd, job, context) as engine:
             for step in range(2):
-                engine.step(cut(rows_of(step), rows))
+                engine.step(rows_of_batch(rows_of(step), rows))
     except Exception as error:  # noqa: BLE001 - looked at by the test
         return type(error).__name__, str(error), context.rank
     return None

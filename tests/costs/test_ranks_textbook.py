@@ -50,7 +50,7 @@ def sizes() -> Sizes:
     )
 
 
-def around(n: int, size: Sizes) -> int:
+def ring_all_reduce(n: int, size: Sizes) -> int:
     """Ring all-reduce: 2 (n-1)/n of the gradients per rank on average (Patarasu and Yuan 2009)."""
     return 2 * (n - 1) * size.gradients
 
@@ -65,17 +65,17 @@ def padding(n: int) -> int:
     return 4 * WIDTH * (-VOCABULARY % n)
 
 
-def scattered(n: int, size: Sizes) -> int:
+def gather_and_scatter(n: int, size: Sizes) -> int:
     """Parameters are gathered once and gradients are scattered once."""
     return 2 * (n - 1) * (size.gradients + padding(n))
 
 
-def served(n: int, size: Sizes, servers: int) -> int:
+def parameter_servers(n: int, size: Sizes, servers: int) -> int:
     """Parameter servers: gradients from each worker, parameters to each worker (Li et al. 2014)."""
     return 2 * (n - servers) * size.gradients
 
 
-def reduced_whole(n: int, size: Sizes) -> int:
+def reduce_to_owners(n: int, size: Sizes) -> int:
     """DeepSpeed's ZeRO 1 and 2 reduce each whole gradient to its owner, then gather parameters."""
     return n * size.gradients + (n - 1) * size.gradients
 
@@ -85,12 +85,12 @@ def broadcast_after(n: int, size: Sizes) -> int:
     return 2 * (n - 1) * size.gradients + n * size.gradients
 
 
-def sharded(n: int, size: Sizes) -> int:
+def zero_3(n: int, size: Sizes) -> int:
     """ZeRO 3: 3 (n-1)/n (Rajbhandari et al. 2020, section 7), less the skipped gathers."""
     return (n - 1) * (3 * size.gradients - size.embedding + 2 * padding(n))
 
 
-def sharded_by_deepspeed(n: int, size: Sizes) -> int:
+def deepspeed_zero_3(n: int, size: Sizes) -> int:
     """The same in DeepSpeed, plus gathers.
 
     The parameters that the preset does not shard are gathered once (vectors up to a 5000th of all
@@ -99,7 +99,7 @@ def sharded_by_deepspeed(n: int, size: Sizes) -> int:
     return (n - 1) * (3 * size.gradients - size.vectors + 2 * size.embedding)
 
 
-def passed_on(n: int, size: Sizes, a_rank: int) -> int:
+def pipeline_messages(n: int, size: Sizes, a_rank: int) -> int:
     """Pipeline: activations forward and gradients backward; two stages exchange the tied
     gradient.
     """
@@ -111,24 +111,34 @@ Formula = Callable[[int, Sizes], int]
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Formula]] = {
     "sync_sgd": ("sync_sgd", {}, (2, 3, 4), all_reduce),
     "ddp": ("ddp", {}, (2, 3, 4), all_reduce),
-    "fsdp_zero2": ("fsdp_zero2", {}, (2, 4), scattered),
-    "ring": ("ring", {}, (2, 3, 4), around),
+    "fsdp_zero2": ("fsdp_zero2", {}, (2, 4), gather_and_scatter),
+    "ring": ("ring", {}, (2, 3, 4), ring_all_reduce),
     # 100,007 numbers are divided by neither 2 nor 3 nor 4.
-    "ring, uneven chunks": ("ring", {"strategy.replicate.bucket_size": 400_028}, (3, 4), around),
-    "one server": ("parameter_server", {}, (2, 3, 4), partial(served, servers=1)),
-    "two servers": ("parameter_server", {SERVERS: 2}, (3, 4), partial(served, servers=2)),
-    "zero1": ("zero1", {}, (2, 4), reduced_whole),
-    "zero2": ("zero2", {}, (2, 4), reduced_whole),
+    "ring, uneven chunks": (
+        "ring",
+        {"strategy.replicate.bucket_size": 400_028},
+        (3, 4),
+        ring_all_reduce,
+    ),
+    "one server": ("parameter_server", {}, (2, 3, 4), partial(parameter_servers, servers=1)),
+    "two servers": (
+        "parameter_server",
+        {SERVERS: 2},
+        (3, 4),
+        partial(parameter_servers, servers=2),
+    ),
+    "zero1": ("zero1", {}, (2, 4), reduce_to_owners),
+    "zero2": ("zero2", {}, (2, 4), reduce_to_owners),
     "zero1_torch": ("zero1_torch", {}, (2, 4), broadcast_after),
-    "zero3": ("zero3", {}, (2, 4), sharded_by_deepspeed),
-    "fsdp": ("fsdp", {}, (2, 4), sharded),
-    "gpipe": ("gpipe", CUT, (2, 4), partial(passed_on, a_rank=1)),
-    "1f1b": ("1f1b", CUT, (2, 4), partial(passed_on, a_rank=1)),
-    "interleaved_1f1b": ("interleaved_1f1b", CUT, (2,), partial(passed_on, a_rank=2)),
+    "zero3": ("zero3", {}, (2, 4), deepspeed_zero_3),
+    "fsdp": ("fsdp", {}, (2, 4), zero_3),
+    "gpipe": ("gpipe", CUT, (2, 4), partial(pipeline_messages, a_rank=1)),
+    "1f1b": ("1f1b", CUT, (2, 4), partial(pipeline_messages, a_rank=1)),
+    "interleaved_1f1b": ("interleaved_1f1b", CUT, (2,), partial(pipeline_messages, a_rank=2)),
 }
 
 
-def sent(context, strategy, keys) -> list[int]:
+def sent_bytes(context, strategy, keys) -> list[int]:
     """Bytes that each rank has sent in the median step; known on rank 0."""
     job = job_from_keys(strategy, {"train.global_batch_size": ROWS, **UNSEEN, **keys})
     loss, samples = CrossEntropy(), tokens(8 * ROWS, ignored=False)
@@ -154,6 +164,6 @@ def sent(context, strategy, keys) -> list[int]:
 def test_all_ranks_together_send_what_the_formula_says(case, ranks):
     strategy, keys, _, formula = CASES[case]
     pp = ranks if keys is CUT else 1
-    bytes_sent = run_ranks(sent, ranks, strategy, keys, pp=pp, timeout_s=120)[0]
+    bytes_sent = run_ranks(sent_bytes, ranks, strategy, keys, pp=pp, timeout_s=120)[0]
     assert len(bytes_sent) == ranks
     assert sum(bytes_sent) == formula(ranks, sizes())

@@ -13,7 +13,7 @@ from support.full import fewer
 from support.nets import BlockConv, BlockLM, tokens
 from support.parity import adamw
 from support.ranks import run_ranks
-from support.traffic import stated
+from support.traffic import traffic_of_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,7 +59,7 @@ class ExchangeLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def exchanged(context, make, samples, strategy, keys):
+def record_step(context, make, samples, strategy, keys):
     """The fifth step's exchanges as (kind, bytes), and the traffic that the strategy states."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
     loss = CrossEntropy()
@@ -84,7 +84,7 @@ def exchanged(context, make, samples, strategy, keys):
         rank = forecast_rank(
             engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank
         )
-        stated_traffic = stated(rank.profiles[0], engine.plan)
+        stated_traffic = traffic_of_plan(rank.profiles[0], engine.plan)
         report = engine.memory()
         return log.seen, stated_traffic, engine.plan.batch.accumulation_steps, report
 
@@ -162,7 +162,15 @@ def test_real_ranks_exchange_what_is_stated(case):
     world_size, make, data, strategy, keys = CASES[case]
     mesh = {"pp": 2, "dp": 2} if keys is MESH else {}
     results = run_ranks(
-        exchanged, world_size, make, data(), strategy, keys, force_group=True, timeout_s=120, **mesh
+        record_step,
+        world_size,
+        make,
+        data(),
+        strategy,
+        keys,
+        force_group=True,
+        timeout_s=120,
+        **mesh,
     )
     for rank in results[0][-1].ranks:
         assert (rank.volume is not None) is COUNTS_EXCHANGES
@@ -186,7 +194,7 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
     """With a width of 256 biases and norms are not sharded, and are gathered once a step."""
     make = partial(BlockLM, width=width)
     arguments = (make, text(), strategy, TWO)
-    results = run_ranks(exchanged, 2, *arguments, force_group=True, timeout_s=120)
+    results = run_ranks(record_step, 2, *arguments, force_group=True, timeout_s=120)
     parameter = make().embedding.weight.nbytes
     for rank in results[0][-1].ranks:
         gathered, foreseen = (
@@ -206,7 +214,8 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
         assert any(t.every == "step" for t in stated_traffic) == (width == 256)
 
 
-def untied() -> GPT:
+def untied_gpt() -> GPT:
+    """A GPT whose head is not tied to its embedding."""
     sizes = {"num_layers": 4, "width": 32, "num_heads": 4, "vocab_size": 64}
     return GPT(GPTConfig(**sizes, sequence_length=16, tie_embeddings=False))
 
@@ -252,8 +261,8 @@ def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, t
 def volumes_of(strategy, keys, **mesh):
     """Each rank sends and receives the stated bytes in a step."""
     keys = {**keys, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
-    arguments = (untied, words(), strategy, keys)
-    results = run_ranks(exchanged, math.prod(mesh.values()), *arguments, timeout_s=200, **mesh)
+    arguments = (untied_gpt, words(), strategy, keys)
+    results = run_ranks(record_step, math.prod(mesh.values()), *arguments, timeout_s=200, **mesh)
     for rank in results[0][-1].ranks:
         assert rank.volume == rank.predicted_volume, rank.rank
     return [rank.volume for rank in results[0][-1].ranks]

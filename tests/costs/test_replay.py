@@ -33,7 +33,7 @@ def passes(dice, parts, *, gradients):
     return RecordedPass(Timeline(tuple(spans), phases), tuple(ticks[1:-1]), end)
 
 
-def in_full(actions, pieces):
+def simulate_fully(actions, pieces):
     """Simulate every action of every micro-batch in order, with each storage's lifetime."""
     firsts = {}
     for stage, kind, number in actions:
@@ -89,7 +89,7 @@ def test_the_peak_is_that_of_the_whole_step(schedule, seed):
     pp = dice.choice([1, 2, 4])
     for actions in schedule_orders(schedule, pp, 1 if schedule in SINGLE_STAGE_SCHEDULES else 2, 8):
         pieces = random_pieces(dice, {action.stage for action in actions})
-        short, whole = replay_actions(actions, pieces), in_full(actions, pieces)
+        short, whole = replay_actions(actions, pieces), simulate_fully(actions, pieces)
         beside = Breakdown(parameters=1000, optimizer=5)
         assert short.peak(beside) == whole.peak(beside)
 
@@ -111,7 +111,7 @@ def test_any_order_of_any_stages():
                 if not going[key]:
                     del going[key]
         pieces = random_pieces(dice, range(3))
-        assert replay_actions(actions, pieces).peak() == in_full(actions, pieces).peak()
+        assert replay_actions(actions, pieces).peak() == simulate_fully(actions, pieces).peak()
 
 
 SMALL = RecordedPass(
@@ -129,7 +129,7 @@ SMALL = RecordedPass(
 )
 
 
-def both(one, suffix=""):
+def same_variants(one, suffix=""):
     """A stage whose first micro-batch, which allocates gradients, is otherwise like the
     later ones.
     """
@@ -138,7 +138,7 @@ def both(one, suffix=""):
 
 def test_what_waits_and_what_stays():
     """Activations wait for the backward pass; gradients stay after it."""
-    piece = both(SMALL)
+    piece = same_variants(SMALL)
     two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
     peak = replay_actions(two, {1: piece}).peak()
     assert (peak.phase, peak.breakdown) == (
@@ -153,7 +153,7 @@ def test_what_waits_and_what_stays():
 def test_between_two_actions_more_may_be_on_its_way_than_beside_them():
     """Between two actions a boundary tensor in transit can exceed the peak inside an action."""
     two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
-    peak = replay_actions(two, {1: both(SMALL)}, (0, 5, 0), (0, 0, 90)).peak()
+    peak = replay_actions(two, {1: same_variants(SMALL)}, (0, 5, 0), (0, 0, 90)).peak()
     assert (peak.phase, peak.breakdown) == ("forward", Breakdown(activations=200, temporary=90))
 
 
@@ -161,7 +161,7 @@ def test_a_split_that_was_not_recorded_holds_no_less():
     """A backward pass replayed in two parts without a record of the parts uses at least as
     much memory.
     """
-    piece = both(SMALL)
+    piece = same_variants(SMALL)
     forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")
     second_micro_batch = [Action(1, "F", 1), Action(1, "I", 1)]
     peak = replay_actions([forward, inputs, *second_micro_batch], {1: piece}).peak()
@@ -176,7 +176,8 @@ def test_a_split_that_was_not_recorded_holds_no_less():
     assert peak.breakdown == Breakdown(activations=200, temporary=20, gradients=50)
 
 
-def gathering(*spans):
+def recorded_pass(*spans):
+    """A recorded pass with these spans; its backward pass begins at tick 4."""
     timeline = Timeline(spans, ((0, "forward"), (4, "backward")))
     return RecordedPass(timeline, (4,), 6)
 
@@ -186,9 +187,9 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     activation = Span(10, "activations", 1, 6)
     arrives = Span(1000, "parameters", 1, 6), Span(7, "temporary", 1, 2)
     again = Span(1000, "parameters", 5, 6), Span(900, "temporary", 4, 5)
-    alike = gathering(activation, *arrives)
-    then = gathering(activation, *again)
-    piece = {1: both(alike) | both(then, "_resumed")}
+    alike = recorded_pass(activation, *arrives)
+    then = recorded_pass(activation, *again)
+    piece = {1: same_variants(alike) | same_variants(then, "_resumed")}
     forward = [Action(1, "F", 0), Action(1, "F", 1)]
     assert replay_actions(forward[:1], piece).peak().breakdown == Breakdown(
         parameters=1000, activations=10, temporary=7
@@ -202,7 +203,7 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
         parameters=1000, activations=20
     )
     # The second backward pass gathers for itself.
-    two_stages = {**piece, 2: both(gathering(Span(5000, "activations", 1, 6)))}
+    two_stages = {**piece, 2: same_variants(recorded_pass(Span(5000, "activations", 1, 6)))}
     step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
     # Nothing is gathered any more.
     assert replay_actions(step, two_stages).peak().breakdown == Breakdown(activations=5000 + 10)
@@ -211,9 +212,9 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
 
 def test_a_backward_pass_after_several_forward_passes_goes_astray():
     """A backward pass after several forward passes uses the record of that case (`_strayed`)."""
-    usual = gathering(Span(1, "activations", 1, 6))
-    astray = gathering(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
-    piece = {1: both(usual) | both(astray, "_strayed")}
+    usual = recorded_pass(Span(1, "activations", 1, 6))
+    astray = recorded_pass(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
+    piece = {1: same_variants(usual) | same_variants(astray, "_strayed")}
     forwards = [Action(1, "F", 0), Action(1, "F", 1)]
     assert replay_actions([*forwards[:1], Action(1, "B", 0)], piece).peak().bytes == 1
     assert replay_actions([*forwards, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
@@ -224,8 +225,8 @@ def test_a_backward_pass_after_several_forward_passes_goes_astray():
 
 def test_the_last_micro_batch_may_go_otherwise():
     """The last micro-batch may have a different record."""
-    less = gathering(Span(1, "activations", 1, 6))
-    piece = {1: both(less) | both(SMALL, "_last")}
+    less = recorded_pass(Span(1, "activations", 1, 6))
+    piece = {1: same_variants(less) | same_variants(SMALL, "_last")}
     actions = [Action(1, "F", number) for number in range(3)]
     assert replay_actions(actions, piece).peak().breakdown == Breakdown(
         activations=102, temporary=7

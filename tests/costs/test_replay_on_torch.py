@@ -70,7 +70,8 @@ class Tracked:
         stage_backward_weight(self.model.parameters(), groups)
 
 
-def recorded(kinds, *, gradients):
+def record_passes(kinds, *, gradients):
+    """The recorded pass of a micro-batch, from its actions in order."""
     stage, starts = Tracked(gradients=gradients), []
     for kind in kinds:
         starts.append(stage.tracker.clock + 1)
@@ -100,8 +101,10 @@ def test_the_peak_is_what_torch_holds(order):
     measured = stage.tracker.peak_bytes - stage.beside
 
     whole = {
-        variant: recorded("FB", gradients=variant == "later") for variant in ("first", "later")
+        variant: record_passes("FB", gradients=variant == "later") for variant in ("first", "later")
     }
-    split = {f"{variant}_split": recorded("FIW", gradients=variant == "later") for variant in whole}
+    split = {
+        f"{variant}_split": record_passes("FIW", gradients=variant == "later") for variant in whole
+    }
     assert replay_actions(actions, {1: whole | split}).peak().bytes == measured
     assert replay_actions(actions, {1: whole}).peak().bytes >= measured

@@ -17,9 +17,9 @@ from support.cut_runs import (
     batch,
     common_points,
     compare,
-    made,
+    make_model,
     stages_of,
-    traced,
+    trace_case,
 )
 from support.cutting_configured import (
     CheckedSettings,
@@ -43,14 +43,15 @@ from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.errors import ConfigError
 
 
-def unchanged(model: Any, x: Tensor) -> Tensor:
+def identity(model: Any, x: Tensor) -> Tensor:
+    """Return the input."""
     return x
 
 
 class Chain(nn.Module):
     """Four layers; `between` is called with the model and the output of the second layer."""
 
-    def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
+    def __init__(self, between: Callable[[Any, Tensor], Tensor] = identity) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(linear() for _ in range(4)))
         self.between = between
@@ -61,7 +62,8 @@ class Chain(nn.Module):
 
 
 def cut_of(case: Case, at: str) -> Any:
-    model, traced_model, batches = traced(case)
+    """The model of a case, a micro-batch, and the model's cut before the module `at`."""
+    model, traced_model, batches = trace_case(case)
     trace, _ = traced_model.trace(batches[0], training=True)
     call = next(index for index, call in enumerate(trace.calls) if call.name == at)
     return model, batches[0], cut_at(trace, [call], traced_model)
@@ -69,7 +71,7 @@ def cut_of(case: Case, at: str) -> Any:
 
 def test_no_batch_is_kept() -> None:
     """The real tensors of a batch are freed after its step; only its shapes are remembered."""
-    _, traced_model, batches = traced(next(iter(CASES.values())))
+    _, traced_model, batches = trace_case(next(iter(CASES.values())))
     copied = batches[0].map(torch.clone)
     traced_model.trace(copied, training=True)
     gone = [weakref.ref(tensor) for tensor in copied.tensors()]
@@ -81,7 +83,7 @@ def test_no_batch_is_kept() -> None:
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> None:
-    model, traced_model, batches = traced(CASES[name])
+    model, traced_model, batches = trace_case(CASES[name])
     points, _ = common_points(traced_model, batches[0])
     trace, _ = traced_model.trace(batches[0], training=True)
     cut = cut_at(trace, [points[len(points) // 2].call], traced_model)
@@ -141,7 +143,7 @@ def test_autocast_gives_the_same_numbers() -> None:
 
 
 def test_what_looks_at_values_is_refused_by_name() -> None:
-    model = made(Case(ValueDependent, rows))
+    model = make_model(Case(ValueDependent, rows))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match=r"'gate' fails: the value of a tensor decides"):
         traced_model.trace(batch(rows()), training=True)
@@ -166,7 +168,7 @@ def test_what_looks_at_values_is_refused_by_name() -> None:
 def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
     make: Any, offered: set[str], why: str
 ) -> None:
-    _, traced_model, batches = traced(Case(make, rows))
+    _, traced_model, batches = trace_case(Case(make, rows))
     points, refused = common_points(traced_model, batches[0])
     assert {point.name for point in points} <= offered
     assert any(why in reason for reason in refused.values()), refused
@@ -175,19 +177,20 @@ def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
 @pytest.mark.parametrize("make", [Settings, CheckedSettings])
 def test_a_configuration_is_cut_where_nobody_needs_what_changes_of_it(make: Any) -> None:
     """transformers' classifiers set `config.problem_type` in the last code of the first pass."""
-    _, traced_model, batches = traced(Case(lambda: Configured(make), rows))
+    _, traced_model, batches = trace_case(Case(lambda: Configured(make), rows))
     points, refused = common_points(traced_model, batches[0])
     assert {"layers.1", "layers.2", "head"} <= {point.name for point in points}, refused
     assert traced_model.fake_model.get_submodule("").config.kind is None  # unchanged
 
 
-def drawn(model: nn.Module, x: Tensor) -> Tensor:
+def scale_randomly(model: nn.Module, x: Tensor) -> Tensor:
+    """Scale by a random number of Python."""
     return x * random.random()
 
 
 def test_random_numbers_of_python_are_refused() -> None:
     state = random.getstate()
-    traced_model = TracedModel(Chain(drawn).double(), Squares(), CPU, Numerics())
+    traced_model = TracedModel(Chain(scale_randomly).double(), Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match="the forward pass draws from random, and each stage"):
         traced_model.trace(batch(rows()), training=True)
     assert random.getstate() == state
@@ -216,17 +219,19 @@ class Steps:
     taken = 0
 
 
-def every_other_time(model: Any, x: Tensor) -> Tensor:
+def change_after_three_calls(model: Any, x: Tensor) -> Tensor:
+    """Take a different path after three calls."""
     Steps.taken += 1
     return x.tanh() if Steps.taken > 3 else x
 
 
-def another_shape(model: Any, x: Tensor) -> Tensor:
+def cut_rows_after_three_calls(model: Any, x: Tensor) -> Tensor:
+    """Return a different shape after three calls."""
     Steps.taken += 1
     return x[:1] if Steps.taken > 3 else x
 
 
-@pytest.mark.parametrize("between", [every_other_time, another_shape])
+@pytest.mark.parametrize("between", [change_after_three_calls, cut_rows_after_three_calls])
 def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     Steps.taken = 0
     model = Chain(between).double()
@@ -240,14 +245,15 @@ def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
         stage(micro_batch=batch(rows()), scale=1.0)
 
 
-def gained_later(model: Any, x: Tensor) -> Tensor:
+def use_gain_after_three_calls(model: Any, x: Tensor) -> Tensor:
+    """Use a parameter only after three calls."""
     Steps.taken += 1
     return x * model.gain if Steps.taken > 3 else x
 
 
 def test_a_stage_names_the_parameter_that_is_used_of_a_sudden() -> None:
     Steps.taken = 0
-    model = Chain(gained_later)
+    model = Chain(use_gain_after_three_calls)
     model.gain = nn.Parameter(torch.ones(8))
     model = model.double()
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
@@ -275,7 +281,7 @@ class Alternates(nn.Module):
 
 
 def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
-    _, traced_model, batches = traced(Case(Alternates, rows))
+    _, traced_model, batches = trace_case(Case(Alternates, rows))
     with pytest.raises(ConfigError) as raised:
         choose_cut(traced_model, batches[0], CutRequest(2))
     assert str(raised.value) == (
@@ -283,7 +289,7 @@ def test_it_is_said_why_there_are_too_few_places_for_cuts() -> None:
         "be cut before 'middle' and 1 others: the model's own code does other things from call to "
         "call. Use a strategy without a cut."
     )
-    _, traced_model, batches = traced(Case(Chain, rows))
+    _, traced_model, batches = trace_case(Case(Chain, rows))
     with pytest.raises(
         ConfigError, match=r"9 stages, .* at 3 places: at most 4 stages\. Use mesh.pp=4, or"
     ):
@@ -378,7 +384,7 @@ class Hiding(nn.Module):
 
 
 def test_tensors_in_objects_within_objects_are_refused() -> None:
-    model = made(Case(Hiding, rows))
+    model = make_model(Case(Hiding, rows))
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
     trace, _ = traced_model.trace(batch(rows()), training=True)
     for at in ("c", "d"):
@@ -415,7 +421,7 @@ def test_ranks_can_compare_their_scripts() -> None:
 
 
 def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
-    model = made(Case(Counting, rows))
+    model = make_model(Case(Counting, rows))
     before = copy.deepcopy(model.state_dict())
     traced_model = TracedModel(model, Squares(), CPU, Numerics())
     traced_model.trace(batch(rows()), training=True)

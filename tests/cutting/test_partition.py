@@ -39,7 +39,7 @@ def cost(layers, cuts, bandwidth, factor, in_flight):
     return seconds, stage_bytes, sum(layers.crossing[cut] for cut in cuts)
 
 
-def every(layers, stages, *rest):
+def all_partitions(layers, stages, *rest):
     """Yield every partition with its `cost`."""
     n = len(layers.seconds)
     for cuts in itertools.combinations(range(1, n), stages - 1):
@@ -55,7 +55,7 @@ def test_the_best_of_all_partitions(seed):
     bandwidth = dice.choice([math.inf, 100.0, 1000.0])
     in_flight = [stages - s for s in range(stages)]
     options = (bandwidth, 4.0, in_flight)
-    rows = list(every(layers, stages, *options))
+    rows = list(all_partitions(layers, stages, *options))
     memory = None
     if dice.random() < 0.7:  # the memory of some partition, so that one fits
         memory = dice.choice(rows)[2]
@@ -114,7 +114,7 @@ def test_what_would_fit_is_said(seed):
     dice = random.Random(seed)
     layers = random_pieces(dice, 7)
     in_flight = [3, 2, 1]
-    needed = min(max(row[2]) for row in every(layers, 3, math.inf, 4.0, in_flight))
+    needed = min(max(row[2]) for row in all_partitions(layers, 3, math.inf, 4.0, in_flight))
     options = {"bandwidth": math.inf, "state_factor": 4.0, "in_flight": in_flight}
     partition(layers, 3, **options, memory=[needed] * 3)
     with pytest.raises(ConfigError, match=rf"stage \d needs {needed} bytes .* has {needed - 1} "):
@@ -132,7 +132,7 @@ def test_stages_that_share_a_device_share_its_memory(seed):
     def together(held):
         return [sum(h for h, d in zip(held, devices, strict=True) if d == rank) for rank in (0, 1)]
 
-    rows = list(every(layers, 4, math.inf, 4.0, in_flight))
+    rows = list(all_partitions(layers, 4, math.inf, 4.0, in_flight))
     best_fit = sorted(max(together(row[2])) for row in rows)
     room = best_fit[len(best_fit) // 3]
     fitting = [row for row in rows if max(together(row[2])) <= room]

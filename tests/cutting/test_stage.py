@@ -9,7 +9,7 @@ from support.cut_runs import (
     RECOMPUTED,
     common_points,
     compare,
-    traced,
+    trace_case,
 )
 from support.cutting_nets import CASES
 
@@ -19,7 +19,7 @@ from bigtrain.cutting.cut import cut_at
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
-    model, traced_model, batches = traced(CASES[name])
+    model, traced_model, batches = trace_case(CASES[name])
     points, refused = common_points(traced_model, batches[0])
     assert points, refused
     trace, _ = traced_model.trace(batches[0], training=True)
@@ -30,7 +30,7 @@ def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
 @RECOMPUTED
 @pytest.mark.parametrize("name", CASES)
 def test_four_stages_change_nothing(name: str) -> None:
-    model, traced_model, batches = traced(CASES[name])
+    model, traced_model, batches = trace_case(CASES[name])
     points, _ = common_points(traced_model, batches[0])
     trace, _ = traced_model.trace(batches[0], training=True)
     chosen = random.Random(0)

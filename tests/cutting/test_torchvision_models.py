@@ -50,7 +50,8 @@ def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def described(name: str) -> nn.Module:
+def describe_model(name: str) -> nn.Module:
+    """The model on the meta device."""
     options = {"weights_backbone": None} if name in SEGMENTATION else {}
     with torch.device("meta"), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockParams, "from_init_params", on_the_cpu(BlockParams.from_init_params))
@@ -85,7 +86,7 @@ def example(name: str) -> MicroBatch:
     return MicroBatch(images, torch.randint(0, 5, (2,)), 2, 2)
 
 
-def balanced(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
+def balanced_cut(traced_model: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
     """The cut into stages with equal FLOPs and bytes."""
     trace, _ = traced_model.trace(micro_batch, training=True)
     evaluated, _ = traced_model.trace(micro_batch, training=False)
@@ -153,9 +154,9 @@ def test_a_cut_model_is_the_whole_model(name: str) -> None:
     torch.manual_seed(0)
     micro_batch = example(name)
     loss = CrossEntropy(255, 1, 0.0) if name in SEGMENTATION else CrossEntropy()
-    model = described(name)
+    model = describe_model(name)
     traced_model = TracedModel(model, loss, CPU, Numerics())
-    cuts = [balanced(traced_model, micro_batch, stages) for stages in (2, 4)]
+    cuts = [balanced_cut(traced_model, micro_batch, stages) for stages in (2, 4)]
     names = {name for name, _ in model.named_parameters()}
     for cut in cuts:
         assert names <= set().union(*(cut.tensor_names_of([stage]) for stage in range(cut.stages)))

@@ -24,7 +24,8 @@ def tokens() -> MicroBatch:
     return MicroBatch(ids, ids, 24, 4)
 
 
-def chosen(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-def]
+def chosen_cut(model: nn.Module, request: CutRequest):  # type: ignore[no-untyped-def]
+    """The cut that is chosen for this request."""
     traced_model = TracedModel(model, CrossEntropy(), torch.device("cpu"), Numerics())
     return choose_cut(traced_model, tokens(), request)
 
@@ -58,14 +59,14 @@ class OneHeavyLayer(nn.Module):
 @pytest.mark.parametrize("blocks", [4, 8, 12])
 def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     model, stages = CachingLM(blocks), 2
-    cut = chosen(model, CutRequest(stages))
+    cut = chosen_cut(model, CutRequest(stages))
     shares = [s / sum(cut.partition.seconds) for s in cut.partition.seconds]
     assert max(shares) > 0.6
     assert f"has {100 * max(shares):.0f} % of the work of {stages} ranks" in cut.uneven
     assert "the model cannot be cut before 'blocks." in cut.uneven
     assert ".key' returns is passed on past it" in cut.uneven
     Blueprint.of(model)  # without the cache every block can be cut
-    cut = chosen(model, CutRequest(stages))
+    cut = chosen_cut(model, CutRequest(stages))
     assert cut.uneven == ""
 
 
@@ -79,7 +80,7 @@ def test_a_cache_makes_one_stage_nearly_everything_and_is_named(blocks):
     ],
 )
 def test_what_is_said_of_other_cuts(make, request_, message):
-    note = chosen(make(), request_).uneven
+    note = chosen_cut(make(), request_).uneven
     assert message in note
     assert bool(note) is bool(message)
 
@@ -92,7 +93,7 @@ def test_a_place_that_cannot_be_cut_names_the_tensor_and_the_fix():
         r"'blocks.0.key' returns is passed on past it, but not by arguments and results: "
         r"by an attribute, or by an object in which.* Let the layer return the tensor",
     ):
-        chosen(CachingLM(), CutRequest(2, at=("blocks.2",)))
+        chosen_cut(CachingLM(), CutRequest(2, at=("blocks.2",)))
 
 
 def test_the_notes_of_a_plan_have_it():
@@ -105,4 +106,4 @@ def test_the_notes_of_a_plan_have_it():
 
 
 def test_stages_that_share_a_rank_say_nothing():
-    assert chosen(Lists(), CutRequest(4, devices=(0, 1, 0, 1))).uneven == ""
+    assert chosen_cut(Lists(), CutRequest(4, devices=(0, 1, 0, 1))).uneven == ""

@@ -55,7 +55,7 @@ def rows(step):
     return pairs
 
 
-def everything(dataset, batch, number, ranks, **options):
+def samples_of_all_ranks(dataset, batch, number, ranks, **options):
     """The samples of each step, over all ranks."""
     each = [
         steps(dataset, batch, number, dp_rank=rank, dp_size=ranks, **options)
@@ -71,7 +71,7 @@ def everything(dataset, batch, number, ranks, **options):
 def test_samples_and_their_augmentation_do_not_depend_on_the_layout(ranks, micro):
     dataset = Numbers(10, noise=True)
     reference = [rows(step) for step in steps(dataset, 4, 8, micro_batch_size=4)]
-    assert everything(dataset, 4, 8, ranks, micro_batch_size=micro) == reference
+    assert samples_of_all_ranks(dataset, 4, 8, ranks, micro_batch_size=micro) == reference
 
 
 @forks
@@ -93,8 +93,8 @@ def test_augmentation_changes_with_the_epoch_and_the_seed():
 
 def test_a_subset_is_seeded_sample_by_sample():
     dataset = Subset(Numbers(20, noise=True), range(0, 20, 2))
-    reference = everything(dataset, 4, 3, 1, micro_batch_size=4)
-    assert everything(dataset, 4, 3, 2, micro_batch_size=1) == reference
+    reference = samples_of_all_ranks(dataset, 4, 3, 1, micro_batch_size=4)
+    assert samples_of_all_ranks(dataset, 4, 3, 2, micro_batch_size=1) == reference
 
 
 def test_the_generators_of_the_training_are_left_alone():
@@ -117,9 +117,11 @@ def test_only_the_cpu_generator_is_seeded(monkeypatch):
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 5), (2, 5), (4, 3), (3, 12)])
 def test_resuming_with_another_world_continues_the_sequence(ranks, batch):
     dataset = Numbers(13, noise=True)
-    reference = sum(everything(dataset, 5, 30, 2, micro_batch_size=2), [])
+    reference = sum(samples_of_all_ranks(dataset, 5, 30, 2, micro_batch_size=2), [])
     for position in (0, 5, 13, 18):
-        resumed = everything(dataset, batch, 6, ranks, micro_batch_size=2, samples_seen=position)
+        resumed = samples_of_all_ranks(
+            dataset, batch, 6, ranks, micro_batch_size=2, samples_seen=position
+        )
         flat = sum(resumed, [])
         assert len(flat) >= 13
         assert flat == reference[position : position + len(flat)]
@@ -286,8 +288,8 @@ class Drawn(Numbers):
 
 def test_other_generators_than_torchs_do_not_depend_on_the_layout_either():
     before = random.getstate(), np.random.get_state()[1].tolist()
-    alone = everything(Drawn(20), 6, 4, 1)
-    assert everything(Drawn(20), 6, 4, 2, micro_batch_size=2) == alone
+    alone = samples_of_all_ranks(Drawn(20), 6, 4, 1)
+    assert samples_of_all_ranks(Drawn(20), 6, 4, 2, micro_batch_size=2) == alone
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     noise = [tuple(inputs) for step in alone for _, inputs in step]
     assert len(set(noise)) == len(noise)

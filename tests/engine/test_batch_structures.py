@@ -74,7 +74,8 @@ TARGETS = torch.arange(6) % 5
 KINDS = [partial(Encoding, origin="tokenizer"), Stored]
 
 
-def trained(make: Any) -> tuple[Engine, list[float]]:
+def train_on(make: Any) -> tuple[Engine, list[float]]:
+    """Train on a batch made by `make`; return the engine and its losses."""
     torch.manual_seed(5)
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2, "train.accumulation_steps": 3}
     example = MicroBatch(make(items()), TARGETS, 6, 6).first_rows(2, CrossEntropy().count)
@@ -98,13 +99,13 @@ def test_a_batch_of_its_own_class_trains_as_a_plain_loop_does(make):
         loss.backward()
         optimizer.step()
         expected.append(float(loss.detach()))
-    assert trained(make)[1] == pytest.approx(expected, rel=1e-12)
+    assert train_on(make)[1] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("make", KINDS)
 def test_a_batch_of_its_own_class_is_forecast_as_a_plain_one(make):
-    engine, _ = trained(make)
-    plain, _ = trained(dict)
+    engine, _ = train_on(make)
+    plain, _ = train_on(dict)
     assert engine.prediction.note is None
     assert engine.prediction.peak == plain.prediction.peak
     measured = engine.meter.peak_bytes()

@@ -35,11 +35,12 @@ def text() -> MicroBatch:
     return MicroBatch(inputs, targets, 24, 4)
 
 
-def flat(output: Tensor, target: Tensor, **options: Any) -> Tensor:
+def token_loss(output: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
 
 
-def each(output: Tensor, target: Tensor) -> Tensor:
+def loss_per_target(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of each target, without reduction."""
     return F.cross_entropy(output.transpose(1, 2), target, reduction="none")
 
 
@@ -54,12 +55,12 @@ def labels(target: Tensor) -> Tensor:
 def by_rows(output: Tensor, target: Tensor) -> Tensor:
     """The mean over rows of the mean over each row's valid targets."""
     mask = valid(target).float()
-    return ((each(output, target) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    return ((loss_per_target(output, target) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
 def read_count(output: Tensor, target: Tensor) -> Tensor:
     count = valid(target).sum().item()
-    return (each(output, target) * valid(target)).sum() / max(count, 1)
+    return (loss_per_target(output, target) * valid(target)).sum() / max(count, 1)
 
 
 def per_class(output: Tensor, target: Tensor) -> Tensor:
@@ -70,17 +71,19 @@ def per_class(output: Tensor, target: Tensor) -> Tensor:
 def shifted_in_place(output: Tensor, target: Tensor) -> Tensor:
     moved = torch.full_like(target, -100)
     moved[:, :-1] = target[:, 1:]
-    return flat(output, moved)
+    return token_loss(output, moved)
 
 
-def checked(output: Tensor, target: Tensor) -> Tensor:
+def loss_with_check(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that reads its output to check for NaN."""
     if torch.isnan(output).any():
         raise ValueError("no numbers")
-    return flat(output, target)
+    return token_loss(output, target)
 
 
-def logged(output: Tensor, target: Tensor) -> Tensor:
-    value = flat(output, target)
+def loss_with_logging(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that reads its value, as for a log."""
+    value = token_loss(output, target)
     assert float(value.detach()) >= 0
     return value
 
@@ -91,7 +94,7 @@ def own_nll(output: Tensor, target: Tensor) -> Tensor:
 
 
 def in_place_sum(output: Tensor, target: Tensor) -> Tensor:
-    total = flat(output, target)
+    total = token_loss(output, target)
     total += 0.1 * output.abs().mean()
     total *= 0.5
     return total
@@ -108,28 +111,30 @@ class Criterion(nn.Module):
 
 
 LOSSES: dict[str, LossFunction] = {
-    "shifted inside": lambda o, t: flat(o[:, :-1], t[:, 1:]),
+    "shifted inside": lambda o, t: token_loss(o[:, :-1], t[:, 1:]),
     "shifted in place": shifted_in_place,
-    "first position dropped": lambda o, t: flat(o[:, 1:], t[:, 1:], ignore_index=-100),
-    "another mark": lambda o, t: flat(o, t.where(valid(t), -1), ignore_index=-1),
-    "class weights": lambda o, t: flat(o, t, weight=WEIGHTS, label_smoothing=0.1),
+    "first position dropped": lambda o, t: token_loss(o[:, 1:], t[:, 1:], ignore_index=-100),
+    "another mark": lambda o, t: token_loss(o, t.where(valid(t), -1), ignore_index=-1),
+    "class weights": lambda o, t: token_loss(o, t, weight=WEIGHTS, label_smoothing=0.1),
     "probabilities": lambda o, t: F.cross_entropy(o.flatten(0, 1), labels(t).flatten(0, 1)),
     "nll": lambda o, t: F.nll_loss(o.log_softmax(-1).transpose(1, 2), t),
     "by rows": by_rows,
-    "sum of two": lambda o, t: flat(o, t) + 0.5 * o.abs().mean(),
+    "sum of two": lambda o, t: token_loss(o, t) + 0.5 * o.abs().mean(),
     "sum in place": in_place_sum,
     "a module of two": Criterion(),
-    "a constant": lambda o, t: flat(o, t) + 3.0,
-    "stacked": lambda o, t: torch.stack([flat(o, t), o.square().mean()]).mean(),
-    "masked by hand": lambda o, t: (each(o, t) * valid(t)).sum() / valid(t).sum(),
-    "masked mean of means": lambda o, t: (each(o, t) * valid(t)).mean() / valid(t).float().mean(),
+    "a constant": lambda o, t: token_loss(o, t) + 3.0,
+    "stacked": lambda o, t: torch.stack([token_loss(o, t), o.square().mean()]).mean(),
+    "masked by hand": lambda o, t: (loss_per_target(o, t) * valid(t)).sum() / valid(t).sum(),
+    "masked mean of means": lambda o, t: (
+        (loss_per_target(o, t) * valid(t)).mean() / valid(t).float().mean()
+    ),
     "count read by Python": read_count,
     "count with an epsilon": own_nll,
     "selected": lambda o, t: F.cross_entropy(o[valid(t)], t[valid(t)]),
     "selected, two counts": lambda o, t: (
         o[valid(t)].square().mean() + F.mse_loss(o[valid(t)], labels(t)[valid(t)])
     ),
-    "masked_select": lambda o, t: each(o, t).masked_select(valid(t)).mean(),
+    "masked_select": lambda o, t: loss_per_target(o, t).masked_select(valid(t)).mean(),
     "a sum over rows": lambda o, t: o.square().sum() / len(t),
     "a sum over numbers": lambda o, _: o.square().sum() / o.numel(),
     "a sum": lambda o, _: o.square().sum(),
@@ -139,9 +144,9 @@ LOSSES: dict[str, LossFunction] = {
     "per class": per_class,
     "batchmean": lambda o, t: F.kl_div(o.log_softmax(-1), labels(t), reduction="batchmean"),
     "unused targets": lambda o, _: o.square().mean(),
-    "scaled by a mean of targets": lambda o, t: flat(o, t) * (1 + valid(t).float().mean()),
-    "checks numbers": checked,
-    "reads its value": logged,
+    "scaled by a mean of targets": lambda o, t: token_loss(o, t) * (1 + valid(t).float().mean()),
+    "checks numbers": loss_with_check,
+    "reads its value": loss_with_logging,
 }
 
 
@@ -192,7 +197,8 @@ def root(output: Tensor, target: Tensor) -> Tensor:
     return output.square().mean().sqrt() + 0 * target.sum()
 
 
-def contrasted(output: Tensor, _: Tensor) -> Tensor:
+def contrastive_loss(output: Tensor, _: Tensor) -> Tensor:
+    """A loss that compares the rows of the batch with each other."""
     rows = F.normalize(output.flatten(1), dim=1)
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
@@ -204,10 +210,10 @@ def chosen_by(output: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[LossFunction, str]] = {
     "a root of a mean": (root, "sqrt of a mean over the batch is not a mean"),
-    "rows compared": (contrasted, "compares the rows of a batch with each other"),
+    "rows compared": (contrastive_loss, "compares the rows of a batch with each other"),
     "a maximum": (lambda o, _: o.max(), "max over the rows is not an average"),
     "a product of means": (
-        lambda o, t: flat(o, t) * o.square().mean(),
+        lambda o, t: token_loss(o, t) * o.square().mean(),
         "mul of a mean over the batch is not a mean",
     ),
     "centred": (
@@ -224,11 +230,13 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
     ),
     "one row": (lambda o, _: o[0].mean(), "__getitem__ over the rows is not an average"),
     "the hardest half": (
-        lambda o, t: each(o, t).flatten().topk(t.numel() // 2).values.mean(),
+        lambda o, t: loss_per_target(o, t).flatten().topk(t.numel() // 2).values.mean(),
         "topk goes along the rows of a batch",
     ),
     "sorted": (
-        lambda o, t: each(o, t).flatten().sort(descending=True)[0][: t.numel() // 2].mean(),
+        lambda o, t: (
+            loss_per_target(o, t).flatten().sort(descending=True)[0][: t.numel() // 2].mean()
+        ),
         "sort goes along the rows of a batch",
     ),
     "experts in balance": (
@@ -252,7 +260,7 @@ REFUSED: dict[str, tuple[LossFunction, str]] = {
         "of made-up outputs",
     ),
     "a count of rows": (lambda o, _: chosen_by(o).sum(), "it counts rows"),
-    "a value for each row": (lambda o, t: each(o, t).sum(1), "a value for each row"),
+    "a value for each row": (lambda o, t: loss_per_target(o, t).sum(1), "a value for each row"),
     "a bug": (lambda o, t: o.no_such(t), "cannot be followed .*no_such"),
 }
 
@@ -271,7 +279,7 @@ def test_what_is_no_sum_of_means_is_refused_with_the_words_to_type(name: str) ->
 
 def test_count_of_says_what_is_divided_by() -> None:
     def by_hand(output: Tensor, target: Tensor) -> Tensor:
-        return flat(output[:, :-1], target[:, 1:])
+        return token_loss(output[:, :-1], target[:, 1:])
 
     loss = MeanLoss(by_hand, count_of=lambda t: (t[:, 1:] != -100).sum())
     output, target = torch.randn(4, 6, 13), text().targets
@@ -293,7 +301,7 @@ def test_one_target_a_row() -> None:
         assert float(contributions(loss, model, images)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", [CrossEntropy(), MeanLoss(F.mse_loss), MeanLoss(flat, -7)])
+@pytest.mark.parametrize("loss", [CrossEntropy(), MeanLoss(F.mse_loss), MeanLoss(token_loss, -7)])
 def test_what_says_its_count_is_not_called(loss: Any) -> None:
     assert follow_loss(loss, nn.Identity(), text(), 2) is loss
 
@@ -301,8 +309,8 @@ def test_what_says_its_count_is_not_called(loss: Any) -> None:
 def branching(output: Tensor, target: Tensor) -> Tensor:
     """Computes differently if no target is padded; both branches divide by the valid targets."""
     if bool((target == -100).any()):
-        return flat(output, target)
-    return flat(2 * output, target)
+        return token_loss(output, target)
+    return token_loss(2 * output, target)
 
 
 def test_branches_on_targets_are_taken_batch_by_batch() -> None:
@@ -317,7 +325,7 @@ def test_branches_on_targets_are_taken_batch_by_batch() -> None:
 def test_a_branch_that_divides_by_something_else_is_refused_at_that_step() -> None:
     def other(output: Tensor, target: Tensor) -> Tensor:
         if bool((target == -100).any()):
-            return flat(output, target)
+            return token_loss(output, target)
         return output.square().mean()
 
     loss = follow_loss(MeanLoss(other), TinyLM(), text(), 2)
@@ -336,7 +344,7 @@ class MakesItsLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.net(batch["ids"])
-        loss = flat(logits[:, :-1], batch["labels"][:, 1:])
+        loss = token_loss(logits[:, :-1], batch["labels"][:, 1:])
         if self.extra:
             loss = loss + self.extra * logits.square().mean()
         return {"loss": loss, "logits": logits}
@@ -356,7 +364,7 @@ class RoutesAndMakesItsLoss(MakesItsLoss):
         expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32), right=True)
         made = torch.einsum("rc,rcd->rd", rows[order], self.experts[expert])
         logits = (rows + made[torch.argsort(order)]).unflatten(0, batch["ids"].shape)
-        loss = flat(logits[:, :-1], batch["labels"][:, 1:])
+        loss = token_loss(logits[:, :-1], batch["labels"][:, 1:])
         return {"loss": loss + self.extra * logits.square().mean()}
 
 
@@ -422,9 +430,9 @@ def test_the_library_counts_as_the_loss_does(start: int, *, with_example: bool) 
     how = {"example": batch} if with_example else {}
     keys = {"train__micro_batch_size": 1, "train__accumulation_steps": 6, "memory__predict": False}
     with bigtrain.prepare(
-        TinyLM, lambda o, t: flat(o, t), sgd, strategy="single", **how, **keys
+        TinyLM, lambda o, t: token_loss(o, t), sgd, strategy="single", **how, **keys
     ) as engine:
-        expected = float(flat(engine.model(batch[0]), batch[1]).detach())
+        expected = float(token_loss(engine.model(batch[0]), batch[1]).detach())
         assert engine.step(batch).loss == pytest.approx(expected, rel=1e-6)
 
 

@@ -94,7 +94,7 @@ def test_it_is_the_state_of_the_step_at_which_it_began(tmp_path, ranks, strategy
         assert all(one <= most for one in copied)
 
 
-def fail(context: RunContext, folder: Path) -> Any:
+def fail_second_save(context: RunContext, folder: Path) -> Any:
     """The second save meets a full disk after the run has continued."""
     job = job_from_keys("ddp", {"train.global_batch_size": 8, "checkpoint.asynchronous": True})
     batch = tokens(4, ignored=False)
@@ -127,7 +127,7 @@ def fail(context: RunContext, folder: Path) -> Any:
 
 def test_a_save_that_fails_beside_training_is_said_when_it_has(tmp_path):
     folder = tmp_path / "run"
-    for messages in run_ranks(fail, 2, folder):
+    for messages in run_ranks(fail_second_save, 2, folder):
         (line,) = messages[3]
         assert messages == [[], [], [], [line], []]
         assert "no checkpoint was written to" in line
@@ -141,7 +141,7 @@ def test_a_save_that_fails_beside_training_is_said_when_it_has(tmp_path):
     assert Checkpoint(newest).meta["step"] == 3
 
 
-def lose(context: RunContext, folder: Path) -> Any:
+def fail_last_save(context: RunContext, folder: Path) -> Any:
     """The last save fails."""
     job = job_from_keys("single", {"checkpoint.asynchronous": True})
     batch = tokens(8, ignored=False)
@@ -158,4 +158,4 @@ def lose(context: RunContext, folder: Path) -> Any:
 
 
 def test_the_last_save_is_waited_for_and_fails_the_run(tmp_path):
-    assert run_ranks(lose, 1, tmp_path)[0]
+    assert run_ranks(fail_last_save, 1, tmp_path)[0]

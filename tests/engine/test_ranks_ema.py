@@ -258,7 +258,7 @@ def test_a_second_average_is_refused_and_the_first_is_in_the_forecast():
         assert rank.measured.peak.breakdown.optimizer == engine.prediction.peak.breakdown.optimizer
 
 
-def refused_where_ranks_differ(context: Any, strategy: str) -> str:
+def ema_refusal(context: Any, strategy: str) -> str:
     with engine_of(context, strategy, Plain, {}) as engine:
         try:
             bigtrain.ema(engine, DECAY)
@@ -269,7 +269,7 @@ def refused_where_ranks_differ(context: Any, strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "parameter_server_async"])
 def test_where_the_ranks_have_no_one_model_it_is_refused(strategy):
-    for message in run_ranks(refused_where_ranks_differ, 2, strategy):
+    for message in run_ranks(ema_refusal, 2, strategy):
         assert f"ema: under strategy {strategy} the ranks do not have the same model" in message
 
 

@@ -24,14 +24,15 @@ def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def joined_otherwise(context):
+def engine_on_other_mesh(context):
+    """The message of an engine whose plan has a different mesh than the ranks."""
     with pytest.raises(ConfigError) as refused:
         Engine(linear, F.cross_entropy, sgd, job_from_keys("ddp", {}), context)
     return str(refused.value)
 
 
 def test_ranks_that_are_connected_as_another_mesh_are_refused():
-    for message in run_ranks(joined_otherwise, 2, pp=2):
+    for message in run_ranks(engine_on_other_mesh, 2, pp=2):
         assert (
             "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in message
         )
@@ -56,7 +57,8 @@ def test_weights_do_not_depend_on_the_number_of_ranks():
     assert all(torch.equal(alone[name], among_two[name]) for name in alone)
 
 
-def validated(context, rows):
+def validation_figures(context, rows):
+    """The figures of a validation whose rows are divided among the ranks."""
     samples = tokens(rows)
     loss = CrossEntropy()
     mine = list(range(context.rank, rows, context.world_size))
@@ -75,8 +77,8 @@ def validated(context, rows):
 
 
 def test_validation_is_the_same_on_any_number_of_ranks():
-    alone = run_ranks(validated, 1, 7)[0]
-    for figures in run_ranks(validated, 2, 7):
+    alone = run_ranks(validation_figures, 1, 7)[0]
+    for figures in run_ranks(validation_figures, 2, 7):
         assert figures["loss"] == pytest.approx(alone["loss"], abs=1e-12)
 
 
@@ -100,7 +102,7 @@ def gradient_bytes(context, rows):
         return engine.meter.measured().peak.breakdown.gradients
 
 
-def saved(context, folder, how):
+def steps_after_save(context, folder, how):
     """Two steps after a save, by the engine that saved or by one that loaded the checkpoint."""
     keys = {"train.global_batch_size": 12, "train.micro_batch_size": 12 // context.world_size // 3}
     job = job_from_keys("ddp", keys)
@@ -122,5 +124,5 @@ def saved(context, folder, how):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_engine_continues_bit_for_bit_where_another_stopped(tmp_path, ranks):
     """With several micro-batches a step, which a new process must add up in the same order."""
-    first = run_ranks(saved, ranks, tmp_path, "save")
-    assert run_ranks(saved, ranks, tmp_path, "load") == first
+    first = run_ranks(steps_after_save, ranks, tmp_path, "save")
+    assert run_ranks(steps_after_save, ranks, tmp_path, "load") == first

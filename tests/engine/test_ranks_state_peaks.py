@@ -137,7 +137,8 @@ def test_servers_hold_what_is_saved_and_workers_what_is_said_of_it(
                 assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (name, rows)
 
 
-def without_tracking(context: RunContext, folder: Path) -> Any:
+def save_untracked(context: RunContext, folder: Path) -> Any:
+    """The peaks of a save in a run that tracks no step."""
     keys = {"train.global_batch_size": 8, "memory.track_steps": 0}
     tokens = torch.zeros(8, 6, dtype=torch.long)
     with Engine(
@@ -149,6 +150,6 @@ def without_tracking(context: RunContext, folder: Path) -> Any:
 
 
 def test_nothing_is_said_to_be_measured_where_no_step_was_tracked(tmp_path: Path) -> None:
-    (state,) = run_ranks(without_tracking, 1, tmp_path)
+    (state,) = run_ranks(save_untracked, 1, tmp_path)
     assert state.save is None
     assert state.resume is None

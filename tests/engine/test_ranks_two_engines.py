@@ -40,7 +40,8 @@ def draws(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return real + 1, critic_noise, generator_noise
 
 
-def judged(output: Tensor, real: Tensor) -> Tensor:
+def critic_loss(output: Tensor, real: Tensor) -> Tensor:
+    """The critic's loss for points of which `real` says whether they are real."""
     return F.binary_cross_entropy_with_logits(output, real)
 
 
@@ -53,18 +54,18 @@ def plain_loop() -> list[tuple[float, float]]:
         points = torch.cat([real, generator(critic_noise).detach()])
         truth = torch.cat([torch.ones(ROWS, 1), torch.zeros(ROWS, 1)])
         of_critic.zero_grad()
-        first = judged(critic(points), truth)
+        first = critic_loss(critic(points), truth)
         first.backward()
         of_critic.step()
         of_generator.zero_grad()
-        second = judged(critic(generator(generator_noise)), torch.ones(ROWS, 1))
+        second = critic_loss(critic(generator(generator_noise)), torch.ones(ROWS, 1))
         second.backward()
         of_generator.step()
         losses.append((float(first.detach()), float(second.detach())))
     return losses
 
 
-def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
+def train_alternately(context: Any, of_critic: str, of_generator: str) -> Any:
     """The losses of both networks, or the message of the refusal."""
     generator, critic = networks()
     rank_rows = slice(context.dp_rank * ROWS // context.dp_size, None)
@@ -72,14 +73,14 @@ def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
     keys = {"device": "cpu", "memory.track_steps": 0}
     job = job_from_keys(of_critic, keys)
     other_job = job_from_keys(of_generator, keys)
-    with Engine(critic, judged, ADAM, job, context) as critic_engine:
+    with Engine(critic, critic_loss, ADAM, job, context) as critic_engine:
         try:
             judge = bigtrain.frozen(critic_engine)
         except ConfigError as error:
             return str(error)
 
         def fooled(output: Tensor, real: Tensor) -> Tensor:
-            return judged(judge(output), real)
+            return critic_loss(judge(output), real)
 
         losses = []
         with Engine(generator, fooled, ADAM, other_job, context) as engine:
@@ -106,7 +107,7 @@ def in_turn(context: Any, of_critic: str, of_generator: str) -> Any:
     ],
 )
 def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
-    for losses in run_ranks(in_turn, 2, of_critic, of_generator):
+    for losses in run_ranks(train_alternately, 2, of_critic, of_generator):
         for figures, expected in zip(losses, plain_loop(), strict=True):
             assert figures == pytest.approx(expected, rel=1e-5)
 
@@ -120,7 +121,7 @@ def test_two_networks_train_in_turn_as_in_a_plain_loop(of_critic, of_generator):
     ],
 )
 def test_what_cannot_be_inside_another_loss_is_refused(strategy, why):
-    for message in run_ranks(in_turn, 2, strategy, "ddp"):
+    for message in run_ranks(train_alternately, 2, strategy, "ddp"):
         assert f"frozen: under strategy {strategy} {why}" in message
         assert "Use strategy ddp, zero1_torch or zero2 for this engine" in message
 
@@ -149,7 +150,9 @@ def test_a_second_engine_is_told_to_name_the_first():
 
 def other_mesh(context: Any) -> tuple[str, float]:
     _, critic = networks()
-    with Engine(critic, judged, ADAM, job_from_keys("ddp", {"device": "cpu"}), context) as engine:
+    with Engine(
+        critic, critic_loss, ADAM, job_from_keys("ddp", {"device": "cpu"}), context
+    ) as engine:
         placement = RankInfo(
             rank=context.rank, local_rank=context.rank, world_size=2, local_world_size=2,
             launcher="python",
@@ -176,9 +179,9 @@ def test_prepare_puts_a_second_engine_beside_a_first():
     generator, critic = networks()
     keys: dict[str, Any] = {"strategy": "single", "device": "cpu"}
     with (
-        closing(bigtrain.prepare(critic, judged, ADAM, **keys)) as critic_engine,
+        closing(bigtrain.prepare(critic, critic_loss, ADAM, **keys)) as critic_engine,
         closing(
-            bigtrain.prepare(generator, judged, ADAM, beside=critic_engine, **keys)
+            bigtrain.prepare(generator, critic_loss, ADAM, beside=critic_engine, **keys)
         ) as generator_engine,
     ):
         assert generator_engine.context.world_size == critic_engine.context.world_size == 1

@@ -30,13 +30,17 @@ def header() -> dict[str, Any]:
     }
 
 
-def written(path: Path, text: str | bytes, body: bytes = BODY, length: int | None = None) -> Path:
+def write_file(
+    path: Path, text: str | bytes, body: bytes = BODY, length: int | None = None
+) -> Path:
+    """Write a safetensors file with this header and body."""
     data = text.encode() if isinstance(text, str) else text
     path.write_bytes(struct.pack("<Q", len(data) if length is None else length) + data + body)
     return path
 
 
-def refused(path: Path) -> str:
+def refusal_of(path: Path) -> str:
+    """The message with which reading the file is refused."""
     with pytest.raises(CheckpointError) as caught:
         tensors_of_file(path)
     message = str(caught.value)
@@ -47,6 +51,7 @@ def refused(path: Path) -> str:
 
 
 def with_entry(**changes: Any) -> str:
+    """The header as JSON, with changes to the entry of tensor 'b'."""
     entries = header()
     entries["b"].update(changes)
     return json.dumps(entries)
@@ -87,7 +92,7 @@ def with_entry(**changes: Any) -> str:
     ],
 )
 def test_a_header_that_breaks_the_format(tmp_path: Path, text: str | bytes, reason: str) -> None:
-    assert reason in refused(written(tmp_path / "odd.safetensors", text))
+    assert reason in refusal_of(write_file(tmp_path / "odd.safetensors", text))
 
 
 @pytest.mark.parametrize(
@@ -99,19 +104,19 @@ def test_a_header_that_breaks_the_format(tmp_path: Path, text: str | bytes, reas
     ],
 )
 def test_a_length_that_is_none(tmp_path: Path, length: int, reason: str) -> None:
-    path = written(tmp_path / "odd.safetensors", json.dumps(header()), length=length)
-    assert reason in refused(path)
+    path = write_file(tmp_path / "odd.safetensors", json.dumps(header()), length=length)
+    assert reason in refusal_of(path)
     if length == 100_000_001:
         with path.open("r+b") as file:
             file.truncate(200_000_000)  # even if the file is long enough
-        assert reason in refused(path)
+        assert reason in refusal_of(path)
 
 
 @pytest.mark.parametrize("size", [0, 3, 7, 8, 20])
 def test_a_file_that_was_cut(tmp_path: Path, size: int) -> None:
-    path = written(tmp_path / "odd.safetensors", json.dumps(header()))
+    path = write_file(tmp_path / "odd.safetensors", json.dumps(header()))
     path.write_bytes(path.read_bytes()[:size])
-    refused(path)
+    refusal_of(path)
 
 
 def test_what_the_library_of_the_format_writes_is_read(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> 
         document["layout"] = list(resolved.layout.lines())
     if resolved.notes:
         document["settled"] = list(resolved.notes)
-    saved_names = _kept(resolved)
+    saved_names = _saved_by_modules(resolved)
     if saved_names:
         document["keeps"] = saved_names
     for rank in range(plan.pp):
@@ -122,7 +122,7 @@ def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> 
     return document
 
 
-def _kept(resolved: ResolvedPlan) -> dict[str, str]:
+def _saved_by_modules(resolved: ResolvedPlan) -> dict[str, str]:
     """The names of the modules by the choice of what they save."""
     names_by_choice: dict[str, list[str]] = {}
     for name, choice in resolved.policies.items():
@@ -134,10 +134,11 @@ def own_peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> l
     """The peak of each replica of a model that is not cut, in bytes."""
     resolved, workload = _resolved(net, strategy, ranks, keys)
     (profile,) = forecast_rank(resolved, workload).profiles
-    return [peak.bytes for peak in _of_replicas(profile, resolved.plan)]
+    return [peak.bytes for peak in _replica_peaks(profile, resolved.plan)]
 
 
-def _of_replicas(profile: Any, plan: Any) -> list[Any]:
+def _replica_peaks(profile: Any, plan: Any) -> list[Any]:
+    """The peak of each replica."""
     return [
         forecast_step(profile, replace(plan, dp_rank=replica)).peak() for replica in range(plan.dp)
     ]
@@ -152,7 +153,7 @@ def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     profiles = predicted.profiles
     document[f"{at} profiles"] = [_profile(profile) for profile in profiles]
     if "cut" not in plan.techniques:
-        peaks = [_peak(one) for one in _of_replicas(profiles[0], plan)]
+        peaks = [_peak(one) for one in _replica_peaks(profiles[0], plan)]
         if any(one != peak for one in peaks):
             document["replicas"] = peaks
         lines = collect_advice(profiles[0], plan)

@@ -23,14 +23,16 @@ TYPES = [
 MOVES = [torch.float8_e4m3fn]
 
 
-def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def rank_tensor(
+    rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     """Small integers that depend on the rank, so that every type adds them up exactly."""
     drawn = torch.Generator().manual_seed(rank)
     whole = torch.randint(-3 if dtype.is_signed else 0, 4, shape, generator=drawn)
     return whole.to(dtype) * (1 + 2j) if dtype.is_complex else whole.to(dtype)
 
 
-def answers(call: Callable[[], Any]) -> str:
+def refusal_of(call: Callable[[], Any]) -> str:
     """The message of a refusal."""
     try:
         call()
@@ -39,13 +41,14 @@ def answers(call: Callable[[], Any]) -> str:
     return "not refused"
 
 
-def reduced(context: RunContext) -> dict[str, Any]:
+def run_reductions(context: RunContext) -> dict[str, Any]:
+    """The results of all reductions on this rank, by dtype and name."""
     hvd.init_with(context)
     me, out = hvd.rank(), {}
     ops = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
     ops["product"] = hvd.Product
     for dtype in TYPES:
-        mine = of_rank(me, (2, 3), dtype)
+        mine = rank_tensor(me, (2, 3), dtype)
         for name, op in ops.items():
             original = mine.clone()
             try:
@@ -53,7 +56,7 @@ def reduced(context: RunContext) -> dict[str, Any]:
             except ConfigError as error:
                 out[dtype, name] = str(error)
             assert torch.equal(mine, original)
-    mine = of_rank(me, (4, 2))
+    mine = rank_tensor(me, (4, 2))
     out["scaled"] = hvd.allreduce(mine, prescale_factor=2.0, postscale_factor=0.25, op=hvd.Sum)
     out["fp16"] = hvd.allreduce(mine / 3, compression=hvd.Compression.fp16)
     turned = mine.clone().t()  # not contiguous
@@ -67,7 +70,7 @@ def reduced(context: RunContext) -> dict[str, Any]:
     copies = [one.clone() for one in many]
     out["grouped in place"] = hvd.grouped_allreduce_(copies) and copies
     out["grouped shares"] = hvd.grouped_reducescatter(many[:2], op=hvd.Average)
-    rows = torch.sparse_coo_tensor([[me, 4, 4]], of_rank(me, (3, 2)), (5, 2))
+    rows = torch.sparse_coo_tensor([[me, 4, 4]], rank_tensor(me, (3, 2)), (5, 2))
     out["sparse"] = hvd.sparse_allreduce_async(rows, name="rows", op=hvd.Average)().to_dense()
     none = torch.sparse_coo_tensor(torch.empty(1, 0).long(), torch.empty(0, 2), (5, 2))
     some = rows.float() if me == 1 else none
@@ -78,12 +81,12 @@ def reduced(context: RunContext) -> dict[str, Any]:
 
 
 def test_reductions_are_those_of_all_tensors():
-    results = run_ranks(reduced, RANKS)
-    mine = torch.stack([of_rank(n, (4, 2)) for n in range(RANKS)])
+    results = run_ranks(run_reductions, RANKS)
+    mine = torch.stack([rank_tensor(n, (4, 2)) for n in range(RANKS)])
     plain = {"min": torch.amin, "max": torch.amax, "product": torch.prod, "sum": torch.sum}
     for me, out in enumerate(results):
         for dtype in TYPES:
-            stack = torch.stack([of_rank(n, (2, 3), dtype) for n in range(RANKS)])
+            stack = torch.stack([rank_tensor(n, (2, 3), dtype) for n in range(RANKS)])
             for name in ("average", *plain):
                 got, whole = out[dtype, name], not (dtype.is_floating_point or dtype.is_complex)
                 if name == "average" and whole:
@@ -115,28 +118,29 @@ def test_reductions_are_those_of_all_tensors():
             assert torch.allclose(got, (share / RANKS).to(dtype))
         dense = torch.zeros(RANKS, 5, 2, dtype=torch.float64)
         for n in range(RANKS):
-            values = of_rank(n, (3, 2))
+            values = rank_tensor(n, (3, 2))
             dense[n, n] += values[0]
             dense[n, 4] += values[1] + values[2]
         assert torch.allclose(out["sparse"], dense.mean(0))
         assert torch.equal(out["sparse of one"], dense[1].float())
 
 
-def moved(context: RunContext) -> dict[str, Any]:
+def run_gathers(context: RunContext) -> dict[str, Any]:
+    """The results of gathers, broadcasts and all-to-alls on this rank."""
     hvd.init_with(context)
     me, out = hvd.rank(), {}
     for dtype in TYPES + MOVES:
-        gathered = hvd.allgather(of_rank(me, (me, 2), dtype))
-        sent = hvd.broadcast(of_rank(me, (2,), dtype), root_rank=1)
+        gathered = hvd.allgather(rank_tensor(me, (me, 2), dtype))
+        sent = hvd.broadcast(rank_tensor(me, (2,), dtype), root_rank=1)
         assert gathered.dtype == sent.dtype == dtype
         plain = torch.complex64 if dtype.is_complex else torch.float32
         out["gathered", dtype], out["from 1", dtype] = gathered.to(plain), sent.to(plain)
-    even = of_rank(me, (RANKS, 2))
+    even = rank_tensor(me, (RANKS, 2))
     out["swapped"] = hvd.alltoall(even)
     splits = torch.tensor([me, 0, 1])
-    out["some swapped"] = hvd.alltoall(of_rank(me, (me + 1, 2)), splits, name="some")
-    out["listed"] = hvd.alltoall(of_rank(me, (me + 1,), torch.int16), splits.tolist())
-    turned = of_rank(me, (2, 3)).t()
+    out["some swapped"] = hvd.alltoall(rank_tensor(me, (me + 1, 2)), splits, name="some")
+    out["listed"] = hvd.alltoall(rank_tensor(me, (me + 1,), torch.int16), splits.tolist())
+    turned = rank_tensor(me, (2, 3)).t()
     original = turned.clone()
     out["copy"] = hvd.broadcast(turned, 2)
     assert torch.equal(turned, original)
@@ -145,17 +149,17 @@ def moved(context: RunContext) -> dict[str, Any]:
     out["no dims"] = hvd.broadcast(torch.tensor(me), 2).item()
     out["objects"] = hvd.allgather_object({"rank": me, "more": "x" * me})
     out["none"] = hvd.broadcast_object([me, {"a": None}], root_rank=2)
-    many = [of_rank(me, (2, 2)), of_rank(me, (me + 1,))]
+    many = [rank_tensor(me, (2, 2)), rank_tensor(me, (me + 1,))]
     out["grouped"] = hvd.grouped_allgather(many)
     # Started together, and waited for in a different order.
     asked = {
-        "sum": hvd.allreduce_async(of_rank(me, (2,)), op=hvd.Sum, name="sum"),
-        "rows": hvd.allgather_async(of_rank(me, (1,)), name="rows"),
-        "two": hvd.broadcast_async(of_rank(me, (2,)), 2, name="two"),
-        "both": hvd.grouped_allreduce_async([of_rank(me, (2,))] * 2, op=hvd.Sum),
-        "share": hvd.reducescatter_async(of_rank(me, (3,)), op=hvd.Sum),
+        "sum": hvd.allreduce_async(rank_tensor(me, (2,)), op=hvd.Sum, name="sum"),
+        "rows": hvd.allgather_async(rank_tensor(me, (1,)), name="rows"),
+        "two": hvd.broadcast_async(rank_tensor(me, (2,)), 2, name="two"),
+        "both": hvd.grouped_allreduce_async([rank_tensor(me, (2,))] * 2, op=hvd.Sum),
+        "share": hvd.reducescatter_async(rank_tensor(me, (3,)), op=hvd.Sum),
     }
-    single_row = of_rank(me, (2,))
+    single_row = rank_tensor(me, (2,))
     written = hvd.allreduce_async_(single_row, op=hvd.Sum)
     for name in reversed(asked):
         out["async", name] = hvd.synchronize(asked[name])
@@ -181,39 +185,43 @@ def moved(context: RunContext) -> dict[str, Any]:
 
 
 def test_what_is_moved_arrives():
-    results = run_ranks(moved, RANKS)
+    results = run_ranks(run_gathers, RANKS)
     for me, out in enumerate(results):
         for dtype in TYPES + MOVES:
             plain = out["from 1", dtype].dtype
-            stack = torch.cat([of_rank(n, (n, 2), dtype).to(plain) for n in range(RANKS)])
+            stack = torch.cat([rank_tensor(n, (n, 2), dtype).to(plain) for n in range(RANKS)])
             assert torch.equal(out["gathered", dtype], stack)
-            assert torch.equal(out["from 1", dtype], of_rank(1, (2,), dtype).to(plain))
-        even = torch.stack([of_rank(n, (RANKS, 2))[me] for n in range(RANKS)])
+            assert torch.equal(out["from 1", dtype], rank_tensor(1, (2,), dtype).to(plain))
+        even = torch.stack([rank_tensor(n, (RANKS, 2))[me] for n in range(RANKS)])
         assert torch.equal(out["swapped"], even)
         sent = [[n, 0, 1] for n in range(RANKS)]
         counts = [row[me] for row in sent]
         rows, received = out["some swapped"]
-        parts = [of_rank(n, (n + 1, 2)).split(sent[n])[me] for n in range(RANKS)]
+        parts = [rank_tensor(n, (n + 1, 2)).split(sent[n])[me] for n in range(RANKS)]
         assert torch.equal(rows, torch.cat(parts))
         assert received.tolist() == counts
         assert received.dtype == torch.int64
-        parts = [of_rank(n, (n + 1,), torch.int16).split(sent[n])[me] for n in range(RANKS)]
+        parts = [rank_tensor(n, (n + 1,), torch.int16).split(sent[n])[me] for n in range(RANKS)]
         assert torch.equal(out["listed"][0], torch.cat(parts))
         assert out["listed"][1].tolist() == counts
-        assert torch.equal(out["copy"], of_rank(2, (2, 3)).t())
-        assert torch.equal(out["in place"], of_rank(2, (2, 3)).t())
+        assert torch.equal(out["copy"], rank_tensor(2, (2, 3)).t())
+        assert torch.equal(out["in place"], rank_tensor(2, (2, 3)).t())
         assert out["no dims"] == 2
         assert out["objects"] == [{"rank": n, "more": "x" * n} for n in range(RANKS)]
         assert out["none"] == [2, {"a": None}]
-        assert torch.equal(out["grouped"][0], torch.cat([of_rank(n, (2, 2)) for n in range(3)]))
-        assert torch.equal(out["grouped"][1], torch.cat([of_rank(n, (n + 1,)) for n in range(3)]))
-        summed = sum(of_rank(n, (2,)) for n in range(RANKS))
+        assert torch.equal(out["grouped"][0], torch.cat([rank_tensor(n, (2, 2)) for n in range(3)]))
+        assert torch.equal(
+            out["grouped"][1], torch.cat([rank_tensor(n, (n + 1,)) for n in range(3)])
+        )
+        summed = sum(rank_tensor(n, (2,)) for n in range(RANKS))
         assert torch.equal(out["async", "sum"], summed)
         assert torch.equal(out["async", "written"], summed)
         assert torch.equal(out["async", "both"][1], summed)
-        assert torch.equal(out["async", "two"], of_rank(2, (2,)))
-        assert torch.equal(out["async", "rows"], torch.cat([of_rank(n, (1,)) for n in range(3)]))
-        whole = sum(of_rank(n, (3,)) for n in range(RANKS))
+        assert torch.equal(out["async", "two"], rank_tensor(2, (2,)))
+        assert torch.equal(
+            out["async", "rows"], torch.cat([rank_tensor(n, (1,)) for n in range(3)])
+        )
+        whole = sum(rank_tensor(n, (3,)) for n in range(RANKS))
         assert torch.equal(out["async", "share"], whole[me : me + 1])
         assert out["waited"] > 0.2 or me == 2
     assert (results[0]["early"], results[0]["polled"]) == (False, 1.0)
@@ -224,12 +232,13 @@ def leaf(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=drawn, dtype=torch.float64).requires_grad_()
 
 
-def weighed(rank: int, out: torch.Tensor) -> torch.Tensor:
+def rank_loss(rank: int, out: torch.Tensor) -> torch.Tensor:
     """A loss that differs between ranks."""
     return (out * leaf(20 + rank, tuple(out.shape)).detach()).sum()
 
 
-def differentiated(context: RunContext) -> dict[str, torch.Tensor]:
+def collective_gradients(context: RunContext) -> dict[str, torch.Tensor]:
+    """The gradients of this rank's tensor through each collective."""
     hvd.init_with(context)
     me = hvd.rank()
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -244,21 +253,21 @@ def differentiated(context: RunContext) -> dict[str, torch.Tensor]:
     gradients = {}
     for name, call in calls.items():
         my_leaf = leaf(me, (RANKS, 2))
-        weighed(me, call(my_leaf)).backward()
+        rank_loss(me, call(my_leaf)).backward()
         assert my_leaf.grad is not None
         gradients[name] = my_leaf.grad
     my_leaf = leaf(me, (me + 1, 2))
-    weighed(me, hvd.allgather(my_leaf)).backward()
+    rank_loss(me, hvd.allgather(my_leaf)).backward()
     assert my_leaf.grad is not None
     gradients["allgather"] = my_leaf.grad
-    gradients["refused"] = answers(
+    gradients["refused"] = refusal_of(
         lambda: hvd.allreduce(leaf(me, (2,)), op=hvd.Max).sum().backward()
     )
     return gradients
 
 
 def test_gradients_are_those_of_horovod():
-    results = run_ranks(differentiated, RANKS)
+    results = run_ranks(collective_gradients, RANKS)
     ones = [leaf(20 + n, (RANKS, 2)).detach() for n in range(RANKS)]
     rows = [leaf(20 + n, (1, 2)).detach() for n in range(RANKS)]
     mean = torch.stack(ones).mean(0)
@@ -279,7 +288,7 @@ def test_gradients_are_those_of_horovod():
         assert "op=max has no gradient. Give tensor.detach(), or op=hvd.Average" in out["refused"]
 
 
-def uneven(context: RunContext) -> dict[str, Any]:
+def join_unevenly(context: RunContext) -> dict[str, Any]:
     """Rank 1 is the first to run out of data, rank 0 the last."""
     hvd.init_with(context)
     me = hvd.rank()
@@ -295,7 +304,7 @@ def uneven(context: RunContext) -> dict[str, Any]:
                 "broadcast": lambda: hvd.broadcast(torch.ones(1), 0),
                 "min": lambda: hvd.allreduce(torch.ones(1), op=hvd.Min),
             }
-            out |= {name: answers(call) for name, call in calls.items()}
+            out |= {name: refusal_of(call) for name, call in calls.items()}
     if me == 0:
         time.sleep(0.3)
     out["last"] = hvd.join()
@@ -305,7 +314,7 @@ def uneven(context: RunContext) -> dict[str, Any]:
 
 
 def test_ranks_without_data_take_part_with_zeros():
-    results = run_ranks(uneven, RANKS)
+    results = run_ranks(join_unevenly, RANKS)
     assert [out["sums"] for out in results] == [[111.0, 101.0, 1.0, 1.0], [111.0], [111.0, 101.0]]
     assert results[0]["average"] == 1.0
     assert results[0]["half"] == [[3.0, 3.0]] * 2
@@ -316,7 +325,8 @@ def test_ranks_without_data_take_part_with_zeros():
     assert [(out["last"], out["after"], out["again"]) for out in results] == [(0, 1.0, True)] * 3
 
 
-def in_sets(context: RunContext) -> dict[str, Any]:
+def run_process_sets(context: RunContext) -> dict[str, Any]:
+    """The results of collectives in process sets."""
     hvd.init_with(context)
     me, out = hvd.rank(), {}
     outer = hvd.add_process_set(hvd.ProcessSet([2, 0]))
@@ -326,33 +336,33 @@ def in_sets(context: RunContext) -> dict[str, Any]:
     out["everyone"] = (hvd.global_process_set.size(), hvd.global_process_set.included())
     if outer.included():
         out["rank"] = outer.rank()
-        mine = of_rank(me, (2, 2)).requires_grad_()
+        mine = rank_tensor(me, (2, 2)).requires_grad_()
         total = hvd.allreduce(mine, process_set=outer)
-        weighed(me, total).backward()
+        rank_loss(me, total).backward()
         out["average"], out["gradient"] = total.detach(), mine.grad
-        out["rows"] = hvd.allgather(of_rank(me, (1,)), process_set=outer)
+        out["rows"] = hvd.allgather(rank_tensor(me, (1,)), process_set=outer)
         out["from 2"] = hvd.broadcast(torch.tensor(me), 2, process_set=outer).item()
-        out["share"] = hvd.reducescatter(of_rank(me, (2,)), op=hvd.Sum, process_set=outer)
-        out["swapped"] = hvd.alltoall(of_rank(me, (2,)), process_set=outer)
+        out["share"] = hvd.reducescatter(rank_tensor(me, (2,)), op=hvd.Sum, process_set=outer)
+        out["swapped"] = hvd.alltoall(rank_tensor(me, (2,)), process_set=outer)
         out["object"] = hvd.broadcast_object(me, 2, process_set=outer)
         hvd.barrier(process_set=outer)
-        out["root"] = answers(lambda: hvd.broadcast(torch.ones(1), 1, process_set=outer))
+        out["root"] = refusal_of(lambda: hvd.broadcast(torch.ones(1), 1, process_set=outer))
     else:
-        out["outside"] = answers(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
+        out["outside"] = refusal_of(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
         out["alone"] = hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=alone).tolist()
-    out["twice"] = answers(lambda: hvd.add_process_set([0, 2]))
-    out["all again"] = answers(lambda: hvd.add_process_set(range(RANKS)))
-    out["too many"] = answers(lambda: hvd.add_process_set([0, 7]))
+    out["twice"] = refusal_of(lambda: hvd.add_process_set([0, 2]))
+    out["all again"] = refusal_of(lambda: hvd.add_process_set(range(RANKS)))
+    out["too many"] = refusal_of(lambda: hvd.add_process_set([0, 7]))
     out["removed"] = (hvd.remove_process_set(outer), hvd.remove_process_set(outer))
     out["kept"] = hvd.remove_process_set(hvd.global_process_set)
-    out["gone"] = answers(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
-    out["number"] = answers(lambda: hvd.allreduce(torch.ones(1), process_set=1))
+    out["gone"] = refusal_of(lambda: hvd.allreduce(torch.ones(1), process_set=outer))
+    out["number"] = refusal_of(lambda: hvd.allreduce(torch.ones(1), process_set=1))
     out["sum"] = float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum))
     return out
 
 
 def test_process_sets_exchange_among_themselves():
-    results = run_ranks(in_sets, RANKS)
+    results = run_ranks(run_process_sets, RANKS)
     for me, out in enumerate(results):
         assert out["who"] == ([0, 2], 2, 1, me != 1)
         assert out["all"] == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
@@ -369,16 +379,19 @@ def test_process_sets_exchange_among_themselves():
     for set_rank, me in enumerate((0, 2)):
         out = results[me]
         assert (out["rank"], out["from 2"], out["object"]) == (set_rank, 2, 2)
-        assert torch.equal(out["average"], (of_rank(0, (2, 2)) + of_rank(2, (2, 2))) / 2)
+        assert torch.equal(out["average"], (rank_tensor(0, (2, 2)) + rank_tensor(2, (2, 2))) / 2)
         assert torch.allclose(out["gradient"], sum(weights) / 2)
-        assert torch.equal(out["rows"], torch.cat([of_rank(0, (1,)), of_rank(2, (1,))]))
-        assert torch.equal(out["share"], (of_rank(0, (2,)) + of_rank(2, (2,)))[set_rank][None])
-        swapped = [of_rank(n, (2,))[set_rank] for n in (0, 2)]
+        assert torch.equal(out["rows"], torch.cat([rank_tensor(0, (1,)), rank_tensor(2, (1,))]))
+        assert torch.equal(
+            out["share"], (rank_tensor(0, (2,)) + rank_tensor(2, (2,)))[set_rank][None]
+        )
+        swapped = [rank_tensor(n, (2,))[set_rank] for n in (0, 2)]
         assert torch.equal(out["swapped"], torch.stack(swapped))
         assert "root_rank=1 is not among the ranks [0, 2]" in out["root"]
 
 
-def differing(context: RunContext) -> dict[str, str]:
+def mismatched_calls(context: RunContext) -> dict[str, str]:
+    """The messages of calls that differ between the two ranks."""
     hvd.init_with(context)
     me = hvd.rank()
     calls: dict[str, Callable[[], Any]] = {
@@ -391,7 +404,7 @@ def differing(context: RunContext) -> dict[str, str]:
         "root": lambda: hvd.broadcast(torch.ones(2), me),
         "inner": lambda: hvd.allgather(torch.ones(2, 2 + me)),
     }
-    messages = {name: answers(call) for name, call in calls.items()}
+    messages = {name: refusal_of(call) for name, call in calls.items()}
     with pytest.raises(RuntimeError, match="asks for"):  # the exception that Horovod scripts catch
         hvd.allgather(torch.ones(2, 2 + me))
     # Ranks that were refused together continue together.
@@ -400,7 +413,7 @@ def differing(context: RunContext) -> dict[str, str]:
 
 
 def test_ranks_that_ask_for_different_things_are_refused_by_name():
-    results = run_ranks(differing, 2)
+    results = run_ranks(mismatched_calls, 2)
     assert results[0] == results[1]
     messages = results[0]
     assert (
@@ -417,10 +430,11 @@ def test_ranks_that_ask_for_different_things_are_refused_by_name():
     assert messages["after"] == "2.0"
 
 
-def timed(context: RunContext, path: str) -> str:
+def write_timeline(context: RunContext, path: str) -> str:
+    """Write a timeline; return the message of a second start."""
     hvd.init_with(context)
     hvd.start_timeline(path)
-    message = answers(lambda: hvd.start_timeline(path))
+    message = refusal_of(lambda: hvd.start_timeline(path))
     hvd.allreduce(torch.ones(2), name="loss")
     hvd.broadcast(torch.ones(2), 0, name="weights")
     hvd.stop_timeline()
@@ -430,7 +444,10 @@ def timed(context: RunContext, path: str) -> str:
 
 def test_a_timeline_is_written(tmp_path):
     path = tmp_path / "new" / "timeline.json"
-    assert "timeline.json is being written. Call hvd.stop" in run_ranks(timed, 2, str(path))[0]
+    assert (
+        "timeline.json is being written. Call hvd.stop"
+        in run_ranks(write_timeline, 2, str(path))[0]
+    )
     events = json.loads(path.read_text())["traceEvents"]
     kinds = [(event["name"], event["tid"]) for event in events]
     assert ("ALLREDUCE", "loss") in kinds
@@ -438,7 +455,8 @@ def test_a_timeline_is_written(tmp_path):
     assert all(event["dur"] >= 0 for event in events)
 
 
-def leaves(context: RunContext) -> None:
+def raise_on_rank_1(context: RunContext) -> None:
+    """Rank 1 raises while rank 0 waits in an exchange."""
     hvd.init_with(context)
     if hvd.rank() == 1:
         raise OSError("the disk of rank 1")
@@ -447,11 +465,12 @@ def leaves(context: RunContext) -> None:
 
 def test_a_rank_that_fails_ends_those_that_wait():
     with pytest.raises(RankFailure, match="the disk of rank 1") as failure:
-        run_ranks(leaves, 2)
+        run_ranks(raise_on_rank_1, 2)
     assert failure.value.rank == 1
 
 
-def ends_early(context: RunContext) -> None:
+def end_rank_0_early(context: RunContext) -> None:
+    """Rank 0 ends while rank 1 waits in an exchange."""
     hvd.init_with(context)
     for _ in range(1 + hvd.rank()):
         hvd.allreduce(torch.ones(3), name="loss")
@@ -462,7 +481,7 @@ def test_a_rank_that_ends_before_the_others_is_told_of_with_what_helps():
         r"hvd: allreduce 'loss', of float32 \[3\], op=average: another rank has ended .* hvd.join"
     )
     with pytest.raises(RankFailure, match=message) as failure:
-        run_ranks(ends_early, 2, fresh=True)
+        run_ranks(end_rank_0_early, 2, fresh=True)
     assert failure.value.rank == 1
 
 
@@ -532,10 +551,10 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
         "has no 'alreduce', did you mean 'allreduce'?": lambda: hvd.alreduce,
     }
     for message, call in refused.items():
-        assert message in answers(call)
+        assert message in refusal_of(call)
     hvd.shutdown()
-    assert "comm=[3], and all 1 ranks take part" in answers(lambda: hvd.init(comm=[3]))
-    assert "process_sets='all'" in answers(lambda: hvd.init(process_sets="all"))
+    assert "comm=[3], and all 1 ranks take part" in refusal_of(lambda: hvd.init(comm=[3]))
+    assert "process_sets='all'" in refusal_of(lambda: hvd.init(process_sets="all"))
     hvd.init(comm=[0], process_sets="dynamic")
 
 

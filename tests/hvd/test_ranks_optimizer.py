@@ -18,7 +18,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def left():
+def no_session():
     """End a session that another test has left open."""
     hvd.shutdown()
     yield
@@ -36,7 +36,7 @@ def rows(step: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs[part], inputs[part, :3].argmax(1)
 
 
-def trained(
+def trained_weights(
     context: RunContext, passes: int, options: dict[str, Any], fusion: int = 2**26
 ) -> list[torch.Tensor]:
     """The weights after a few steps in which each rank has a share of 24 rows."""
@@ -71,21 +71,22 @@ def trained(
 
 @pytest.mark.parametrize(("ranks", "passes", "fusion"), [(2, 1, 2**26), (3, 2, 600)])
 def test_the_weights_are_those_of_one_process(ranks, passes, fusion):
-    alone = trained(RunContext.alone(), 1, {})
+    alone = trained_weights(RunContext.alone(), 1, {})
     for options in ({}, {"gradient_predivide_factor": 2.0}):
-        for weights in run_ranks(trained, ranks, passes, options, fusion):
+        for weights in run_ranks(trained_weights, ranks, passes, options, fusion):
             for weight, expected in zip(weights, alone, strict=True):
                 assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
 
 
 def test_fp16_on_the_way_changes_the_numbers_a_little():
-    alone = trained(RunContext.alone(), 1, {})
-    compressed = run_ranks(trained, 2, 1, {"compression": hvd.Compression.fp16})[0]
+    alone = trained_weights(RunContext.alone(), 1, {})
+    compressed = run_ranks(trained_weights, 2, 1, {"compression": hvd.Compression.fp16})[0]
     differences = [float((a - b).abs().max()) for a, b in zip(alone, compressed, strict=True)]
     assert 0 < max(differences) < 1e-2
 
 
-def exchanged(context: RunContext) -> dict[str, Any]:
+def broadcast_and_average(context: RunContext) -> dict[str, Any]:
+    """The results of broadcasting a model and its optimizer, and of averages."""
     hvd.init_with(context)
     mine = torch.full((3,), float(hvd.rank() + 1))
     model = net(hvd.rank())
@@ -110,7 +111,7 @@ def exchanged(context: RunContext) -> dict[str, Any]:
 
 
 def test_what_goes_between_the_ranks():
-    first, second = run_ranks(exchanged, 2)
+    first, second = run_ranks(broadcast_and_average, 2)
     for result in (first, second):
         assert result["mean"] == [1.5] * 3
         assert result["sum"] == result["older"] == [3.0] * 3
@@ -123,7 +124,7 @@ def test_what_goes_between_the_ranks():
     assert (first["who"], second["who"]) == ((0, 0, 2, 2), (1, 1, 2, 2))
 
 
-def twice(context: RunContext) -> str:
+def backward_twice(context: RunContext) -> str:
     """Run a second backward pass before the step, although one was declared."""
     hvd.init_with(context)
     model = net(0)
@@ -137,7 +138,7 @@ def twice(context: RunContext) -> str:
 
 
 def test_too_many_backward_passes_are_refused():
-    for message in run_ranks(twice, 2):
+    for message in run_ranks(backward_twice, 2):
         assert "for the 2. time since the last step, and backward_passes_per_step=1" in message
         assert "Call step(), or give" in message
 
@@ -317,7 +318,9 @@ def words_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return words, words.sum(1) % 3
 
 
-def bagged(context: RunContext, options: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+def train_embedding_bag(
+    context: RunContext, options: list[dict[str, Any]]
+) -> list[list[torch.Tensor]]:
     """The weights for each set of options; SGD without momentum accepts sparse gradients."""
     hvd.init_with(context)
     weights = []
@@ -360,7 +363,7 @@ def test_sparse_gradients_and_groups_give_the_same_weights():
             out = model(words[half], aside=rank == 0)
             (nn.functional.cross_entropy(out, targets[half]) / 2).backward()
         optimizer.step()
-    for results in run_ranks(bagged, 2, options):
+    for results in run_ranks(train_embedding_bag, 2, options):
         for chosen, weights in zip(options, results, strict=True):
             same = [
                 torch.allclose(weight, expected, rtol=0, atol=1e-12)
@@ -431,7 +434,7 @@ def test_steps_out_of_turn():
             assert torch.allclose(weight, expected, rtol=0, atol=1e-12)
 
 
-def trained_later(context: RunContext) -> list[str]:
+def add_parameters_later(context: RunContext) -> list[str]:
     """Parameters that are added or unfrozen after the optimizer was made."""
     hvd.init_with(context)
     messages = []
@@ -458,13 +461,13 @@ def trained_later(context: RunContext) -> list[str]:
 
 
 def test_gradients_that_would_not_be_averaged_are_refused():
-    for added, unfrozen in run_ranks(trained_later, 2):
+    for added, unfrozen in run_ranks(add_parameters_later, 2):
         assert "hvd: a parameter of group 1 of shape [3, 16] was not trained when" in added
         assert "hvd: 2.weight of shape [3, 16] was not trained when" in unfrozen
         assert "Add groups and set requires_grad before that" in unfrozen
 
 
-def evaluated(context: RunContext) -> list[Any]:
+def average_metrics(context: RunContext) -> list[Any]:
     """Metrics exchanged without gradients, as in validation."""
     hvd.init_with(context)
     metrics = []
@@ -482,7 +485,7 @@ def evaluated(context: RunContext) -> list[Any]:
 
 
 def test_metrics_are_exchanged_without_gradients():
-    for metrics in run_ranks(evaluated, 2):
+    for metrics in run_ranks(average_metrics, 2):
         assert metrics == [1.0, 2.0, [0.0, 2.0], 2.0, 2.0, 2.0, [2.0, 2.0]] * 2
 
 

@@ -47,7 +47,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def started(name: str, *words: str) -> str:
+def run_script(name: str, *words: str) -> str:
     """The output of a script on two ranks."""
     command = [interpreter(), "-c", START, str(SCRIPTS / f"{name}.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -105,7 +105,7 @@ def test_epochs_of_digits(tmp_path):
         expected.append([functional.nll_loss(output, labels).item(), right])
     assert expected[-1][0] < expected[0][0]
     for factor, compression in (("1.0", "none"), ("2.0", "fp16")):
-        started("hvd_digits", str(tmp_path / "figures"), factor, compression)
+        run_script("hvd_digits", str(tmp_path / "figures"), factor, compression)
         figures = json.loads((tmp_path / "figures").read_text())
         losses = [abs(got[0] - wanted[0]) for got, wanted in zip(figures, expected, strict=True)]
         if compression == "none":
@@ -117,8 +117,8 @@ def test_epochs_of_digits(tmp_path):
 
 def test_images_with_several_passes_and_a_resume(tmp_path):
     images = script("hvd_images")
-    started("hvd_images", str(tmp_path), "2")
-    started("hvd_images", str(tmp_path), "3")  # continues from the second epoch's checkpoint
+    run_script("hvd_images", str(tmp_path), "2")
+    run_script("hvd_images", str(tmp_path), "3")  # continues from the second epoch's checkpoint
     figures = [json.loads((tmp_path / f"figures-{n}.json").read_text()) for n in (0, 2)]
     loop = PlainLoop(images.resnet, images.BASE_LR, momentum=0.9, weight_decay=5e-5)
     train, held_out = images.images(44, 1), images.images(16, 2)
@@ -154,7 +154,7 @@ def test_images_with_several_passes_and_a_resume(tmp_path):
 
 def test_a_synthetic_benchmark(tmp_path):
     synthetic = script("hvd_synthetic")
-    output = started("hvd_synthetic", str(tmp_path / "losses"))
+    output = run_script("hvd_synthetic", str(tmp_path / "losses"))
     assert output.count("img/sec") == synthetic.ITERATIONS
     assert "Number of ranks: 2" in output
     loop = PlainLoop(synthetic.net, synthetic.LR * RANKS)
@@ -190,7 +190,7 @@ def elastic_steps(elastic: ModuleType) -> tuple[list[float], list[list[float]]]:
     return losses, [p.tolist() for p in loop.models[0].parameters()]
 
 
-def checked(folder: Path, resets: list[int], life: int) -> None:
+def assert_figures(folder: Path, resets: list[int], life: int) -> None:
     """Assert that the figures of a killed run equal those of a plain loop."""
     losses, weights = elastic_steps(script("hvd_elastic"))
     figures = json.loads((folder / "figures.json").read_text())
@@ -207,7 +207,7 @@ def test_torchrun_starts_an_elastic_script_again_at_its_last_commit(tmp_path):
     line += f"--max-restarts=1 {SCRIPTS / 'hvd_elastic.py'} {tmp_path} 5"
     done = run(["sh", "-c", f"cd {tmp_path} && exec {line}"])
     assert done.status == 0, done.output
-    checked(tmp_path, [4], 1)
+    assert_figures(tmp_path, [4], 1)
     assert not (tmp_path / "runs").exists(), "a successful run must remove its commits"
 
 
@@ -218,5 +218,5 @@ def test_a_later_launch_goes_on_where_a_folder_for_commits_is_named(tmp_path, mo
     assert done.returncode != 0
     assert "rank 1" in done.stderr
     assert not (tmp_path / "figures.json").exists()
-    started("hvd_elastic", str(tmp_path), "0")
-    checked(tmp_path, [6], 0)
+    run_script("hvd_elastic", str(tmp_path), "0")
+    assert_figures(tmp_path, [6], 0)

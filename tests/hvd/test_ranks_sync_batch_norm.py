@@ -37,7 +37,8 @@ def layer(kind: type[nn.Module], case: int) -> nn.Module:
     return made
 
 
-def passed(norm: nn.Module, case: int, part: slice) -> dict[str, Any]:
+def run_layer(norm: nn.Module, case: int, part: slice) -> dict[str, Any]:
+    """The outputs, gradients and statistics of a layer over several steps."""
     outs, gradients = [], []
     for step in range(STEPS):
         inputs = samples(case, step)[part].requires_grad_()
@@ -52,13 +53,13 @@ def passed(norm: nn.Module, case: int, part: slice) -> dict[str, Any]:
     return {"out": outs, "inputs": gradients, "weights": of_weights, "buffers": buffers}
 
 
-def on_ranks(context: RunContext) -> list[dict[str, Any]]:
+def run_on_ranks(context: RunContext) -> list[dict[str, Any]]:
     hvd.init_with(context)
     results = []
     for case, (share, *_) in enumerate(CASES):
         first = sum(SHARES[share][: hvd.rank()])
         part = slice(first, first + SHARES[share][hvd.rank()])
-        results.append(passed(layer(hvd.SyncBatchNorm, case), case, part))
+        results.append(run_layer(layer(hvd.SyncBatchNorm, case), case, part))
     half = hvd.SyncBatchNorm(5).to(torch.bfloat16)
     results.append({"half": half(samples(1, 0)[hvd.rank() :].bfloat16()).dtype})
     with pytest.raises(ConfigError, match="has no channels"):
@@ -69,9 +70,9 @@ def on_ranks(context: RunContext) -> list[dict[str, Any]]:
 
 
 def test_it_is_torch_s_over_the_samples_of_all_ranks():
-    results = run_ranks(on_ranks, 2)
+    results = run_ranks(run_on_ranks, 2)
     for case, (share, kind, *_) in enumerate(CASES):
-        expected = passed(layer(kind, case), case, slice(None))
+        expected = run_layer(layer(kind, case), case, slice(None))
         for name in ("out", "inputs"):
             for step, whole in enumerate(expected[name]):
                 parts = torch.cat([rank[case][name][step] for rank in results])

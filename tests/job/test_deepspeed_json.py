@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.prepare import left_to_the_loop
@@ -26,7 +26,7 @@ def keys_of(path: str, **more: Any) -> list[str]:
 
 
 def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
-    path = written(tmp_path)
+    path = write_config(tmp_path)
     words = [*keys_of(path), "optim.clip_norm=0.5", "train.precision=bf16"]
     job = load_job(None, "zero2", words)
     plan = make_plan(job, 2, "cpu")
@@ -46,7 +46,7 @@ def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
 
 
 def test_a_batch_of_the_file_that_does_not_divide_is_to_be_changed_there(tmp_path):
-    path = written(tmp_path, train_batch_size=17, train_micro_batch_size_per_gpu=8)
+    path = write_config(tmp_path, train_batch_size=17, train_micro_batch_size_per_gpu=8)
     with pytest.raises(ConfigError) as refused:
         make_plan(load_job(None, None, [f"strategy.deepspeed={path}"]), 2, "cpu")
     assert "train.global_batch_size=17 is not a multiple" in str(refused.value)
@@ -54,13 +54,13 @@ def test_a_batch_of_the_file_that_does_not_divide_is_to_be_changed_there(tmp_pat
         f"{path} says train_batch_size and train_micro_batch_size_per_gpu: write the number "
         'there, or "auto".'
     )
-    free = written(tmp_path, train_batch_size="auto")
+    free = write_config(tmp_path, train_batch_size="auto")
     with pytest.raises(ConfigError, match=r"micro_batch_size out\.$"):
         make_plan(load_job(None, None, keys_of(free, **{"train.global_batch_size": 17})), 2, "cpu")
 
 
 def test_the_stage_is_the_files(tmp_path):
-    path = written(tmp_path, zero_optimization={"stage": 3})
+    path = write_config(tmp_path, zero_optimization={"stage": 3})
     job = load_job(None, None, keys_of(path))
     plan = make_plan(job, 2, "cpu")
     assert plan.techniques["replicate"].name == "zero"
@@ -181,7 +181,7 @@ CONTRADICTED = (
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
     changes, words = CONTRADICTIONS[case]
-    path = written(tmp_path, **changes)
+    path = write_config(tmp_path, **changes)
     job_words = [*keys_of(path), *CONTRADICTED]
     job_words += ["optim.schedule=constant"] if case == "schedule" else []
     with pytest.raises(ConfigError, match=words) as refusal:
@@ -200,7 +200,7 @@ def test_what_contradicts_the_job_is_refused_in_one_line(case, tmp_path):
 )
 def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path):
     kind = "Adam" if "adam_w_mode" in params else "AdamW"
-    path = written(tmp_path, optimizer={"type": kind, "params": params}, gradient_clipping=0)
+    path = write_config(tmp_path, optimizer={"type": kind, "params": params}, gradient_clipping=0)
     words = [*keys_of(path), *CONTRADICTED, "optim.eps=1e-7", "optim.weight_decay=0.5"]
     for _ in range(len(CONTRADICTED) + 2):
         try:
@@ -222,7 +222,7 @@ def test_what_a_refusal_advises_can_be_pasted_until_it_is_none(params, tmp_path)
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
-    path = str(tmp_path / "none.json") if text is None else written(tmp_path, text)
+    path = str(tmp_path / "none.json") if text is None else write_config(tmp_path, text)
     with pytest.raises(ConfigError, match=words) as refusal:
         load_job(None, None, [f"strategy.deepspeed={path}"])
     assert "\n" not in str(refusal.value)
@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_used_is_one_line(text, words, tmp_path):
     ],
 )
 def test_a_value_that_is_none_is_changed_in_the_file(changes, words, tmp_path):
-    path = written(tmp_path, **changes)
+    path = write_config(tmp_path, **changes)
     with pytest.raises(ConfigError, match=words) as refusal:
         load_job(None, None, [f"strategy.deepspeed={path}"])
     assert str(refusal.value).startswith(f"{path}: ")
@@ -250,19 +250,19 @@ def test_a_value_that_is_none_is_changed_in_the_file(changes, words, tmp_path):
 
 
 def test_a_loop_of_the_users_own_is_told_what_it_does_itself(tmp_path):
-    path = written(tmp_path)
+    path = write_config(tmp_path)
     job = job_from_keys("zero2", {"strategy.deepspeed": path})
     (line,) = left_to_the_loop(job)
     assert line == (
         f"{path}: not used: optimizer, scheduler: the loop has its own optimizer and its rate"
     )
-    path = written(tmp_path, optimizer={"type": "auto"}, scheduler={})
+    path = write_config(tmp_path, optimizer={"type": "auto"}, scheduler={})
     assert left_to_the_loop(job_from_keys("zero2", {"strategy.deepspeed": path})) == []
     assert left_to_the_loop(job_from_keys("zero2", {})) == []
 
 
 def test_another_technique_beside_the_file_is_refused(tmp_path):
-    path = written(tmp_path)
+    path = write_config(tmp_path)
     for strategy, words in (
         ("ddp", "strategy.replicate.name=ddp, but strategy.deepspeed="),
         ("fsdp", "strategy.replicate.engine=torch, but strategy.deepspeed="),

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from support.public_deepspeed import FILES, PublicFile
 from support.ranks import run_ranks
 
@@ -27,7 +27,7 @@ SMALL = (
 )
 
 
-def resolved(path: str) -> str | None:
+def refusal_of(path: str) -> str | None:
     """The message with which a file is refused; None if it can run on two ranks."""
     try:
         make_plan(load_job(None, None, [f"strategy.deepspeed={path}", *SMALL]), 2, "cpu")
@@ -58,7 +58,7 @@ def test_there_are_thirty_of_them_from_many_repositories():
 @pytest.mark.parametrize("name", FILES)
 def test_each_runs_or_is_refused_by_the_right_line(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():
-        refusal = resolved(written(tmp_path, json.dumps(config)))
+        refusal = refusal_of(write_config(tmp_path, json.dumps(config)))
         if expected is None:
             assert refusal is None, kind
         else:
@@ -68,14 +68,14 @@ def test_each_runs_or_is_refused_by_the_right_line(name, tmp_path):
 
 
 def test_what_has_no_use_is_named_in_one_line(tmp_path):
-    path = written(tmp_path, json.dumps(FILES["dolly"].config))
+    path = write_config(tmp_path, json.dumps(FILES["dolly"].config))
     plan = make_plan(load_job(None, None, [f"strategy.deepspeed={path}", *SMALL]), 2, "cpu")
     (line,) = plan.warnings
     assert line == (
         f"{path}: not used: tensorboard (log.tensorboard=true), zero_optimization."
         "stage3_gather_16bit_weights_on_model_save (bigtrain checkpoint export)"
     )
-    config = deepspeed_config(written(tmp_path, json.dumps(FILES["Qwen"].config)))
+    config = deepspeed_config(write_config(tmp_path, json.dumps(FILES["Qwen"].config)))
     assert unused_sections(config) == []
 
 
@@ -95,7 +95,7 @@ def two_steps(context, path):
 def test_what_is_not_refused_trains(name, tmp_path):
     for kind, (config, expected) in variants(FILES[name]).items():
         if expected is None:
-            path = written(tmp_path, json.dumps(config))
+            path = write_config(tmp_path, json.dumps(config))
             first, second = run_ranks(two_steps, 2, path)
             assert first == second, kind
             assert all(3 < loss < 7 for loss, _ in first), kind

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from torch import nn
 
 from bigtrain.errors import ConfigError
@@ -104,7 +104,7 @@ def keys(path: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("case", SECTIONS)
 def test_each_step_has_the_rate_of_deepspeeds_own_class(case, tmp_path):
     kind, params = SECTIONS[case]
-    path = written(tmp_path, scheduler={"type": kind, "params": params})
+    path = write_config(tmp_path, scheduler={"type": kind, "params": params})
     by_optimizer = kind == "WarmupCosineLR" or (
         kind == "WarmupLR" and "warmup_max_lr" not in params
     )
@@ -122,7 +122,7 @@ def test_each_step_has_the_rate_of_deepspeeds_own_class(case, tmp_path):
 def test_auto_is_what_the_job_says(tmp_path):
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     section = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     job = load_job(None, None, keys(path, "optim.lr=3e-3", "optim.warmup_steps=12"))
     assert (job.optim.lr, job.optim.warmup_steps) == (3e-3, 12)
     schedule = schedule_of(path, dict(job.optim), 12, STEPS)
@@ -138,7 +138,7 @@ def test_auto_is_what_the_job_says(tmp_path):
 
 def test_a_run_that_is_longer_than_its_decay_is_refused(tmp_path):
     section = {"type": "WarmupCosineLR", "params": {"total_num_steps": 40, "warmup_num_steps": 4}}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     job = load_job(None, None, keys(path))
     with pytest.raises(ConfigError, match=r"total_num_steps=40, but the run has 50 steps.*=40, or"):
         schedule_of(path, dict(job.optim), 4, STEPS)
@@ -148,16 +148,16 @@ def test_a_run_that_is_longer_than_its_decay_is_refused(tmp_path):
 def test_a_momentum_that_cycles_is_refused_where_there_are_betas(tmp_path):
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.25}
     section = {"type": "OneCycle", "params": params}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     with pytest.raises(ConfigError, match='cycle_momentum is true .*"cycle_momentum": false'):
         load_job(None, None, keys(path))
-    path = written(tmp_path, scheduler=section, optimizer={"type": "SGD"})
+    path = write_config(tmp_path, scheduler=section, optimizer={"type": "SGD"})
     assert load_job(None, None, keys(path)).optim.lr == 0.25  # DeepSpeed does not cycle it either
 
 
 def test_the_file_stands_above_the_job_and_words_agree_or_are_refused(tmp_path):
     section = {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 2e-3}}
-    path = written(tmp_path, scheduler=section)
+    path = write_config(tmp_path, scheduler=section)
     job = load_job(None, None, keys(path))
     assert (job.optim.warmup_steps, job.optim.lr, job.optim.final_lr_share) == (20, 2e-3, 0)
     words = ("optim.schedule=constant", "optim.warmup_steps=20", "optim.lr=2e-3")

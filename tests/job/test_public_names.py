@@ -95,7 +95,7 @@ TRAIN: {AUTO_RESUME: true, BATCH_SIZE: 32, DATASET: ./data/some where/, IM_SIZE:
 """
 
 
-def pasted(tmp_path, text):
+def job_as_advised(tmp_path, text):
     """The job that results from the words in the refusal of a YACS file."""
     path = tmp_path / "resnet50.yaml"
     path.write_text(text)
@@ -107,7 +107,7 @@ def pasted(tmp_path, text):
 
 
 def test_a_yacs_file_is_answered_with_the_words_that_mean_the_same(tmp_path):
-    job, message = pasted(tmp_path, YACS_FILE)
+    job, message = job_as_advised(tmp_path, YACS_FILE)
     assert (job.model.name, job.data.path) == ("resnet50", "./data/some where/")
     assert (job.data.workers, job.data.args["size"], job.log.dir) == (4, 224, "./exp")
     assert (job.train.epochs, job.train.micro_batch_size) == (100, 32)
@@ -130,7 +130,7 @@ def test_steps_and_weights_of_a_yacs_file_are_taken(tmp_path):
     text = text.replace("WARMUP_EPOCHS: 5", "WARMUP_EPOCHS: 0").replace(
         "WEIGHTS: null", "WEIGHTS: a"
     )
-    job, _ = pasted(tmp_path, text.replace("RNG_SEED: null", "RNG_SEED: 3"))
+    job, _ = job_as_advised(tmp_path, text.replace("RNG_SEED: null", "RNG_SEED: 3"))
     assert (job.optim.schedule, job.optim.milestones) == ("step", (30.0, 60.0))
     assert (job.optim.step_factor, job.optim.warmup_factor) == (0.1, None)
     assert (job.model.pretrained, job.train.seed) == ("a", 3)

@@ -285,21 +285,22 @@ def techniques(plan: Plan) -> dict[str, object]:
     return options_by_role
 
 
-def offered(role: Role, *, pp: int, dp: int) -> list[Variant]:
+def variants_of(role: Role, *, pp: int, dp: int) -> list[Variant]:
+    """The variants of all techniques of a role for a small cluster."""
     shape = Shape(pp, dp, devices_per_node=2, device_type="cpu", num_blocks=16, micro_batches=8)
     return [variant for one in techniques_of(role) for variant in one.variants(shape)]
 
 
 def candidates() -> list[Candidate]:
     """One candidate for each strategy that the planner may name."""
-    presets = [variant.label for variant in offered("replicate", pp=1, dp=2)]
+    presets = [variant.label for variant in variants_of("replicate", pp=1, dp=2)]
     plans = [
         candidate_of(1, 2, replicate, 2, 1, None, 1, offload)
         for replicate, offload in product(presets, (None, "disk"))
     ]
     plans += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
     plans += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
-    schedules = dict.fromkeys(str(v.options["schedule"]) for v in offered("cut", pp=2, dp=1))
+    schedules = dict.fromkeys(str(v.options["schedule"]) for v in variants_of("cut", pp=2, dp=1))
     for schedule, offload in product(schedules, (None, "disk")):
         numbers = (2, 4) if schedule.startswith("interleaved") else (2,)
         for number in numbers if schedule in V_SHAPED_SCHEDULES or len(numbers) > 1 else (1,):

@@ -52,7 +52,8 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> dict[st
     return tensors | {"target": target}
 
 
-def plainly(hidden, weight, bias, target, **options: Any) -> Tensor:
+def plain_loss(hidden, weight, bias, target, **options: Any) -> Tensor:
+    """The summed loss with all logits at once."""
     logits = F.linear(hidden, weight, bias).flatten(0, -2)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, target.flatten(), reduction="sum", **options)
@@ -70,7 +71,7 @@ def gradients(total: Tensor, given_inputs: dict[str, Any]) -> dict[str, Tensor]:
 def test_values_and_gradients_are_those_of_the_whole(dtype, bias, smoothing, rows):
     tensors = inputs(dtype, bias=bias)
     options = {"label_smoothing": smoothing}
-    expected = plainly(**tensors, **options)
+    expected = plain_loss(**tensors, **options)
     result = chunked_cross_entropy(
         **tensors, **options, chunk_size=rows * VOCABULARY * dtype.itemsize
     )
@@ -88,7 +89,7 @@ def test_values_and_gradients_are_those_of_the_whole(dtype, bias, smoothing, row
 def test_another_ignored_index_and_one_that_is_a_class():
     tensors = inputs()
     tensors["target"][tensors["target"] == -100] = 3
-    expected = plainly(**tensors, ignore_index=3)
+    expected = plain_loss(**tensors, ignore_index=3)
     result = chunked_cross_entropy(**tensors, ignore_index=3, chunk_size=300)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
     for one, other in zip(
@@ -126,7 +127,7 @@ def test_what_is_frozen_costs_no_gradient(frozen):
         live = tracker.live_bytes - before
     unfrozen = tensors["weight" if frozen == "hidden" else "hidden"]
     assert unfrozen.nbytes <= live < unfrozen.nbytes + 64
-    expected = plainly(**tensors)
+    expected = plain_loss(**tensors)
     for one, other in zip(
         gradients(expected, tensors).values(), gradients(total, tensors).values(), strict=True
     ):
@@ -141,12 +142,12 @@ def test_without_grad_there_is_the_value_and_nothing_is_kept():
         result = chunked_cross_entropy(**tensors, chunk_size=300)
         assert tracker.live_bytes - before == result.nbytes
     assert not result.requires_grad
-    torch.testing.assert_close(result, plainly(**tensors).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(result, plain_loss(**tensors).detach(), rtol=1e-12, atol=0)
 
 
 def test_autocast_and_bf16_parameters_are_as_close_as_bf16_is():
     exact = inputs(torch.float32, bias=True)
-    truth = gradients(plainly(**exact), exact)
+    truth = gradients(plain_loss(**exact), exact)
     for whole in (False, True):  # parameters in fp32 under autocast, or all in bf16
         tensors = inputs(torch.bfloat16 if whole else torch.float32, bias=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=not whole):
@@ -178,7 +179,7 @@ def test_the_sum_over_many_chunks_in_bf16_loses_nothing():
 def test_the_gradients_go_to_inputs_and_weights_in_turn_and_once():
     """The two parts of a backward pass that a pipeline splits, each exactly once."""
     tensors = inputs()
-    expected = gradients(plainly(**tensors), tensors)
+    expected = gradients(plain_loss(**tensors), tensors)
     total = chunked_cross_entropy(**tensors, chunk_size=300) * 0.3
     first = torch.autograd.grad(total, tensors["hidden"], retain_graph=True)[0]
     second = torch.autograd.grad(total, tensors["weight"], retain_graph=True)[0]
@@ -220,7 +221,8 @@ def through(model: nn.Module, loss: CrossEntropy, batch: tuple[Tensor, Tensor]) 
         return loss(model(batch[0]), batch[1])
 
 
-def some(rows: int = 4) -> tuple[Tensor, Tensor]:
+def some_tokens(rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a few sequences."""
     samples = tokens(rows)
     return samples.inputs, samples.targets
 
@@ -228,7 +230,7 @@ def some(rows: int = 4) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("form", ["", "dict"])
 def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recompute):
-    batch, model = some(), Returns(form).double()
+    batch, model = some_tokens(), Returns(form).double()
     twin = copy.deepcopy(model)
     names = list(model.state_dict())
     attach_head(CHUNKED, model)
@@ -246,7 +248,7 @@ def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recomput
 
 
 def test_outside_of_given_the_head_gives_logits_and_a_copy_has_its_own():
-    batch, model = some(), TinyLM()
+    batch, model = some_tokens(), TinyLM()
     attach_head(CHUNKED, model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
@@ -269,7 +271,7 @@ def test_a_wrapper_that_hands_the_output_on_is_let_through():
         def backward(_ctx: Any, gradient: Tensor) -> Tensor:
             return gradient
 
-    batch, model = some(), TinyLM()
+    batch, model = some_tokens(), TinyLM()
     attach_head(CHUNKED, model)
     model.register_forward_hook(lambda _m, _i, output: Mark.apply(output).clone())
     assert through(model, CHUNKED, batch).dim() == 0
@@ -280,7 +282,7 @@ def test_a_head_with_a_computed_weight():
         def forward(self, weight: Tensor) -> Tensor:
             return 2.0 * weight
 
-    batch, model = some(), TinyLM().double()
+    batch, model = some_tokens(), TinyLM().double()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     parametrize.register_parametrization(model.head, "weight", Double())
     twin = copy.deepcopy(model)
@@ -303,11 +305,11 @@ def test_a_model_that_does_not_return_its_heads_output(form, message):
     model = Returns(form)
     attach_head(CHUNKED, model)
     with pytest.raises(ConfigError, match=message):
-        through(model, CHUNKED, some())
+        through(model, CHUNKED, some_tokens())
 
 
 def test_a_head_that_is_not_called_and_targets_that_do_not_fit():
-    batch, model = some(), TinyLM()
+    batch, model = some_tokens(), TinyLM()
     attach_head(CHUNKED, model)
     with (
         head_targets(CHUNKED, batch[1]),

@@ -68,7 +68,8 @@ def large(vocabulary: int = 50257, *, tied: bool = True) -> nn.Module:
     return make_model("gpt", {**args, "sequence_length": 32, "tie_embeddings": tied})
 
 
-def untied() -> nn.Module:
+def untied_model() -> nn.Module:
+    """A large model whose head is not tied."""
     return large(tied=False)
 
 
@@ -81,7 +82,7 @@ def peaks(context, loss: CrossEntropy, strategy: str, keys: dict[str, Any], rows
     size = job.train.micro_batch_size or rows
     example = MicroBatch(inputs[:size], targets[:size], size * 32, size)
     # Without tied weights: their exchange between stages would be the peak of a stage this small.
-    model = untied if strategy == "gpipe" else large
+    model = untied_model if strategy == "gpipe" else large
     with Engine(model, loss, sgd, job, context, example=example) as engine:
         losses = [engine.step((inputs, targets)).loss for _ in range(2)]
         evaluated = engine.evaluate([example])

@@ -169,7 +169,7 @@ def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def others_take(monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
+def use_cores_elsewhere(monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
     """Make every measurement find that other programs use so many cores."""
     monkeypatch.setattr(rate_cache, "measure_rates", lambda _ranks: GIVEN)
     monkeypatch.setattr(rate_cache, "others_cores", lambda _uses: cores)
@@ -177,7 +177,7 @@ def others_take(monkeypatch: pytest.MonkeyPatch, cores: float) -> None:
 
 def test_rates_of_a_busy_machine_are_marked_and_taken_again(home, monkeypatch, capsys):
     monkeypatch.setattr("bigtrain.machine.busy.usable_cores", lambda: 2)
-    others_take(monkeypatch, 1.4)
+    use_cores_elsewhere(monkeypatch, 1.4)
     assert measured_rates(again=True) == replace(GIVEN, others_cores=1.4)
     errors = capsys.readouterr().err
     assert "were measured while other programs used 1.4 of the 2 cores: they are too low" in errors
@@ -185,13 +185,13 @@ def test_rates_of_a_busy_machine_are_marked_and_taken_again(home, monkeypatch, c
     cluster = cached_local_cluster(2, "cpu")
     assert cluster.caveat == "while other programs used 1.4 of the 2 cores"
 
-    others_take(monkeypatch, 1.9)  # busier than before, so the cached rates are better
+    use_cores_elsewhere(monkeypatch, 1.9)  # busier than before, so the cached rates are better
     assert measured_rates().others_cores == 1.4
-    others_take(monkeypatch, 0.0)
+    use_cores_elsewhere(monkeypatch, 0.0)
     capsys.readouterr()
     assert measured_rates() == replace(GIVEN, others_cores=0.0)
     assert capsys.readouterr().err == ""
-    others_take(monkeypatch, 1.0)
+    use_cores_elsewhere(monkeypatch, 1.0)
     # Not measured again
     assert measured_rates() == cached_rates() == replace(GIVEN, others_cores=0.0)
     assert cached_local_cluster(2, "cpu").caveat == ""

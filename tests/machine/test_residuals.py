@@ -91,7 +91,8 @@ RATES = MeasuredRates(
 )
 
 
-def kept(key=None):
+def stored_entries(key=None):
+    """The stored records of a device, by default of this CPU."""
     return json.loads(RESIDUALS.path.read_text())[key or hardware_key("cpu")]
 
 
@@ -184,13 +185,13 @@ def test_the_newest_five_hundred_of_a_device_are_kept():
     record_residuals([entry(device="cuda")])
     record_residuals([entry(2000)] * 100)
     record_residuals([entry(1000)] * (MAX_ENTRIES - 1))
-    assert [e["tracked_bytes"] for e in kept()] == [2000] + [1000] * (MAX_ENTRIES - 1)
+    assert [e["tracked_bytes"] for e in stored_entries()] == [2000] + [1000] * (MAX_ENTRIES - 1)
     record_residuals([entry(1234)] * 2)
-    assert len(kept()) == MAX_ENTRIES == 500
-    assert [e["tracked_bytes"] for e in kept()[-3:]] == [1000, 1234, 1234]
-    assert len(kept(hardware_key("cuda"))) == 1
+    assert len(stored_entries()) == MAX_ENTRIES == 500
+    assert [e["tracked_bytes"] for e in stored_entries()[-3:]] == [1000, 1234, 1234]
+    assert len(stored_entries(hardware_key("cuda"))) == 1
     record_residuals(entry(size) for size in range(1, 701))
-    assert [e["tracked_bytes"] for e in kept()] == list(range(201, 701))
+    assert [e["tracked_bytes"] for e in stored_entries()] == list(range(201, 701))
 
 
 @pytest.mark.parametrize(
@@ -259,9 +260,9 @@ def test_a_lock_that_others_keep_is_waited_for_and_given_up(cache, monkeypatch):
     with (cache / "residuals.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         record_residuals([entry()])
-        assert len(kept()) == 1
+        assert len(stored_entries()) == 1
     record_residuals([entry()])
-    assert len(kept()) == 2
+    assert len(stored_entries()) == 2
 
 
 def test_without_locks_the_last_writer_wins(monkeypatch):
@@ -272,7 +273,7 @@ def test_without_locks_the_last_writer_wins(monkeypatch):
     monkeypatch.setattr(cache_module, "fcntl", locks)
     record_residuals([entry()])
     record_residuals([entry()])
-    assert len(kept()) == 2
+    assert len(stored_entries()) == 2
 
 
 @pytest.mark.parametrize(
@@ -385,7 +386,7 @@ def train(folder, *words, ranks=1):
     job_words = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
     command = ["train", "-n", str(ranks), *job_words, *size, *steps, *words]
     done = forked_cli(command, cwd=folder)
-    return done, kept() if RESIDUALS.path.exists() else []
+    return done, stored_entries() if RESIDUALS.path.exists() else []
 
 
 def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.described import one
+from support.described import module_with_buffer
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +52,7 @@ def test_little_more_than_one_tensor_is_held_while_materialising() -> None:
             x = x * 2
         return x
 
-    blueprint = describe(one(make))
+    blueprint = describe(module_with_buffer(make))
     with HeldBytes() as held_bytes:
         blueprint.materialize("cpu", seed=0)
     assert size * 4 <= held_bytes.peak <= 2.01 * size * 4  # input and output of one operation

@@ -55,7 +55,8 @@ NAMED_SIZES = {
 
 
 @functools.cache
-def described(name: str) -> Blueprint:
+def describe_model(name: str) -> Blueprint:
+    """The blueprint of a model by name."""
     return describe(lambda: make_model(name, {}))
 
 
@@ -68,7 +69,7 @@ def test_every_preset_has_a_named_size() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_parameters_that_their_names_say(name: str) -> None:
-    count = sum(parameter.numel() for parameter in described(name).model.parameters())
+    count = sum(parameter.numel() for parameter in describe_model(name).model.parameters())
     assert GPTConfig.from_preset(name, {}).num_parameters == count
     assert count / 1e6 == pytest.approx(NAMED_SIZES[name], rel=0.1)
 
@@ -106,7 +107,7 @@ def test_the_formula_counts_parameters(bias: bool, tie_embeddings: bool) -> None
 
 
 def test_the_largest_is_described_quickly_and_filled_in_part() -> None:
-    blueprint = described("gpt-175b")
+    blueprint = describe_model("gpt-175b")
     assert blueprint.deferred, blueprint.reason
     name = "blocks.95.mlp.output.bias"
     blueprint.materialize("cpu", seed=0, only=[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.nets import TinyLM
-from support.released import RELEASE, Deep, alone, broken
+from support.released import RELEASE, Deep, run_broken, train_alone
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +22,7 @@ from bigtrain.ranks.context import RunContext
 def test_the_numbers_are_the_same_bits(optimizer):
     keys = {"optim.name": optimizer, "optim.weight_decay": 0.1}
     keys |= {"optim.momentum": 0.9} if optimizer == "sgd" else {}
-    plain, released = alone(keys), alone({**keys, **RELEASE})
+    plain, released = train_alone(keys), train_alone({**keys, **RELEASE})
     for one, other in zip(plain[0], released[0], strict=True):
         assert (one.loss, one.lr) == (other.loss, other.lr)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
@@ -33,8 +33,8 @@ def test_the_numbers_are_the_same_bits(optimizer):
 
 def test_gradients_leave_the_peak_and_the_prediction_is_exact():
     keys = {"optim.name": "sgd"}
-    _, weights, before, _ = alone(keys, model=Deep, steps=2)
-    _, _, after, predicted = alone({**keys, **RELEASE}, model=Deep, steps=2)
+    _, weights, before, _ = train_alone(keys, model=Deep, steps=2)
+    _, _, after, predicted = train_alone({**keys, **RELEASE}, model=Deep, steps=2)
     gradients = sum(v.numel() * 4 for n, v in weights.items() if n.startswith("model."))
     assert before.breakdown.gradients >= 0.85 * gradients
     assert before.bytes - after.bytes >= 0.85 * gradients
@@ -43,7 +43,7 @@ def test_gradients_leave_the_peak_and_the_prediction_is_exact():
 
 
 def test_a_gradient_that_is_no_number_is_told_after_the_update():
-    message, _ = broken(RunContext.alone(torch.device("cpu")), "gradient", "single")
+    message, _ = run_broken(RunContext.alone(torch.device("cpu")), "gradient", "single")
     assert "the gradient norm is" in message
     assert "with optim.release_gradients=true the parameters were updated already" in message
     assert "Resume from the last checkpoint with optim.release_gradients=false" in message

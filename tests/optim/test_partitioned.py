@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.whole import InMemory, saved, whole_tensors
+from support.whole import InMemory, as_saved, whole_tensors
 from torch import nn
 
 import bigtrain.optim.partitioned
@@ -84,7 +84,8 @@ def descend(module: nn.Module, update, steps: int, first: int = 0) -> None:
         module.zero_grad()
 
 
-def named(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module by name."""
     return dict(module.named_parameters())
 
 
@@ -111,8 +112,8 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
     whole, cut = model(), model()
-    descend(whole, WholeUpdate(named(whole), OPTIMIZERS[name]), 4)
-    update = PartitionedUpdate(named(cut), OPTIMIZERS[name], state_store=Chunked())
+    descend(whole, WholeUpdate(parameters_of(whole), OPTIMIZERS[name]), 4)
+    update = PartitionedUpdate(parameters_of(cut), OPTIMIZERS[name], state_store=Chunked())
     if name != "Adafactor":
         assert len(update.optimizer.param_groups[0]["params"]) > 4
     descend(cut, update, 4)
@@ -123,7 +124,7 @@ def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
 @pytest.mark.usefixtures("small_chunks")
 def test_an_optimizer_that_needs_whole_tensors_gets_them():
     cut = model()
-    update = PartitionedUpdate(named(cut), torch.optim.Adafactor, state_store=Chunked())
+    update = PartitionedUpdate(parameters_of(cut), torch.optim.Adafactor, state_store=Chunked())
     shapes = [p.shape for p in update.optimizer.param_groups[0]["params"]]
     assert shapes == [p.shape for p in cut.parameters()]
 
@@ -132,15 +133,15 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them():
 @pytest.mark.parametrize("name", ["SGD", "AdamW, fused", "AdamW, foreach", "Adafactor"])
 def test_state_goes_from_pieces_to_whole_and_back(name):
     whole, in_pieces, third = model(), model(), model()
-    pieces = PartitionedUpdate(named(whole), OPTIMIZERS[name], state_store=Chunked())
+    pieces = PartitionedUpdate(parameters_of(whole), OPTIMIZERS[name], state_store=Chunked())
     descend(whole, pieces, 3)
     updates = [
-        (in_pieces, WholeUpdate(named(in_pieces), OPTIMIZERS[name])),
-        (third, PartitionedUpdate(named(third), OPTIMIZERS[name])),
+        (in_pieces, WholeUpdate(parameters_of(in_pieces), OPTIMIZERS[name])),
+        (third, PartitionedUpdate(parameters_of(third), OPTIMIZERS[name])),
     ]
     for module, update in updates:
         module.load_state_dict(whole.state_dict())
-        for full, value in saved(whole_tensors(pieces.state())).items():
+        for full, value in as_saved(whole_tensors(pieces.state())).items():
             parameter, _, key = full.rpartition(".")
             update.load_state(parameter, key, value)
         assert update.state().keys() == pieces.state().keys()
@@ -169,8 +170,8 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
 
     for make in (OPTIMIZERS["AdamW, fused"], torch.optim.Adafactor):
         whole, cut = conv(), conv()
-        plain = WholeUpdate(named(whole), make)
-        pieces = PartitionedUpdate(named(cut), make, state_store=Chunked())
+        plain = WholeUpdate(parameters_of(whole), make)
+        pieces = PartitionedUpdate(parameters_of(cut), make, state_store=Chunked())
         rounds(whole, plain)
         rounds(cut, pieces)
         assert torch.equal(whole.weight, cut.weight)
@@ -181,7 +182,7 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
 
 def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     reference, low = model(torch.float32), model(torch.float32)
-    update = PartitionedUpdate(named(low), OPTIMIZERS["SGD"], low_names=["0.weight"])
+    update = PartitionedUpdate(parameters_of(low), OPTIMIZERS["SGD"], low_names=["0.weight"])
     assert low[0].weight.dtype == torch.bfloat16
     assert low[2].weight.dtype == torch.float32
     before = whole_tensors(update.masters())["0.weight"]
@@ -209,7 +210,7 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
     )
     module["empty"] = nn.Parameter(torch.zeros(0))
     for make in (OPTIMIZERS["SGD"], torch.optim.Adafactor):
-        update = PartitionedUpdate(named(module), make, state_store=Chunked())
+        update = PartitionedUpdate(parameters_of(module), make, state_store=Chunked())
         module["used"].grad = torch.ones(3)
         update.step()
         assert torch.equal(module["not"], torch.ones(3))
@@ -218,10 +219,10 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
 
 def test_a_parameter_with_gaps_is_updated_nevertheless():
     whole, cut = (nn.ParameterDict({"p": nn.Parameter(torch.ones(4, 6)[:, :3])}) for _ in range(2))
-    plain = WholeUpdate(named(whole), OPTIMIZERS["SGD"])
+    plain = WholeUpdate(parameters_of(whole), OPTIMIZERS["SGD"])
     for module, update in (
         (whole, plain),
-        (cut, PartitionedUpdate(named(cut), OPTIMIZERS["SGD"], state_store=Chunked())),
+        (cut, PartitionedUpdate(parameters_of(cut), OPTIMIZERS["SGD"], state_store=Chunked())),
     ):
         module["p"].grad = torch.ones(4, 3)
         update.step()
@@ -238,12 +239,12 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
         return nn.ParameterDict({"p": nn.Parameter(torch.tensor(2.0))})
 
     whole, in_pieces, third = modules(), modules(), modules()
-    updates = [(whole, WholeUpdate(named(whole), OPTIMIZERS[name]))]
+    updates = [(whole, WholeUpdate(parameters_of(whole), OPTIMIZERS[name]))]
     once(*updates[0])
     for module, kind in ((in_pieces, PartitionedUpdate), (third, WholeUpdate)):
-        update, (source, before) = kind(named(module), OPTIMIZERS[name]), updates[-1]
+        update, (source, before) = kind(parameters_of(module), OPTIMIZERS[name]), updates[-1]
         module.load_state_dict(source.state_dict())
-        for full, value in saved(whole_tensors(before.state())).items():
+        for full, value in as_saved(whole_tensors(before.state())).items():
             update.load_state(*full.split("."), value)
         updates.append((module, update))
     for module, update in updates:

@@ -33,14 +33,14 @@ CASES = {
 }
 
 
-def all_cases(context, strategy, keys):
+def job_records(context, strategy, keys):
     """A record for each case; the optimizers are made from the job's keys."""
     made = [optimizer_factory(OptimConfig(**given)) for given, _ in CASES.values()]
     data = tokens(22)
     return [train(context, TinyLM, data, strategy, keys, 4, optimizer) for optimizer in made]
 
 
-def by_torch(context, keys):
+def torch_records(context, keys):
     """The same with torch's optimizers in one process, checked against a plain loop."""
     checked = {**keys, "train.check_first_steps": 4}
     data = tokens(22)
@@ -49,7 +49,7 @@ def by_torch(context, keys):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run_ranks(by_torch, 1, {"train.precision": "fp64"})[0]
+    return run_ranks(torch_records, 1, {"train.precision": "fp64"})[0]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_every_engine_has_torchs_numbers(strategy, ranks, tolerance, expected):
     # DeepSpeed does not support fp64
     keys = {} if tolerance == 1e-4 else {"train.precision": "fp64"}
     pp = 2 if strategy == "1f1b" else 1
-    for records in run_ranks(all_cases, ranks, strategy, keys, pp=pp):
+    for records in run_ranks(job_records, ranks, strategy, keys, pp=pp):
         for case, one, other in zip(CASES, expected, records, strict=True):
             assert largest_difference(one, other) < tolerance, case
             assert len(set(one.losses)) == len(one.losses), case

@@ -16,19 +16,21 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
 PYTHON = re.compile(r"^(\w+ = )?(engine\.|bigtrain\.prepare|print\()")
 
 
-def ours() -> list[str]:
+def bigtrain_code() -> list[str]:
     """The code in backticks in the last column of the tables."""
     rows = re.findall(r"^\|.*\| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
     return [code for cell in rows for code in re.findall(r"`([^`]+)`", cell)]
 
 
-WORDS = sorted({code for code in ours() if re.match(r"(--strategy |[a-z]+\.[a-z_.]+=)", code)})
+WORDS = sorted(
+    {code for code in bigtrain_code() if re.match(r"(--strategy |[a-z]+\.[a-z_.]+=)", code)}
+)
 
 
 def test_lines_of_python_run(tmp_path: Path) -> None:
     """In the page's script; each `prepare` makes an engine that replaces the previous one."""
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    lines = [code for code in dict.fromkeys(ours()) if PYTHON.match(code)]
+    lines = [code for code in dict.fromkeys(bigtrain_code()) if PYTHON.match(code)]
     assert len(lines) > 8
     script += "\n\nclass Sampler:\n    state_dict = dict\n    load_state_dict = print\n\n\n"
     script += "sampler = Sampler()\n"

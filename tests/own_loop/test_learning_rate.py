@@ -29,7 +29,8 @@ def linear() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def opened(optimizer: Any = in_two_groups, **more: Any) -> bigtrain.Engine:
+def open_engine(optimizer: Any = in_two_groups, **more: Any) -> bigtrain.Engine:
+    """An engine of one process for the linear model."""
     more = {"memory__predict": False, **more}
     return bigtrain.prepare(linear, F.cross_entropy, optimizer, strategy="single", **more)
 
@@ -37,7 +38,7 @@ def opened(optimizer: Any = in_two_groups, **more: Any) -> bigtrain.Engine:
 def plain_rates(schedule: str) -> tuple[list[list[float]], list[float]]:
     """The rates and momenta before each step of a plain loop, and the loss of each step."""
     model = linear()
-    with opened() as engine:
+    with open_engine() as engine:
         model.load_state_dict(engine.model.state_dict())
     optimizer = in_two_groups(model.parameters())
     scheduler = SCHEDULES[schedule](optimizer)
@@ -61,7 +62,7 @@ def test_a_scheduler_on_the_engines_optimizer_does_what_it_does_in_a_plain_loop(
     expected, plain = plain_rates(schedule)
     settings, losses = [], []
     for part in range(2):
-        with opened() as engine, warnings.catch_warnings():
+        with open_engine() as engine, warnings.catch_warnings():
             warnings.simplefilter("error")  # a scheduler warns if it steps before the optimizer
             scheduler = SCHEDULES[schedule](engine.optimizer)
             engine.attach(scheduler=scheduler)
@@ -85,7 +86,7 @@ def test_prepare_steps_a_scheduler_and_resumes_it(schedule: str, tmp_path: Path)
     expected, plain = plain_rates(schedule)
     rates, losses = [], []
     for part in range(2):
-        with opened(learning_rate=SCHEDULES[schedule]) as engine:
+        with open_engine(learning_rate=SCHEDULES[schedule]) as engine:
             if part:
                 engine.load(tmp_path / "step-2")
             for _ in range(STEPS - 2 if part else 2):
@@ -104,7 +105,7 @@ def test_a_number_a_function_and_one_with_a_rate_for_each_group() -> None:
         (lambda step: 0.1 / (step + 1), [[0.1 / n] * 2 for n in (1, 2, 3)]),
         (lambda step: [0.1, 0.01 * step], [[0.1, 0.01 * n] for n in range(3)]),
     ):
-        with opened(learning_rate=rate) as engine:
+        with open_engine(learning_rate=rate) as engine:
             seen = []
             for _ in range(3):
                 lr = engine.step((X, Y)).lr
@@ -116,12 +117,12 @@ def test_a_number_a_function_and_one_with_a_rate_for_each_group() -> None:
 def test_a_schedule_begins_where_it_would_be_in_a_run_that_had_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         for _ in range(3):
             engine.step((X, Y))
         engine.save(tmp_path)
     cosine = functools.partial(lr_scheduler.CosineAnnealingLR, T_max=6)
-    with opened(SGD, learning_rate=cosine) as engine:
+    with open_engine(SGD, learning_rate=cosine) as engine:
         engine.load(tmp_path / "step-3")
         assert engine.step((X, Y)).lr == pytest.approx(0.1 * (1 + math.cos(math.pi / 2)) / 2)
     assert (
@@ -130,18 +131,18 @@ def test_a_schedule_begins_where_it_would_be_in_a_run_that_had_none(
 
 
 def test_a_plateau_is_the_loops_to_step() -> None:
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         plateau = lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
         engine.attach(plateau=plateau)
         for figure in (1.0, 2.0, 3.0):
             plateau.step(figure)
         assert engine.step((X, Y)).lr == pytest.approx(0.001)
     with pytest.raises(ConfigError, match=r"ReduceLROnPlateau steps by a figure.*engine\.attach"):
-        opened(SGD, learning_rate=lr_scheduler.ReduceLROnPlateau)
+        open_engine(SGD, learning_rate=lr_scheduler.ReduceLROnPlateau)
 
 
 def test_settings_that_the_loop_sets_come_to_the_optimizer_and_back(tmp_path: Path) -> None:
-    with opened() as engine:
+    with open_engine() as engine:
         first, second = engine.optimizer.param_groups
         assert (first["lr"], second["lr"]) == (0.1, 0.05)
         second["lr"], first["weight_decay"] = 0.0, 0.5
@@ -152,7 +153,7 @@ def test_settings_that_the_loop_sets_come_to_the_optimizer_and_back(tmp_path: Pa
         engine.runner.optimizer.param_groups[0]["lr"] = 0.25  # set on the inner optimizer directly
         assert engine.step((X, Y)).lr == 0.25
         engine.save(tmp_path)
-    with opened() as engine:
+    with open_engine() as engine:
         engine.load(tmp_path / "step-2")
         groups = engine.optimizer.param_groups
         assert [g["lr"] for g in groups] == [0.25, 0.0]
@@ -168,20 +169,21 @@ def scheduled_inside(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def captured(parameters: Any) -> torch.optim.Optimizer:
+def captured_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """SGD that is also appended to CAPTURED, as a user's factory may do."""
     CAPTURED.append(torch.optim.SGD(parameters, lr=0.1))
     return CAPTURED[-1]
 
 
 def test_a_scheduler_made_inside_of_the_factory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learning-rate scheduler.*engine\.optimizer.*T_max=STE"):
-        opened(scheduled_inside)
+        open_engine(scheduled_inside)
 
 
 def test_optimizers_that_forecasts_were_made_with_refuse_to_be_used() -> None:
     example = (X, Y)
     CAPTURED.clear()
-    with opened(captured, memory__predict=True, example=example) as engine:
+    with open_engine(captured_sgd, memory__predict=True, example=example) as engine:
         engine.step((X, Y))
         used = [o for o in CAPTURED if o is engine.runner.optimizer]
         forecast_optimizers = [o for o in CAPTURED if o is not engine.runner.optimizer]
@@ -195,7 +197,7 @@ def test_optimizers_that_forecasts_were_made_with_refuse_to_be_used() -> None:
 
 
 def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         optimizer = engine.optimizer
         optimizer.zero_grad()
         with pytest.raises(ConfigError, match=r"engine\.step\(batch\) has done the backward"):
@@ -220,7 +222,7 @@ def test_what_the_loops_optimizer_cannot_do_is_said() -> None:
 )
 def test_what_is_no_rate_is_refused(rate: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        opened(learning_rate=rate)
+        open_engine(learning_rate=rate)
 
 
 def test_objects_of_the_users_own_go_with_a_checkpoint(
@@ -242,7 +244,7 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
         None: [True],
     }
     counter = Counter()
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         engine.attach(counter=counter, other=Counter())
         counter.seen = user_state
         engine.save(tmp_path, extra={"best": -math.inf})
@@ -259,7 +261,7 @@ def test_objects_of_the_users_own_go_with_a_checkpoint(
         with pytest.raises(ConfigError, match="the name is taken"):
             engine.attach(counter=Counter())
     again = Counter()
-    with opened(SGD) as engine:
+    with open_engine(SGD) as engine:
         engine.attach(counter=again, third=Counter())
         assert engine.load(tmp_path / "step-0") == {"best": -math.inf}
     assert again.seen.keys() == user_state.keys()

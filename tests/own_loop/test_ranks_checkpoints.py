@@ -27,7 +27,7 @@ class Net(nn.Linear):
         super().__init__(4, 3)
 
 
-def kept(context: RunContext, folder: str) -> list[Any]:
+def save_and_load_by_text(context: RunContext, folder: str) -> list[Any]:
     """Text instead of paths; wrong arguments come first, and the loop continues after
     their errors.
     """
@@ -54,7 +54,7 @@ def kept(context: RunContext, folder: str) -> list[Any]:
 
 
 def test_paths_may_be_text_and_errors_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(kept, 2, str(tmp_path / "ck"))
+    first, second = run_ranks(save_and_load_by_text, 2, str(tmp_path / "ck"))
     assert first == second
     assert first[0] is None
     assert "save: got a NoneType, and the path of a folder is needed" in first[1]

@@ -48,7 +48,7 @@ def rows(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(number, 6, generator=draw), torch.randint(3, (number,), generator=draw)
 
 
-def measured(context: RunContext, strategy: str) -> dict[str, Any]:
+def run_evaluation(context: RunContext, strategy: str) -> dict[str, Any]:
     """Uneven batches, more on the first replica, none on the last; and outputs of each
     rank's rows.
     """
@@ -89,7 +89,7 @@ def measured(context: RunContext, strategy: str) -> dict[str, Any]:
         }
 
 
-def alone(parts: int) -> dict[str, Any]:
+def plain_figures(parts: int) -> dict[str, Any]:
     """The figures of a plain torch loop over the same rows."""
     model = describe(net).materialize("cpu", seed=0)
     optimizer = sgd(model.parameters())
@@ -135,8 +135,8 @@ CHEAP = {("ddp", 2), ("fsdp", 2), ("1f1b", 2), ("tensor", 2), ("zero3", 2), ("dd
 def test_every_rank_has_the_figures_of_all_rows(strategy: str, ranks: int) -> None:
     axes = axes_of(strategy, ranks)
     parts = ranks // axes.get("pp", 1) // axes.get("tp", 1) - (strategy == "parameter_server")
-    expected = alone(parts)
-    for rank, result in enumerate(run_ranks(measured, ranks, strategy, **axes)):
+    expected = plain_figures(parts)
+    for rank, result in enumerate(run_ranks(run_evaluation, ranks, strategy, **axes)):
         for name in ("first", "second", "none"):
             if name == "first" or strategy != "local_sgd":
                 assert result[name] == pytest.approx(expected[name], rel=2e-5), name
@@ -161,7 +161,8 @@ def axes_of(strategy: str, ranks: int) -> dict[str, int]:
     return {"tp": ranks} if strategy == "tensor" else {}
 
 
-def otherwise(context: RunContext) -> None:
+def evaluate_different_rows(context: RunContext) -> None:
+    """Evaluate a pipeline whose ranks pass different numbers of rows."""
     job = job_from_keys("1f1b", {"train.global_batch_size": 12, **UNSEEN})
     x, y = rows(12)
     with Engine(
@@ -172,10 +173,11 @@ def otherwise(context: RunContext) -> None:
 
 def test_other_rows_on_ranks_of_one_pipeline_are_refused_on_all() -> None:
     with pytest.raises(RankFailure, match=r"hold parts of one model, and give batches of 4 and 5"):
-        run_ranks(otherwise, 2, pp=2)
+        run_ranks(evaluate_different_rows, 2, pp=2)
 
 
-def no_pair(context: RunContext) -> str:
+def evaluate_wrong_batch(context: RunContext) -> str:
+    """The message if one rank passes a batch that is not a pair."""
     job = job_from_keys("ddp", {"train.global_batch_size": 12, **UNSEEN})
     with (
         Engine(net, F.cross_entropy, sgd, job, context) as engine,
@@ -186,6 +188,6 @@ def no_pair(context: RunContext) -> str:
 
 
 def test_a_wrong_batch_on_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks(no_pair, 2)
+    first, second = run_ranks(evaluate_wrong_batch, 2)
     assert "evaluate: got a Tensor" in first
     assert "another rank refuses its batch" in second

@@ -38,7 +38,8 @@ class Rows(Dataset[Any]):
         return features, index % 3
 
 
-def collated(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def collate_pairs(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Stack samples into (inputs, targets)."""
     return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
 
 
@@ -58,10 +59,10 @@ def run(
     there is one.
     """
     job = job_from_keys(strategy, {"train.global_batch_size": BATCH, **UNSEEN})
-    x, y = collated([Rows()[n] for n in range(BATCH // context.dp_size)])
+    x, y = collate_pairs([Rows()[n] for n in range(BATCH // context.dp_size)])
     example = MicroBatch(x, y, len(x), len(x))
     with Engine(net, F.cross_entropy, sgd, job, context, example=example) as engine:
-        loader = engine.loader(Rows(), workers=workers, collate_fn=collated)
+        loader = engine.loader(Rows(), workers=workers, collate_fn=collate_pairs)
         if first:
             engine.load(folder)
         rows, losses = [], []
@@ -85,7 +86,7 @@ def plain(orders: list[list[int]]) -> list[float]:
     model = describe(net).materialize("cpu", seed=0)
     optimizer, losses = sgd(model.parameters()), []
     for rows in orders:
-        x, y = collated([Rows()[n] for n in rows])
+        x, y = collate_pairs([Rows()[n] for n in rows])
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -94,7 +95,7 @@ def plain(orders: list[list[int]]) -> list[float]:
     return losses
 
 
-def together(results: list[Any], replicas: int) -> list[list[int]]:
+def rows_by_step(results: list[Any], replicas: int) -> list[list[int]]:
     """The rows of each step, over all replicas."""
     firsts = results[:: len(results) // replicas] if replicas < len(results) else results
     return [sorted(n for rank in firsts for n in rank[0][s]) for s in range(len(results[0][0]))]
@@ -109,7 +110,7 @@ def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> No
         axes = {"pp": 2} if strategy == "1f1b" else {}
         arguments = (strategy, tmp_path, first, last, 2 if strategy == "ddp" else 0)
         results = run_ranks(run, ranks, *arguments, **axes)
-        rows += together(results, replicas)
+        rows += rows_by_step(results, replicas)
         losses += results[0][1]
         for rank in results:
             assert rank[1] == results[0][1]
@@ -125,7 +126,7 @@ def test_evaluation_sees_every_row_once(tmp_path: Path) -> None:
     assert first[2] == second[2]
     model = describe(net).materialize("cpu", seed=0)
     model.load_state_dict(bigtrain.Checkpoint(tmp_path / "step-3").model_state())
-    x, y = collated([Rows()[n] for n in range(ROWS)])
+    x, y = collate_pairs([Rows()[n] for n in range(ROWS)])
     assert first[2]["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)
 
 
@@ -137,7 +138,7 @@ def uneven(context: RunContext, strategy: str) -> list[float]:
         strategy, {"train.global_batch_size": 8, "train.micro_batch_size": 1, **UNSEEN}
     )
     with Engine(net, F.cross_entropy, sgd, job, context) as engine:
-        data = TensorDataset(*collated([Rows()[n] for n in range(ROWS)]))
+        data = TensorDataset(*collate_pairs([Rows()[n] for n in range(ROWS)]))
         sampler = DistributedSampler(
             data, engine.context.dp_size, engine.context.dp_rank, shuffle=False
         )

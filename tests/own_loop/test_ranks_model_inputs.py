@@ -56,23 +56,25 @@ def batch() -> tuple[dict[str, Tensor], Tensor]:
     return inputs, torch.randint(3, (8,), generator=draw)
 
 
-def renamed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs under the names of the user's forward."""
     return {"ids": inputs["input_ids"], "m": inputs["attention_mask"]}
 
 
-def own(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def forward_by_name(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """A user's forward, which passes the inputs by other names."""
     output: Tensor = model(inputs["ids"], attention_mask=inputs["m"])
     return output
 
 
-def trained(context: RunContext, strategy: str) -> list[tuple[list[float], float]]:
+def train_both_ways(context: RunContext, strategy: str) -> list[tuple[list[float], float]]:
     """Losses with inputs by name and with a custom function, and the error of the memory
     forecast.
     """
     results = []
     inputs, targets = batch()
-    for forward in (None, own):
-        whole = inputs if forward is None else renamed(inputs)
+    for forward in (None, forward_by_name):
+        whole = inputs if forward is None else rename_inputs(inputs)
         parts = 2 if strategy.startswith(("1f1b", "gpipe")) else 1
         keys = {"train.global_batch_size": 8, "train.accumulation_steps": parts}
         job = job_from_keys(strategy, keys)
@@ -109,7 +111,7 @@ def plain() -> list[float]:
 def test_inputs_by_name_equal_a_plain_loop(strategy: str) -> None:
     axis = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(re.split(r"\+", strategy)[0], {})
     expected = plain()
-    for by_name, by_function in run_ranks(trained, 2, strategy, **axis):
+    for by_name, by_function in run_ranks(train_both_ways, 2, strategy, **axis):
         for losses, off in (by_name, by_function):
             assert losses == pytest.approx(expected, rel=2e-5)
             assert off < 0.03  # the peak is only a few kilobytes

@@ -61,7 +61,7 @@ def plain() -> tuple[list[float], list[float]]:
     return rates, losses
 
 
-def scheduled(
+def train_with_schedule(
     context: RunContext, strategy: str, keys: dict[str, Any], folder: Path
 ) -> tuple[list[float], list[float], list[int]]:
     """As `plain`, under a strategy; saved halfway and continued by another engine."""
@@ -136,7 +136,9 @@ def test_a_scheduler_moves_what_updates(
     strategy: str, ranks: int, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     expected_rates, expected_losses = plain()
-    results = run_ranks(scheduled, ranks, strategy, keys, tmp_path, **axes(strategy, ranks))
+    results = run_ranks(
+        train_with_schedule, ranks, strategy, keys, tmp_path, **axes(strategy, ranks)
+    )
     for rates, losses, counts in results:
         assert counts == [2, 2]
         assert rates == pytest.approx(expected_rates, rel=1e-12)

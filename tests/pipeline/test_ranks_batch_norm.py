@@ -67,7 +67,8 @@ def test_statistics_of_micro_batches_are_those_of_one_process() -> None:
             assert result["validation"] == pytest.approx(alone["validation"], abs=1e-5)
 
 
-def without_example(context: RunContext) -> str:
+def refusal_without_example(context: RunContext) -> str:
+    """The message of an engine with a cut and without an example."""
     job = job_from_keys("1f1b", {"train.global_batch_size": 8})
     with pytest.raises(ConfigError) as refusal:
         Engine(TinyLM, CrossEntropy(), sgd, job, context, task=LanguageTask(13))
@@ -75,5 +76,5 @@ def without_example(context: RunContext) -> str:
 
 
 def test_a_cut_needs_an_example() -> None:
-    for message in run_ranks(without_example, 2, pp=2):
+    for message in run_ranks(refusal_without_example, 2, pp=2):
         assert "Give prepare(..., example=(inputs, targets))" in message

@@ -52,7 +52,8 @@ def test_deepspeed_refuses_a_stage_that_trains_nothing() -> None:
         assert "--strategy 1f1b_zero1" in error
 
 
-def resumed(context: RunContext, folder: str) -> Any:
+def resume_chains(context: RunContext, folder: str) -> Any:
+    """Save, or resume, the chains with frozen ends."""
     return {frozen: chain_resumed(context, frozen, Path(folder)) for frozen in ("first", "last")}
 
 
@@ -60,13 +61,14 @@ def resumed(context: RunContext, folder: str) -> Any:
 def test_their_checkpoints_go_on_under_other_strategies(tmp_path: Path, pp: int) -> None:
     """Saved by a pipeline of two stages; read by one process and by replicas."""
     plain = {frozen: chain_plain(frozen, STEPS) for frozen in ("first", "last")}
-    run_ranks(resumed, 2, str(tmp_path), pp=2)
-    for resumed_losses in run_ranks(resumed, 2, str(tmp_path), pp=pp):
+    run_ranks(resume_chains, 2, str(tmp_path), pp=2)
+    for resumed_losses in run_ranks(resume_chains, 2, str(tmp_path), pp=pp):
         for frozen, losses in resumed_losses.items():
             assert losses == pytest.approx(plain[frozen][2:], abs=2e-6), frozen
 
 
-def by_values(context: RunContext, strategies: list[str]) -> Any:
+def value_loss_results(context: RunContext, strategies: list[str]) -> Any:
+    """The losses of models whose losses read values, by strategy and case."""
     return {
         (strategy, case): strategy_losses(context, case, strategy, {}, 3)
         for strategy in strategies
@@ -76,7 +78,7 @@ def by_values(context: RunContext, strategies: list[str]) -> Any:
 
 @pytest.mark.parametrize("strategies", [["1f1b", "gpipe"], ["zero_bubble", "layer_split"]])
 def test_losses_that_ask_for_values_and_outputs_that_change(strategies: list[str]) -> None:
-    for results in run_ranks(by_values, 2, strategies, pp=2):
+    for results in run_ranks(value_loss_results, 2, strategies, pp=2):
         for (strategy, case), (losses, error) in results.items():
             assert error is None, (strategy, case)
             assert losses == pytest.approx(plain_losses(case, 3), abs=2e-6), (strategy, case)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.parity import adamw
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ def test_the_peak_of_compiled_blocks_is_foretold(case: str) -> None:
     keys = {"train.compile": "blocks", "mesh.timeout": 300.0, **keys}
     arguments = (peaks, world_size, model, batch_for(model), strategy, keys, adamw)
     limits = {"timeout_s": 540.0, "timeout": 300.0, "pp": 2 if strategy == "1f1b" else 1}
-    rows = settled(
+    rows = repeat_if_above(
         lambda: run_ranks(*arguments, **limits), lambda row: row[1].bytes > row[0].bytes + SCALARS
     )
     for predicted, measured, note in rows:
@@ -84,7 +84,8 @@ def test_the_peak_of_compiled_blocks_is_foretold(case: str) -> None:
         assert predicted.phase == measured.phase
 
 
-def predicted(**keys: Any) -> Prediction:
+def predict_conv(**keys: Any) -> Prediction:
+    """The prediction of a run of the convolutional model."""
     inputs, targets = batch_for(conv)
     job = job_from_keys("single", {"train.global_batch_size": BATCH, **keys})
     example = MicroBatch(inputs, targets, BATCH, BATCH)
@@ -100,8 +101,8 @@ def test_what_torch_does_not_compile_on_fakes_is_forecast_as_written_and_said(
 
     monkeypatch.setattr(compiled, "fake_program", broken)
     compiled._program.cache_clear()
-    prediction = predicted(**{"train.compile": "blocks"})
-    assert prediction.peak == predicted().peak
+    prediction = predict_conv(**{"train.compile": "blocks"})
+    assert prediction.peak == predict_conv().peak
     assert prediction.advice[0] == (
         "train.compile=blocks: bytes are forecast for blocks as written "
         "(NotImplementedError: no lowering of this)"

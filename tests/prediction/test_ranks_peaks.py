@@ -12,7 +12,7 @@ import torch
 from support.full import fewer
 from support.nets import BlockConv, TinyConv, TinyLM
 from support.parity import adamw, sgd
-from support.peaks import images, peaks, settled, text, wide
+from support.peaks import images, peaks, repeat_if_above, text, wide_model
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_predicted_part_by_part(case):
     world_size, strategy, keys, optimizer = CASES[case]
-    for model, batch in ((wide, text()), (TinyConv, images())):
+    for model, batch in ((wide_model, text()), (TinyConv, images())):
         if keys.get("train.micro_batch_size", 0) > len(batch[0]):
             continue
         results = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_predicted_still_trains_and_says_why():
 def test_prediction_changes_nothing_about_the_run():
     def losses(predict: bool) -> list[float]:
         keys = {"train.global_batch_size": 8, "memory.predict": predict}
-        return run_ranks(trained, 1, keys)[0]
+        return run_ranks(train_steps, 1, keys)[0]
 
     assert losses(True) == losses(False)
 
@@ -104,7 +104,8 @@ def test_the_model_is_part_of_the_peak_where_each_rank_builds_it_whole():
     assert whole.peak == whole.own_peak == Peak("build", Breakdown(parameters=2**40))
 
 
-def trained(context, keys):
+def train_steps(context, keys):
+    """The losses of a few steps with dropout."""
     job = job_from_keys("single", keys)
     samples = TensorSamples(*text())
     batch = samples.inputs[:8], samples.targets[:8]
@@ -148,7 +149,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 def peaks_alone(context, strategy, keys):
-    models = [(wide, text()), (TinyConv, images()), (LargeEnd, large_end_batch())]
+    models = [(wide_model, text()), (TinyConv, images()), (LargeEnd, large_end_batch())]
     if keys == ALONE["bf16"]:
         models.pop()  # its peak is in the norm of bf16 gradients, and shards are fp32
     return [peaks(context, *model, strategy, keys, adamw) for model in models]
@@ -172,7 +173,7 @@ def test_at_the_peak_is_what_one_process_has_no_moment_for():
     # exists while its shard is allocated. zero3: gloo's copies of reduced gradients, and a
     # parameter gathered until then.
     for strategy in ("fsdp", "zero2", "zero3"):
-        rows = settled(
+        rows = repeat_if_above(
             lambda name=strategy: run_ranks(peaks_of_large_ends, 2, name),
             lambda row: row[1].bytes > 1.005 * row[0].bytes,
         )

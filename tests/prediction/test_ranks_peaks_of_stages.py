@@ -8,7 +8,7 @@ import pytest
 from support.full import fewer
 from support.nets import DeepResidual, tokens
 from support.parity import adamw
-from support.peaks import settled
+from support.peaks import repeat_if_above
 from support.ranks import run_ranks
 from torch import nn
 
@@ -53,9 +53,11 @@ def peaks(
         return engine.prediction.peak, engine.meter.measured().peak, engine.prediction.note
 
 
-def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int) -> list[Any]:
+def stage_peaks(
+    slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int
+) -> list[Any]:
     """(predicted, measured, note) of each rank."""
-    return settled(
+    return repeat_if_above(
         lambda: run_ranks(peaks, ranks, strategy, keys, pp=pp),
         lambda row: row[1].bytes > (1 + slack) * row[0].bytes,
     )
@@ -88,7 +90,7 @@ def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int
 )
 def test_every_rank_of_every_schedule(strategy: str, ranks: int, pp: int) -> None:
     slack = MORE.get(strategy, SLACK)
-    for predicted, measured, note in found(slack, ranks, strategy, {}, pp):
+    for predicted, measured, note in stage_peaks(slack, ranks, strategy, {}, pp):
         assert note is None
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
 
@@ -101,7 +103,7 @@ def test_several_stages_of_a_rank_are_sharded_with_nothing_left_over(stage: int)
     replicate = {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"}
     keys = {**replicate, "strategy.replicate.stage": stage, "mesh.pp": 2}
     slack = SHARDED_STAGES
-    for predicted, measured, _ in found(slack, 4, "interleaved_1f1b", keys, pp=2):
+    for predicted, measured, _ in stage_peaks(slack, 4, "interleaved_1f1b", keys, pp=2):
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
         assert measured.breakdown.buffers < 4096
 
@@ -136,7 +138,7 @@ def step_peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
 def test_the_optimizers_step_is_one_for_all_stages_of_a_rank(
     strategy: str, keys: dict[str, Any], slack: float
 ) -> None:
-    rows = settled(
+    rows = repeat_if_above(
         lambda: run_ranks(step_peaks, 2, strategy, keys, pp=2),
         lambda row: row[1].bytes > (1 + slack) * row[0].bytes + 8,
     )
@@ -148,7 +150,7 @@ def test_the_optimizers_step_is_one_for_all_stages_of_a_rank(
 def test_a_stage_of_less_than_a_block_is_sharded_as_a_whole() -> None:
     strategy, keys = "1f1b_fsdp", {"strategy.cut.at": ["head"]}
     slack = MORE[strategy]
-    for predicted, measured, note in found(slack, 4, strategy, keys, pp=2):
+    for predicted, measured, note in stage_peaks(slack, 4, strategy, keys, pp=2):
         assert note is None
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
 
@@ -182,7 +184,7 @@ def test_replicas_of_a_layer_split_average_in_buckets() -> None:
 def test_blocks_computed_again_on_shards() -> None:
     slack = MORE["1f1b_fsdp"]
     keys = {"strategy.recompute": "full"}
-    for predicted, measured, _ in found(slack, 4, "1f1b_fsdp", keys, pp=2):
+    for predicted, measured, _ in stage_peaks(slack, 4, "1f1b_fsdp", keys, pp=2):
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
 
 
@@ -190,7 +192,7 @@ def test_blocks_computed_again_on_shards() -> None:
 @pytest.mark.parametrize("strategy", fewer(["1f1b", "gpipe"], 1))
 def test_recomputed_micro_batches(strategy: str, checkpoint: str) -> None:
     keys = {"strategy.cut.checkpoint": checkpoint}
-    for predicted, measured, _ in found(SLACK, 2, strategy, keys, pp=2):
+    for predicted, measured, _ in stage_peaks(SLACK, 2, strategy, keys, pp=2):
         assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
 
 

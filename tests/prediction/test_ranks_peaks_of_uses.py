@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.parity import sgd
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -107,7 +107,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "precision", "names"), CASES)
 def test_the_peak_of_odd_uses_of_parameters_is_predicted(strategy, precision, names):
-    rows = settled(
+    rows = repeat_if_above(
         lambda: [
             row
             for rank in run_ranks(peaks_of_all, 2, strategy, names, precision, timeout_s=150)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from support.parity import sgd
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -98,7 +98,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "keys"), CASES)
 def test_the_fullest_way_is_forecast(strategy, keys):
-    rows = settled(
+    rows = repeat_if_above(
         lambda: [row for rank in run_ranks(peaks_of_all, 2, strategy, keys) for row in rank],
         lambda row: row[1].bytes > 1.01 * row[0].bytes,
     )

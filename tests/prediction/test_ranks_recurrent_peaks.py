@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.parity import sgd
-from support.peaks import peaks, settled
+from support.peaks import peaks, repeat_if_above
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -62,7 +62,7 @@ def peaks_of_all(context, strategy, names, precision):
 )
 def test_the_peak_of_recurrent_layers_is_predicted(strategy, precision):
     names = list(LAYERS)
-    rows = settled(
+    rows = repeat_if_above(
         lambda: [
             row
             for rank in run_ranks(peaks_of_all, 2, strategy, names, precision, timeout_s=150)

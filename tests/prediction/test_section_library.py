@@ -122,7 +122,7 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any]:
+def compare_profiles(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any]:
     """The profile of a real run, the composed profile, and the plan."""
     make, example, loss = MODELS[name]
     strategy = words.split()[0]
@@ -141,10 +141,10 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
         chosen = library.model_sections(plan, rows, choice)
         if len(unrecomputed.sections) == 2:  # no blocks: the whole model is one section
             unrecomputed = chosen
-    return exact, put_together(unrecomputed, chosen, again=choice != "keep"), plan
+    return exact, composed_profile(unrecomputed, chosen, again=choice != "keep"), plan
 
 
-def put_together(unrecomputed: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
+def composed_profile(unrecomputed: ModelSections, chosen: ModelSections, *, again: bool) -> Profile:
     """As in the planner: sections before and after the blocks are from the run that saves
     everything.
     """
@@ -155,7 +155,7 @@ def put_together(unrecomputed: ModelSections, chosen: ModelSections, *, again: b
 
 @pytest.mark.parametrize(("name", "words"), fewer(product(MODELS, WORDS), 8))
 def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
-    exact, made, plan = taken_apart(name, words, 4)
+    exact, made, plan = compare_profiles(name, words, 4)
     for key in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):
         assert getattr(made, key) == getattr(exact, key), key
     for key in ("batch_bytes", "trained_elements", "state_slots", "state_scalars"):
@@ -168,7 +168,7 @@ def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("name", ["gpt", "gpt in chunks", "by number"])
 def test_other_sizes_are_read_off_two_runs(name, rows):
-    exact, made, plan = taken_apart(name, "ddp", rows)
+    exact, made, plan = compare_profiles(name, "ddp", rows)
     assert made.batch_bytes == exact.batch_bytes
     peak, wanted = forecast_step(made, plan).peak(), forecast_step(exact, plan).peak()
     assert peak.bytes == pytest.approx(wanted.bytes, rel=2e-3), (peak, wanted)
@@ -258,7 +258,9 @@ def test_losses_may_differ_where_micro_batches_wait():
         model, tokens(2), loss, optimizer_factory(job_from_keys("single", {}).optim, 0), CPU
     )
     bodies = [library.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
-    spans = [len(put_together(body, body, again=False).passes["first"].spans) for body in bodies]
+    spans = [
+        len(composed_profile(body, body, again=False).passes["first"].spans) for body in bodies
+    ]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}
 

@@ -21,7 +21,7 @@ from bigtrain.prediction.sections import (
 )
 
 
-def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
+def random_section(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
     """A section whose storages live until any later moment that an anchor can express."""
     lengths = tuple(rng.randint(3, 7) for _ in range(windows))
     anchors = list(Anchor)[:windows]
@@ -40,7 +40,7 @@ def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
     return SectionPass(lengths, tuple(storages_drawn), gradients=gradients)
 
 
-def counted(passes: Sequence[SectionPass]) -> list[int]:
+def count_bytes(passes: Sequence[SectionPass]) -> list[int]:
     """Bytes at each tick, counted by checking every storage of every section."""
     windows = len(passes[0].lengths)
     order = [(n, 0) for n in range(len(passes))]
@@ -77,9 +77,9 @@ def bytes_of(timeline: Timeline, ticks: int) -> list[int]:
 @pytest.mark.parametrize("windows", [2, 3])
 def test_every_tick_holds_what_the_sections_say(seed, windows):
     rng = random.Random(seed)
-    passes = [drawn(rng, windows) for _ in range(rng.randint(1, 4))]
+    passes = [random_section(rng, windows) for _ in range(rng.randint(1, 4))]
     timeline, _, stop = concatenate_sections(passes, begins=False, is_sent=False)
-    expected = counted(passes)
+    expected = count_bytes(passes)
     assert stop == len(expected)
     assert bytes_of(timeline, stop) == expected
 
@@ -88,7 +88,7 @@ def test_every_tick_holds_what_the_sections_say(seed, windows):
 @pytest.mark.parametrize("windows", [2, 3])
 def test_a_row_of_equal_sections_peaks_as_one_laid_out_in_full(seed, windows):
     rng = random.Random(seed)
-    first, inner, last = (drawn(rng, windows) for _ in range(3))
+    first, inner, last = (random_section(rng, windows) for _ in range(3))
     quick = [first, *[inner] * 12, last]
     whole = [first, *(replace(inner) for _ in range(12)), last]
     rows = (quick, whole)

@@ -243,7 +243,7 @@ class Total:
         return 1
 
 
-def held(profile) -> int:
+def activation_bytes_at_turn(profile) -> int:
     """Bytes of activations at the start of the backward pass."""
     assert profile.untraceable is None, profile.untraceable
     first = profile.passes["first"]
@@ -252,16 +252,19 @@ def held(profile) -> int:
     return sum(span.nbytes for span in alive if span.kind == "activations")
 
 
-def profiled(
+def profiled_activation_bytes(
     model: nn.Module, inputs: Tensor, targets: Tensor, loss, device: str = "cpu", **keys
 ) -> int:
+    """The activation bytes of a profile of the model."""
     job = job_from_keys("single", {"train.global_batch_size": 4, **keys})
     example = MicroBatch(inputs, targets, 4, 4)
     plan = make_plan(job, 1, device)
-    return held(make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model)))
+    return activation_bytes_at_turn(
+        make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model))
+    )
 
 
-def of_one_layer(dtype: torch.dtype = torch.bfloat16, **keys) -> int:
+def bytes_of_one_layer(dtype: torch.dtype = torch.bfloat16, **keys) -> int:
     """The bytes that one additional layer saves, in the shape of the 22B model."""
     model, _, _, _, _, _, b = MODELS["22B"]
     sizes = []
@@ -269,7 +272,7 @@ def of_one_layer(dtype: torch.dtype = torch.bfloat16, **keys) -> int:
         with torch.device("meta"):
             layers = Layers(count, model.width, model.num_heads).to(dtype)
             x = torch.empty(model.sequence_length, b, model.width, dtype=dtype)
-        sizes.append(profiled(layers, x, torch.empty(1), Total(), **keys))
+        sizes.append(profiled_activation_bytes(layers, x, torch.empty(1), Total(), **keys))
     return sizes[1] - sizes[0]
 
 
@@ -287,12 +290,12 @@ def test_profiles_know_what_a_layer_keeps():
     sb = model.sequence_length * b
     sbh, scores = sb * model.width, sb * model.sequence_length * model.num_heads
     norms = 8 * sb
-    assert of_one_layer() == model.activation_bytes(b) + 2 * sbh + scores + norms
-    full = of_one_layer(**{"strategy.recompute": "full"})
+    assert bytes_of_one_layer() == model.activation_bytes(b) + 2 * sbh + scores + norms
+    full = bytes_of_one_layer(**{"strategy.recompute": "full"})
     assert full == model.activation_bytes(b, recompute="full")
-    assert of_one_layer(**{"strategy.recompute": "selective"}) == 22 * sbh + 2 * scores
+    assert bytes_of_one_layer(**{"strategy.recompute": "selective"}) == 22 * sbh + 2 * scores
     core = {"mode": "full", "layers": ["layers.*.core"]}
-    like_the_paper = of_one_layer(**{"strategy.recompute": core})
+    like_the_paper = bytes_of_one_layer(**{"strategy.recompute": core})
     assert like_the_paper == model.activation_bytes(b, recompute="selective") + 2 * sbh + norms
 
 
@@ -301,7 +304,7 @@ def test_profiles_for_cuda_know_it_without_one():
     """Traced on a CPU for CUDA: the formula to the byte, and means and deviations of two norms."""
     model, _, _, _, _, _, b = MODELS["22B"]
     sb = model.sequence_length * b
-    assert of_one_layer(device="cuda") == model.activation_bytes(b) + 16 * sb
+    assert bytes_of_one_layer(device="cuda") == model.activation_bytes(b) + 16 * sb
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="the accelerator's kernels would be traced")
@@ -316,16 +319,16 @@ def test_profiles_for_cuda_follow_its_autocast():
     scores = sb * model.sequence_length * model.num_heads
     paper = model.activation_bytes(b) + 16 * sb
     keys = {"train.precision": "bf16"}
-    saved = of_one_layer(torch.float32, device="cuda", **keys)
+    saved = bytes_of_one_layer(torch.float32, device="cuda", **keys)
     assert saved == paper + 4 * sb * h + 2 * scores + 24 * h * h
     # A CPU's autocast leaves bf16 results in bf16, and its dropout masks are larger.
-    assert of_one_layer(torch.float32, **keys) != saved
+    assert bytes_of_one_layer(torch.float32, **keys) != saved
 
 
 GPT_SHAPE = {"vocab_size": 64, "sequence_length": 32, "width": 48, "num_heads": 3}
 
 
-def of_one_block(choice: str | None) -> int:
+def bytes_of_one_block(choice: str | None) -> int:
     """The bytes that one additional block of the project's GPT saves, in fp32."""
     tokens = torch.zeros(4, GPT_SHAPE["sequence_length"], dtype=torch.long)
     keys = {} if choice is None else {"strategy.recompute": choice}
@@ -333,7 +336,7 @@ def of_one_block(choice: str | None) -> int:
     for count in (2, 3):  # a single layer does not count as a block
         with torch.device("meta"):
             model = GPT(GPTConfig(**GPT_SHAPE, num_layers=count))
-        sizes.append(profiled(model, tokens, tokens, CrossEntropy(), **keys))
+        sizes.append(profiled_activation_bytes(model, tokens, tokens, CrossEntropy(), **keys))
     return sizes[1] - sizes[0]
 
 
@@ -346,8 +349,8 @@ def test_a_block_of_the_gpt_here():
     """
     b, s, h, a = 4, 32, 48, 3
     sbh, rows, norms = s * b * h, s * b * a, 4 * s * b
-    assert of_one_block(None) == 4 * (16 * sbh + rows + norms)
+    assert bytes_of_one_block(None) == 4 * (16 * sbh + rows + norms)
     # Input, q, k and v, mixed, projected, 4 of the MLP and its result.
-    assert of_one_block("selective") == 4 * (11 * sbh + rows)
+    assert bytes_of_one_block("selective") == 4 * (11 * sbh + rows)
     paper = Transformer(1, h, a, s, 64).activation_bytes(b, recompute="selective")
     assert 4 * 16 * sbh == 2 * (paper - 2 * sbh)

@@ -18,7 +18,7 @@ GB = 10**9
 RMSPROP = StateWidths(4, 4, 4)
 
 
-def obeys(printed_numbers: str, printed_bytes: str, unit: int) -> bool:
+def agrees_with_12_bytes(printed_numbers: str, printed_bytes: str, unit: int) -> bool:
     """Whether a count and a size that round to the printed ones can be 12 bytes per parameter."""
     low, high = interval(printed_numbers, {"M": 10**6, "B": 10**9}[printed_numbers[-1]])
     least, most = interval(printed_bytes, unit)
@@ -44,7 +44,7 @@ NAIVE_ACTIVATIONS = "3.15G"
 def test_torchgpipe_obeys_the_rule():
     """All five rows, in GiB, within the rounding of both columns."""
     for row in TORCHGPIPE:
-        assert obeys(*row.split(), GIB), row
+        assert agrees_with_12_bytes(*row.split(), GIB), row
 
 
 def test_amoebanet_obeys_it_in_part():
@@ -53,8 +53,14 @@ def test_amoebanet_obeys_it_in_part():
     1.05 GB for 82M are 12.8 bytes per parameter, 24.62 GB for 1.8B 13.7. In GiB none of the five
     agrees.
     """
-    assert [obeys(*row.split(), GB) for row in AMOEBANET] == [False, True, False, False, False]
-    assert not any(obeys(*row.split(), GIB) for row in AMOEBANET)
+    assert [agrees_with_12_bytes(*row.split(), GB) for row in AMOEBANET] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not any(agrees_with_12_bytes(*row.split(), GIB) for row in AMOEBANET)
     near = [12 * 542e6 / 6.45e9, 12 * 1.05e9 / 12.53e9]
     assert near == pytest.approx([1, 1], abs=0.01)
     far = [1.05e9 / 82e6, 24.62e9 / 1.8e9]
@@ -68,9 +74,15 @@ def test_transformer_obeys_it_but_for_a_pair_that_looks_swapped():
 
     12 bytes are 3.15 GiB for its 282.2M: the two columns seem to be exchanged.
     """
-    assert [obeys(*row.split(), GIB) for row in TRANSFORMER] == [False, True, True, True, True]
+    assert [agrees_with_12_bytes(*row.split(), GIB) for row in TRANSFORMER] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     numbers, _ = TRANSFORMER[0].split()
-    assert obeys(numbers, NAIVE_ACTIVATIONS, GIB)
+    assert agrees_with_12_bytes(numbers, NAIVE_ACTIVATIONS, GIB)
     assert round(12 * 282.2e6 / GIB, 2) == 3.15
 
 

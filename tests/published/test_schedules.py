@@ -21,13 +21,13 @@ from bigtrain.schedules.orders import (
 from published.formulas import in_flight_together, micro_batches_in_flight
 
 
-def played(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):
+def simulate(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):
     """Simulate a step in which each stage takes these seconds."""
     seconds = [StageSeconds(forward, inputs, weights)] * (pp * v)
     return simulate_step(schedule_orders(schedule, pp, v, micro_batches), seconds)
 
 
-def held(schedule, pp, micro_batches, v):
+def peak_micro_batches(schedule, pp, micro_batches, v):
     """The micro-batches whose activations each rank holds at its peak."""
     return [
         in_flight_together(actions) / v
@@ -73,17 +73,17 @@ def test_the_table_of_all_schedules(pp, m):
     one_f_one_b, interleaved, peaks, looped_peak, split, split_peaks = TABLE[pp, m]
 
     def share(schedule, v):
-        return f"{played(schedule, pp, m, v).share:.3f}"[1:]
+        return f"{simulate(schedule, pp, m, v).share:.3f}"[1:]
 
     assert share("1f1b", 1) == one_f_one_b
     assert share("interleaved_1f1b", 2) == share("looped_bfs", 2) == interleaved
     assert [share(schedule, 2) for schedule in SPLIT] == [split] * 3
-    assert held("interleaved_1f1b", pp, m, 2) == peaks
-    assert held("looped_bfs", pp, m, 2) == [looped_peak] * pp
+    assert peak_micro_batches("interleaved_1f1b", pp, m, 2) == peaks
+    assert peak_micro_batches("looped_bfs", pp, m, 2) == [looped_peak] * pp
     for schedule, peak in zip(SPLIT, split_peaks, strict=True):
-        assert held(schedule, pp, m, 2) == [peak] * pp
+        assert peak_micro_batches(schedule, pp, m, 2) == [peak] * pp
     # In 1F1B the peak falls with the rank; in the split schedules it does not.
-    assert held("1f1b", pp, m, 1) == [pp - rank for rank in range(pp)]
+    assert peak_micro_batches("1f1b", pp, m, 1) == [pp - rank for rank in range(pp)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -93,7 +93,7 @@ def test_closed_forms_of_what_is_in_flight(schedule):
     assert len(cases) > 10
     for pp, m, v in cases:
         closed = [micro_batches_in_flight(schedule, pp, rank, m, v) for rank in range(pp)]
-        assert closed == held(schedule, pp, m, v), (pp, m, v)
+        assert closed == peak_micro_batches(schedule, pp, m, v), (pp, m, v)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -111,7 +111,7 @@ def test_closed_forms_of_the_bubble(schedule):
                 refused += 1
                 continue
             tried += 1
-            assert closed == pytest.approx(played(schedule, pp, m, v, *times).share), (pp, m, v)
+            assert closed == pytest.approx(simulate(schedule, pp, m, v, *times).share), (pp, m, v)
     assert schedule in V_SHAPED_SCHEDULES or tried > refused
     assert tried > 20
     assert (refused > 0) == (schedule in SPLIT)
@@ -134,8 +134,8 @@ def test_gpipe_and_1f1b():
     """
     for pp, m in ((2, 2), (4, 16), (8, 8)):
         for schedule in ("gpipe", "1f1b"):
-            assert played(schedule, pp, m, 1).share == pytest.approx((pp - 1) / (m + pp - 1))
-        assert held("gpipe", pp, m, 1) == [m] * pp
+            assert simulate(schedule, pp, m, 1).share == pytest.approx((pp - 1) / (m + pp - 1))
+        assert peak_micro_batches("gpipe", pp, m, 1) == [m] * pp
         # Stage i of 1F1B holds min(m, p - i) micro-batches: arXiv 2006.09503.
         actions = schedule_orders("1f1b", pp, 1, m)
         assert [peak_in_flight(row)[rank] for rank, row in enumerate(actions)] == [
@@ -150,9 +150,9 @@ def test_interleaved(v):
     """
     for pp, m in ((2, 4), (4, 16)):
         whole = 3 * m  # the work of a rank, for any number of stages
-        idle = played("interleaved_1f1b", pp, m, v, 1 / v, 1 / v, 1 / v).seconds - whole
+        idle = simulate("interleaved_1f1b", pp, m, v, 1 / v, 1 / v, 1 / v).seconds - whole
         assert idle == pytest.approx(3 * (pp - 1) / v)
-        first = held("interleaved_1f1b", pp, m, v)[0]
+        first = peak_micro_batches("interleaved_1f1b", pp, m, v)[0]
         assert first == pytest.approx(pp * (1 + (pp - 1) / (pp * v)))
 
 
@@ -166,17 +166,17 @@ def test_zero_bubble():
     for pp, m in ((2, 8), (4, 12), (8, 32)):
 
         def over_work(schedule, v, pp=pp, m=m):
-            step = played(schedule, pp, m, v)
+            step = simulate(schedule, pp, m, v)
             return (step.seconds - step.busy[0]) / step.busy[0]
 
         assert over_work("1f1b", 1) == pytest.approx((pp - 1) / m)
         assert over_work("interleaved_zero_bubble", 1) == pytest.approx((pp - 1) / (3 * m))
         assert over_work("zbv_zero_bubble", 2) == pytest.approx((pp - 1) / (6 * m)) != 0
-        most = max(held("1f1b", pp, m, 1))
-        assert held("interleaved_zero_bubble", pp, m, 1) == [most] * pp
-        assert held("zbv_zero_bubble", pp, m, 2) == [most] * pp
+        most = max(peak_micro_batches("1f1b", pp, m, 1))
+        assert peak_micro_batches("interleaved_zero_bubble", pp, m, 1) == [most] * pp
+        assert peak_micro_batches("zbv_zero_bubble", pp, m, 2) == [most] * pp
         # Unequal seconds: (p-1)(F + B - 2W) with B = I + W, where W is the smallest of the three.
-        step = played("interleaved_zero_bubble", pp, m, 1, 3, 5, 2)
+        step = simulate("interleaved_zero_bubble", pp, m, 1, 3, 5, 2)
         assert step.seconds - step.busy[0] == (pp - 1) * (3 + 5 + 2 - 2 * 2)
 
 
@@ -204,7 +204,7 @@ def test_sources_disagree_on_dualpipev():
     torch's if the forward pass takes no time during a backward pass: F&B = B.
     """
     for pp, m in ((2, 4), (4, 8), (8, 32)):
-        step = played("dualpipev", pp, m, 2)
+        step = simulate("dualpipev", pp, m, 2)
         idle = step.seconds - step.busy[0]
         assert idle == pp - 1
 
@@ -215,4 +215,4 @@ def test_sources_disagree_on_dualpipev():
         assert deepseek(together=2) == idle
         assert (pp - 1) * (3 + 2 - 1) - 1 != idle
         # PP + 1 chunks of activations, which are p + 1/2 of a rank's.
-        assert held("dualpipev", pp, m, 2) == [(2 * pp + 1) / 2] * pp
+        assert peak_micro_batches("dualpipev", pp, m, 2) == [(2 * pp + 1) / 2] * pp

@@ -18,12 +18,13 @@ from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo, launche
 from bigtrain.units import MIB
 
 
-def alone(launcher: Launcher) -> RankInfo:
+def single_rank(launcher: Launcher) -> RankInfo:
+    """The placement of a single rank under a launcher."""
     return RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher)
 
 
 def test_hint() -> None:
-    hint = launcher_hint(alone("deepspeed"), 8)
+    hint = launcher_hint(single_rank("deepspeed"), 8)
     assert hint is not None
     assert hint.endswith("deepspeed --num_accelerators 2 bigtrain/train.py ...")
     hint = launcher_hint(SINGLE_RANK, 8)
@@ -35,7 +36,7 @@ def test_hint() -> None:
     [
         (SINGLE_RANK, 1, False),
         (SINGLE_RANK, 8, True),
-        (alone("torchrun"), 8, False),
+        (single_rank("torchrun"), 8, False),
         (
             RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"),
             8,

@@ -33,7 +33,8 @@ def manager(server: socket.socket, answers: dict[str, str]) -> list[str]:
     return requests
 
 
-def asked(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
+def share_address(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
+    """Share an address through a manager; return it and the manager's requests."""
     mine, theirs = socket.socketpair()
     with ThreadPoolExecutor() as pool, mine:
         serving = pool.submit(manager, theirs, answers)
@@ -43,10 +44,10 @@ def asked(value: str | None, answers: dict[str, str]) -> tuple[str, list[str]]:
 
 
 def test_rank_0_puts_and_the_others_get() -> None:
-    address, requests = asked("10.0.0.7:4321", ANSWERS)
+    address, requests = share_address("10.0.0.7:4321", ANSWERS)
     assert address == "10.0.0.7:4321"
     assert "cmd=put kvsname=kvs_1 key=bigtrain-rank-0 value=10.0.0.7:4321" in requests
-    address, requests = asked(None, ANSWERS)
+    address, requests = share_address(None, ANSWERS)
     assert address == "10.0.0.7:4321"
     assert not any(line.startswith("cmd=put") for line in requests)
 
@@ -59,7 +60,7 @@ def test_a_manager_that_does_not_answer_is_told_of(answers: dict[str, str]) -> N
     with pytest.raises(
         LaunchError, match="does not share the address of rank 0: .*-genv MASTER_ADDR HOST"
     ):
-        asked(None, answers)
+        share_address(None, answers)
 
 
 def test_a_connection_that_is_none() -> None:

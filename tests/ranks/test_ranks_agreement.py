@@ -48,7 +48,7 @@ DIFFERENCES = {
 }
 
 
-def built(context, name):
+def build_differently(context, name):
     arguments = {
         "model": net,
         "optimizer": SGD,
@@ -65,13 +65,13 @@ def built(context, name):
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_an_engine_of_one_rank_that_differs_is_refused(name):
     with pytest.raises(RankFailure, match=DIFFERENCES[name][1]):
-        run_ranks(built, 2, name)
+        run_ranks(build_differently, 2, name)
 
 
 WORDS = ["data.name=digits", "model.name=lenet", "train.steps=1", "train.global_batch_size=8"]
 
 
-def started(
+def run_with_words(
     folder: Path, words: list[list[str]], places: tuple[str, str] = (".", ".")
 ) -> list[tuple[int, str]]:
     """Exit status and errors of the command on ranks that are started with these words and
@@ -120,7 +120,7 @@ def started(
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, message):
-    (zero, silence), (one, line) = started(tmp_path, [[], words])
+    (zero, silence), (one, line) = run_with_words(tmp_path, [[], words])
     assert (zero, one) == (2, 2)
     assert "started differently" not in silence
     assert message in line
@@ -134,6 +134,6 @@ def test_data_of_another_length_is_refused(tmp_path):
         (tmp_path / folder / "text.txt").write_text("to be or not to be\n" * lines)
     words = ["data.name=text", "data.path=text.txt", "model.name=gpt", "model.args.num_layers=1"]
     words += ["model.args.width=16", "model.args.num_heads=2", "model.args.sequence_length=16"]
-    (zero, _), (rank_1, line) = started(tmp_path, [words, words], ("a", "b"))
+    (zero, _), (rank_1, line) = run_with_words(tmp_path, [words, words], ("a", "b"))
     assert (zero, rank_1) == (2, 2), line
     assert "training samples is " in line

@@ -147,6 +147,7 @@ def test_collectives_have_the_shorter_timeout() -> None:
 
 
 def fail_on(context: RunContext, rank: int, behaviour: str) -> None:
+    """Fail on one rank while the others sleep or wait in a collective."""
     if context.rank == rank:
         if behaviour == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +185,8 @@ def have_little_patience(context: RunContext) -> None:
     set_timeouts([dist.group.WORLD, *context.mesh.get_all_groups()], 1.0)
 
 
-def late(context: RunContext) -> None:
+def wait_for_late_rank(context: RunContext) -> None:
+    """Rank 1 joins a collective after its timeout."""
     have_little_patience(context)
     if context.rank == 1:
         time.sleep(5)
@@ -193,7 +195,7 @@ def late(context: RunContext) -> None:
 
 def test_a_collective_that_is_late_fails_where_it_waits() -> None:
     with pytest.raises(RankFailure, match="rank 0 failed:(?s:.*)in all_gather_numbers"):
-        run_ranks(late, 2)
+        run_ranks(wait_for_late_rank, 2)
 
 
 def one_prepares(context: RunContext) -> set[float]:

@@ -13,7 +13,8 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.preemption import PREEMPTION_SIGNALS, PreemptionNotice
 
 
-def asked(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
+def signal_rank_1(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
+    """Send signals to rank 1; return what this rank knows before and after."""
     before = [signal.getsignal(n) for n in PREEMPTION_SIGNALS]
     with PreemptionNotice(context) as notice:
         nothing = notice.agreed()
@@ -28,7 +29,7 @@ def asked(context: RunContext, number: int) -> tuple[bool, bool, str, bool]:
 
 @pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
 def test_all_ranks_agree(number: signal.Signals) -> None:
-    assert run_ranks(asked, 3, number) == [(False, True, number.name, True)] * 3
+    assert run_ranks(signal_rank_1, 3, number) == [(False, True, number.name, True)] * 3
 
 
 def test_the_others_are_asked_now_and_then() -> None:

@@ -28,7 +28,7 @@ WORDS = [
 ]
 
 
-def fails(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
+def run_failing_job(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
     """Run a job that fails; return its output and the file of the page."""
     done = forked_cli(["train", "-n", str(ranks), *WORDS, *words], cwd=folder, timeout=60)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -36,7 +36,7 @@ def fails(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
 
 
 def test_a_rank_that_sleeps_in_its_data_set(tmp_path):
-    output, file = fails(tmp_path, "data.args.fault=sleep")
+    output, file = run_failing_job(tmp_path, "data.args.fault=sleep")
     assert "rank 0 waits for the number of targets (all_gather, 16 B) for " in file["headline"]
     expected = "rank 1 never came: it reads data (micro-batch 1 of step 4), in go_wrong of "
     assert expected in file["headline"]
@@ -50,14 +50,14 @@ def test_a_rank_that_sleeps_in_its_data_set(tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped(tmp_path):
-    output, file = fails(tmp_path, "data.args.fault=stop")
+    output, file = run_failing_job(tmp_path, "data.args.fault=stop")
     assert "rank 1 has not answered: it is stopped" in file["headline"]
     assert file["headline"].startswith("rank 0 waits for the number of targets")
     assert "rank 1: no answer\n" in output
 
 
 def test_a_rank_that_is_killed(tmp_path):
-    output, file = fails(tmp_path, "data.args.fault=kill")
+    output, file = run_failing_job(tmp_path, "data.args.fault=kill")
     assert "rank 1 ended without a message" in file["headline"]
     assert "rank 0 lost rank 1" in output
     assert file["lines"][1] == "rank 1: ended without a message"
@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed(tmp_path):
 
 def test_rank_0_is_killed_and_the_hub_with_it(tmp_path):
     words = ("data.args.fault=kill", "data.args.rank=0", "train.global_batch_size=9")
-    output, file = fails(tmp_path, *words, ranks=3)
+    output, file = run_failing_job(tmp_path, *words, ranks=3)
     assert re.match("rank [12] waits for .* s; rank 0 ended without a message$", file["headline"])
     assert output.count("the last events of each rank") == 1
     assert "rank 2: waits for " in output  # rank 2 has left its record in the folder
@@ -73,7 +73,7 @@ def test_rank_0_is_killed_and_the_hub_with_it(tmp_path):
 
 
 def test_a_rank_that_raises(tmp_path):
-    output, file = fails(tmp_path, "data.args.fault=raise")
+    output, file = run_failing_job(tmp_path, "data.args.fault=raise")
     assert file["headline"].startswith(
         "rank 1 failed: ValueError: this sample is broken. It reads data (micro-batch 1 of step 4)"
     )
@@ -86,7 +86,7 @@ def test_a_rank_that_raises(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_not_said_to_be_another_one_s(tmp_path):
-    output, file = fails(tmp_path, "data.args.fault=nan")
+    output, file = run_failing_job(tmp_path, "data.args.fault=nan")
     assert "the loss of rank 1 is nan" in file["headline"]
     assert "rank 0 failed" not in output
     assert output.count("the loss of rank 1 is nan") == 1
@@ -94,7 +94,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_not_said_to_be_another_one_s(t
 
 
 def test_memory_that_runs_out(tmp_path):
-    output, file = fails(tmp_path, "model.args.width=1024", "memory.cap=30MiB", "mesh.timeout=30")
+    output, file = run_failing_job(
+        tmp_path, "model.args.width=1024", "memory.cap=30MiB", "mesh.timeout=30"
+    )
     assert "OutOfMemoryError: rank " in file["headline"]
     assert "what would fit" in output or "no change that was tried" in output
     assert file["cause"]["kind"] == "failed"
@@ -102,7 +104,7 @@ def test_memory_that_runs_out(tmp_path):
 
 def test_a_block_of_one_rank_while_others_wait_for_gradients(tmp_path):
     words = ("model.args.fault=sleep", "train.global_batch_size=9")
-    _, file = fails(tmp_path, *words, "--strategy", "ddp", ranks=3)
+    _, file = run_failing_job(tmp_path, *words, "--strategy", "ddp", ranks=3)
     assert " waits for the gradients at blocks.0 (all_reduce, " in file["headline"]
     assert file["headline"].endswith(
         "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
@@ -110,7 +112,7 @@ def test_a_block_of_one_rank_while_others_wait_for_gradients(tmp_path):
 
 
 def test_fully_shard(tmp_path):
-    _, file = fails(tmp_path, "model.args.fault=sleep", "--strategy", "fsdp")
+    _, file = run_failing_job(tmp_path, "model.args.fault=sleep", "--strategy", "fsdp")
     assert file["headline"].startswith("rank 0 waits for the weights at blocks.3 (all_gather, ")
     assert file["headline"].endswith(
         "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
@@ -119,7 +121,7 @@ def test_fully_shard(tmp_path):
 
 def test_a_pipeline_whose_first_stage_never_sends(tmp_path):
     words = ("model.args.fault=sleep", "model.args.rank=0", "model.args.block=0")
-    _, file = fails(tmp_path, *words, "train.micro_batch_size=2", "--strategy", "1f1b")
+    _, file = run_failing_job(tmp_path, *words, "train.micro_batch_size=2", "--strategy", "1f1b")
     assert file["headline"].startswith("rank 1 waits for a message from rank 0 (recv, 256 B) for ")
     assert file["headline"].endswith(
         "; rank 0 never came: it is in the forward pass of blocks.0 (micro-batch 3 of step 1)"

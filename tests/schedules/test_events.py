@@ -88,7 +88,7 @@ def test_one_micro_batch_at_a_time_leaves_one_send_open():
 def test_every_message_is_received_and_waited_for_without_a_deadlock(schedule, pp, micro_batches):
     """Ranks that run as far as they can, with messages between two of them in order."""
     arguments = (schedule, pp, per_rank(schedule), micro_batches)
-    done = played(schedule_events(*arguments), stage_ranks(*arguments[:3]))
+    done = play_events(schedule_events(*arguments), stage_ranks(*arguments[:3]))
     for rank, actions in enumerate(schedule_orders(*arguments)):
         assert [e for e in done[rank] if len(e.kind) == 1] == list(actions)
 
@@ -97,7 +97,7 @@ def test_every_message_is_received_and_waited_for_without_a_deadlock(schedule, p
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (2, 1), (3, 2), (4, 5)])
 def test_remaining_micro_batches_pass_all_stages_of_any_layout(schedule, pp, micro_batches):
     ranks = stage_ranks(schedule, pp, per_rank(schedule))
-    for rank, events in enumerate(played(one_at_a_time_events(ranks, micro_batches), ranks)):
+    for rank, events in enumerate(play_events(one_at_a_time_events(ranks, micro_batches), ranks)):
         mine = [stage for stage, owner in enumerate(ranks) if owner == rank]
         assert [e for e in events if len(e.kind) == 1] == [
             StepEvent(stage, kind, number)
@@ -107,7 +107,7 @@ def test_remaining_micro_batches_pass_all_stages_of_any_layout(schedule, pp, mic
         ]
 
 
-def played(rows, ranks):
+def play_events(rows, ranks):
     """Run the rows of all ranks; assert that every message is complete; return each
     rank's events.
     """

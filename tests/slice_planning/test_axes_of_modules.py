@@ -215,7 +215,8 @@ def test_convolutions_and_batch_norm_with_its_statistics():
     assert "2.norm.num_batches_tracked" not in slices
 
 
-def inverted(width, inner, groups):
+def inverted_bottleneck(width, inner, groups):
+    """An inverted bottleneck: a grouped convolution between two of size 1."""
     return nn.Sequential(
         nn.Conv2d(width, inner, 1, bias=False),
         nn.BatchNorm2d(inner),
@@ -226,7 +227,7 @@ def inverted(width, inner, groups):
 
 
 def test_depthwise_convolution():
-    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted(8, 24, 24))
+    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted_bottleneck(8, 24, 24))
     classes = whole_classes(model, 2, 8, 6, 6)
     assert {n: classes[f"{n}.weight"] for n in (1, 2, 3, 4)} == {
         1: "0/24",
@@ -237,7 +238,7 @@ def test_depthwise_convolution():
 
 
 def test_grouped_convolution_is_sliced_by_groups_or_by_what_is_in_a_group():
-    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted(8, 24, 6))
+    model = nn.Sequential(nn.GroupNorm(1, 8), *inverted_bottleneck(8, 24, 6))
     classes = whole_classes(model, 2, 8, 6, 6)
     by_groups = {1: "0/24:4", 2: "0/24:4", 3: "0/24:4", 4: "1/24:4"}
     assert {n: classes[f"{n}.weight"] for n in (1, 2, 3, 4)} == by_groups

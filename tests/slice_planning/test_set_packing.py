@@ -11,7 +11,8 @@ from bigtrain.slice_planning import set_packing
 from bigtrain.slice_planning.set_packing import Option, frontier
 
 
-def drawn(seed: int, count: int, claims: int) -> list[Option]:
+def random_options(seed: int, count: int, claims: int) -> list[Option]:
+    """Random options over `claims` claims."""
     rng = random.Random(seed)
     return [
         Option(
@@ -25,6 +26,7 @@ def drawn(seed: int, count: int, claims: int) -> list[Option]:
 
 
 def all_sets(options):
+    """Yield the sums of cost and bytes of all disjoint sets."""
     numbers = range(len(options))
     for chosen in chain.from_iterable(combinations(numbers, k) for k in range(len(options) + 1)):
         chosen_options = [options[n] for n in chosen]
@@ -37,7 +39,7 @@ def all_sets(options):
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("claims", [4, 9, 20])
 def test_the_frontier_is_that_of_all_sets(seed, claims):
-    options = drawn(seed, 9, claims)
+    options = random_options(seed, 9, claims)
     points = frontier(options)
     every = list(all_sets(options))
     best = {
@@ -56,7 +58,7 @@ def test_the_frontier_is_that_of_all_sets(seed, claims):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_one_set_is_the_best_of_the_frontier(seed):
-    options = drawn(seed, 14, 12)
+    options = random_options(seed, 14, 12)
     points = frontier(options)
     cheapest = frontier(options, best_key=lambda p: (p.cost, p.nbytes))
     smallest = frontier(options, best_key=lambda p: (p.nbytes, p.cost))

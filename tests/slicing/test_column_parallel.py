@@ -31,7 +31,8 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def given(group, sequence, count, dtype=torch.float32):
+def make_inputs(group, sequence, count, dtype=torch.float32):
+    """An input, sliced along the sequence if wanted, and `count` column-sliced weights."""
     assert RULES
     whole = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype)
     sequence_slices, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
@@ -50,7 +51,7 @@ def test_one_product_adds_up_while_its_weight_has_its_gradient(sequence):
     exchanges = []
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
-        x, (weight,) = given(group, sequence, 1)
+        x, (weight,) = make_inputs(group, sequence, 1)
         made = local_of(F.linear(x, weight)).sum()
         del exchanges[:]
         with Order(exchanges) as order:
@@ -66,7 +67,7 @@ def test_gradients_of_three_products_are_added_up_together(sequence):
     exchanges = []
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     with FakeTensorMode():
-        x, weights = given(group, sequence, 3)
+        x, weights = make_inputs(group, sequence, 3)
         made = sum(local_of(F.linear(x, weight)).sum() for weight in weights)
         assert len(exchanges) == (1 if sequence else 0)
         made.backward()
@@ -81,7 +82,7 @@ def test_an_autocast_exchanges_what_it_computes_with(sequence):
     group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
     nbytes = BATCH * LENGTH * WIDTH * 2
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
-        x, weights = given(group, sequence, 3)
+        x, weights = make_inputs(group, sequence, 3)
         before = tracker.live_bytes
         with torch.autocast("cpu", torch.bfloat16):
             results = [local_of(F.linear(x, weight)) for weight in weights]
@@ -98,7 +99,7 @@ def test_a_sharded_input_is_saved_as_a_shard():
     group = SliceGroup(0, 2, sequence_dim=1)
     shard_bytes = BATCH * LENGTH // 2 * WIDTH * 4
     with FakeTensorMode(), StorageTracker(fake=True) as tracker:
-        x, weights = given(group, True, 2)
+        x, weights = make_inputs(group, True, 2)
         before = tracker.live_bytes
         results = [local_of(F.linear(x, weight)) for weight in weights]
         made = sum(result.numel() * 4 for result in results)
@@ -111,7 +112,7 @@ def test_a_sharded_input_is_saved_as_a_shard():
 def test_what_is_gathered_is_let_go_when_another_product_begins():
     group = SliceGroup(0, 2, sequence_dim=1)
     with FakeTensorMode():
-        x, (weight,) = given(group, True, 1)
+        x, (weight,) = make_inputs(group, True, 1)
         hidden = F.linear(x, weight)
         assert len(group.inputs) == 1
         down = torch.empty(WIDTH, COLUMNS // 2)

@@ -11,7 +11,7 @@ from support.sliced_models import (
     HEADS,
     WIDTH,
     Case,
-    built,
+    build_model,
     differences,
     layer_slices,
     slice_group,
@@ -147,7 +147,8 @@ CASES = {
 }
 
 
-def of_cases(context):
+def case_differences(context):
+    """Differences and gathers of each case, by name and sequence dim."""
     results = {}
     for name, make in CASES.items():
         for sequence_dim in (0 if "first" in name else 1, None):
@@ -159,22 +160,22 @@ def of_cases(context):
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3, 4])
 def test_heads_in_slices_have_the_gradients_of_one_process(ranks):
-    for by_case in run_ranks(of_cases, ranks, tp=ranks):
+    for by_case in run_ranks(case_differences, ranks, tp=ranks):
         for key, (distance, gathers) in by_case.items():
             assert max(distance.values()) < 1e-12, (key, distance)
             assert not gathers, key
 
 
-def of_matrices(context):
+def matrix_exchanges(context):
     """Exchanges of the size of (batch, seq, width)."""
     exchanges = []
     group = slice_group(context, sequence_dim=1, exchanges=exchanges)
     case = matrices_case()
-    built(case, group)(torch.randn(2, 7, WIDTH, dtype=torch.float64))
+    build_model(case, group)(torch.randn(2, 7, WIDTH, dtype=torch.float64))
     return Counter(e.kind for e in exchanges)
 
 
 def test_a_sequence_is_known_again_in_the_rows_of_a_matrix():
     """Three products by rows, one of which is a view of two dims; and two inputs of columns."""
-    for exchanges in run_ranks(of_matrices, 2, tp=2):
+    for exchanges in run_ranks(matrix_exchanges, 2, tp=2):
         assert exchanges == {"reduce_scatter": 3, "all_gather": 2}

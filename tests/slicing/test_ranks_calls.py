@@ -4,7 +4,7 @@ import pytest
 from support import calls_of_more, calls_of_one
 from support.ranks import run_ranks
 from support.sliced import slice_group
-from support.sliced_calls import X, called, mixed, singles
+from support.sliced_calls import X, compare_call, mixed_slices, single_slices
 
 ONE = {
     f"{kind} {name}": ((shape,), function)
@@ -130,12 +130,12 @@ def all_calls(context, kind, count):
     results = []
     for name, (shapes, function) in KINDS[kind].items():
         group = slice_group(context)
-        for slices in singles(shapes, group.size):
-            result = called(name, function, shapes, slices, group)
+        for slices in single_slices(shapes, group.size):
+            result = compare_call(name, function, shapes, slices, group)
             ((number, tensor_slices),) = slices.items()
             results.append((name, f"{number}.{tensor_slices.dim}", result))
-        for slices in mixed(name, shapes, group.size, count):
-            results.append((name, "", called(name, function, shapes, slices, group)))
+        for slices in mixed_slices(name, shapes, group.size, count):
+            results.append((name, "", compare_call(name, function, shapes, slices, group)))
     return results
 
 

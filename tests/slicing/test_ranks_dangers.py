@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sliced import compared, in_slices, slice_group
+from support.sliced import compared, slice_group, sliced_copy
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -147,7 +147,8 @@ def run(model):
     return out, out.pow(2).sum()
 
 
-def in_double(make, *args):
+def make_double(make, *args):
+    """Make a module in float64, with the same values each time."""
     torch.manual_seed(0)
     return make(*args).double()
 
@@ -162,30 +163,30 @@ def all_slices(model, ranks):
     }
 
 
-def right_ones(context):
+def compare_unusual_models(context):
     group = slice_group(context)
     results = {}
 
     def note(name, model, slices, steps=1):
         results[name] = compared(model, run, slices, group, steps)
 
-    note("changed", in_double(Changed), SLICES)
-    note("recomputed", in_double(Recomputed, False), SLICES)
-    note("recomputed, sliced", in_double(Recomputed, True), SLICES)
+    note("changed", make_double(Changed), SLICES)
+    note("recomputed", make_double(Recomputed, False), SLICES)
+    note("recomputed, sliced", make_double(Recomputed, True), SLICES)
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        model = in_double(Recurrent, kind)
+        model = make_double(Recurrent, kind)
         note(kind.__name__, model, all_slices(model, group.size))
-    model = in_double(Normed)
+    model = make_double(Normed)
     note("normed", model, all_slices(model, group.size), steps=2)
     inner = ("mean", "scales.0", "scales.1", "shifts.a")
-    note("direct", in_double(Direct), {**SLICES, **dict.fromkeys(inner, COLUMNS)}, steps=2)
-    note("tied", in_double(Tied), {"second.weight": COLUMNS})
-    note("hooked", in_double(Hooked), SLICES)
+    note("direct", make_double(Direct), {**SLICES, **dict.fromkeys(inner, COLUMNS)}, steps=2)
+    note("tied", make_double(Tied), {"second.weight": COLUMNS})
+    note("hooked", make_double(Hooked), SLICES)
     return results
 
 
 def test_what_models_do_is_right_on_slices():
-    for results in run_ranks(right_ones, 2, tp=2):
+    for results in run_ranks(compare_unusual_models, 2, tp=2):
         for name, result in results.items():
             assert not result.error, f"{name}: {result.error}"
             assert result.worst < 1e-12, (name, result)
@@ -213,7 +214,7 @@ class Total(torch.autograd.Function):
 
 def refusals(context):
     group, messages = slice_group(context), {}
-    model = in_slices(in_double(Layers), SLICES, group)
+    model = sliced_copy(make_double(Layers), SLICES, group)
     x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
     hidden = model.up(x)
 
@@ -227,20 +228,21 @@ def refusals(context):
     note("its gradient", lambda: Total.apply(hidden).backward())
     recomputed = checkpoint(F.gelu, hidden, use_reentrant=True)
     note("reentrant", lambda: model.down(recomputed))
-    note("dispatch", lambda: _dispatched(hidden))
+    note("dispatch", lambda: add_by_dispatch(hidden))
     note("pickle", lambda: pickle.dumps(model))
     note("save", lambda: torch.save(model.up, io.BytesIO()))
     note("shape", lambda: (hidden * 1).unsqueeze_(0))
     note("data", lambda: setattr(hidden, "data", hidden * 2))
     note("buffer", lambda: setattr(model.up, "weight", torch.zeros(3, 3)))
     two = {"first.weight": COLUMNS, "second.weight": Slices.even(1, WIDTH)}
-    note("two ways", lambda: in_slices(in_double(Tied), two, group))
+    note("two ways", lambda: sliced_copy(make_double(Tied), two, group))
     few = {"up.weight": Slices(0, (SliceSection(INNER, INNER),))}
-    note("few", lambda: in_slices(in_double(Layers), few, group))
+    note("few", lambda: sliced_copy(make_double(Layers), few, group))
     return messages
 
 
-def _dispatched(hidden):
+def add_by_dispatch(hidden):
+    """Add without torch functions, so that only the dispatcher sees it."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.add(hidden, 1)
 
@@ -268,10 +270,10 @@ def test_what_cannot_be_right_is_refused_by_name():
                 raise ConfigError(messages[name])
 
 
-def other_ones(context):
+def compare_modes_and_copies(context):
     group, results = slice_group(context), {}
-    whole = in_double(Layers)
-    model = in_slices(whole, SLICES, group)
+    whole = make_double(Layers)
+    model = sliced_copy(whole, SLICES, group)
     x = torch.linspace(-1, 1, 12 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH)
 
     def difference(expected, actual):
@@ -308,14 +310,14 @@ def other_ones(context):
 
 
 def test_modes_and_copies():
-    for differences in run_ranks(other_ones, 2, tp=2):
+    for differences in run_ranks(compare_modes_and_copies, 2, tp=2):
         assert {name: value for name, value in differences.items() if not value < 1e-3} == {}
 
 
 def alive_tensors(context):
     """Tensors that are alive after this many steps, and the cache of `copied_to_ranks` for one."""
     group = slice_group(context)
-    model = in_slices(in_double(Direct), {**SLICES, "mean": COLUMNS}, group)
+    model = sliced_copy(make_double(Direct), {**SLICES, "mean": COLUMNS}, group)
     counts = []
     gc.collect()
     gc.disable()
@@ -370,7 +372,7 @@ def drawn_numbers(context):
     group = slice_group(context)
     gradients = []
     for recomputes in (False, True):
-        model = in_slices(in_double(Dropping, recomputes), SLICES, group)
+        model = sliced_copy(make_double(Dropping, recomputes), SLICES, group)
         torch.manual_seed(3)
         run(model)[1].backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -417,10 +419,10 @@ class Block(Layers):
 
 def recomputed_blocks(context):
     group, slices = slice_group(context), {**SLICES, "mean": COLUMNS}
-    results = [compared(in_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
-    results.append(compared(in_double(Block, False, True), run, slices, group))
+    results = [compared(make_double(Block, mode, False), run, slices, group) for mode in (0, 1)]
+    results.append(compared(make_double(Block, False, True), run, slices, group))
     with pytest.raises(ConfigError, match="selective saves the results of matrix products"):
-        run(in_slices(in_double(Block, True, True), slices, group))
+        run(sliced_copy(make_double(Block, True, True), slices, group))
     return results
 
 
@@ -431,13 +433,13 @@ def test_blocks_of_slices_are_computed_again():
             assert result.worst < 1e-12, result
 
 
-def shared_out(context):
+def change_exchange_results(context):
     """Parts with a different memory order, and sums that are changed in place."""
     group = slice_group(context, sequence_dim=1)
     slices = Slices.even(1, 4)
     partial = torch.arange(120.0).view(2, 5, 3, 4).permute(0, 3, 1, 2)
     shard = reduce_scatter(partial, slices, group)
-    model = in_slices(in_double(Layers), SLICES, group)
+    model = sliced_copy(make_double(Layers), SLICES, group)
     x = torch.linspace(-1, 1, 15 * WIDTH, dtype=torch.float64).view(3, 5, WIDTH).requires_grad_()
     hidden = model.up(x)
     hidden += 1
@@ -447,9 +449,9 @@ def shared_out(context):
 
 
 def test_results_of_exchanges_have_any_memory_order_and_may_be_changed():
-    whole = in_double(Layers)
+    whole = make_double(Layers)
     x = torch.linspace(-1, 1, 15 * WIDTH, dtype=torch.float64).view(3, 5, WIDTH).requires_grad_()
     (whole.down(F.relu(whole.up(x) + 1)) * 2).sum().backward()
-    for difference, gradient in run_ranks(shared_out, 2, tp=2):
+    for difference, gradient in run_ranks(change_exchange_results, 2, tp=2):
         assert not difference.any()
         assert (gradient - x.grad).abs().max() < 1e-12

@@ -31,7 +31,8 @@ def made_fake(model, mode):
                 module._buffers[name] = mode.from_tensor(tensor)
 
 
-def exchanged(context, names, seed):
+def recorded_exchanges(context, names, seed):
+    """The exchanges of random slices of each net, on real and on fake tensors."""
     warnings.simplefilter("ignore")
     exchanges = {}
     for name in names:
@@ -58,7 +59,7 @@ def exchanged(context, names, seed):
 
 
 def assert_alike(names, seed, ranks):
-    for results in run_ranks(exchanged, ranks, names, seed, tp=ranks, timeout_s=200):
+    for results in run_ranks(recorded_exchanges, ranks, names, seed, tp=ranks, timeout_s=200):
         for name, (real, fake) in results.items():
             assert real, name
             assert real == fake, name

@@ -12,7 +12,8 @@ NEAR = 1e-11
 """Norms of few numbers amplify rounding errors; a wrong number differs by far more."""
 
 
-def fuzzed(context, names, seeds, sequence_dim):
+def compare_random_slices(context, names, seeds, sequence_dim):
+    """The comparison of each net with random slices, by seed."""
     warnings.simplefilter("ignore")
     results = []
     for name in names:
@@ -27,7 +28,9 @@ def fuzzed(context, names, seeds, sequence_dim):
 
 
 def assert_right(names, seeds, ranks, sequence_dim=None):
-    runs = run_ranks(fuzzed, ranks, names, seeds, sequence_dim, tp=ranks, timeout_s=400)
+    runs = run_ranks(
+        compare_random_slices, ranks, names, seeds, sequence_dim, tp=ranks, timeout_s=400
+    )
     wrong = [
         (name, seed, result.worst, result.where, result.error[-1500:])
         for results in runs

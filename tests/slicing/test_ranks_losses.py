@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sliced_models import WIDTH, WORDS, built, gpt_case, slice_group
+from support.sliced_models import WIDTH, WORDS, build_model, gpt_case, slice_group
 from torch import nn
 
 from bigtrain.losses.chunked_cross_entropy import (
@@ -34,7 +34,7 @@ def values(shape, ignored):
     return logits, target, torch.rand(shape[1], dtype=torch.float64) + 0.5
 
 
-def both(context, logits, dim, compute, sections=None):
+def loss_and_gradient(context, logits, dim, compute, sections=None):
     """The loss and the gradient of this rank's part, and those of one process."""
     group = slice_group(context)
     slices = Slices(dim, sections) if sections else Slices.even(dim, logits.shape[dim])
@@ -52,7 +52,8 @@ def both(context, logits, dim, compute, sections=None):
     return same and loss.shape == wanted.shape and loss.dtype == wanted.dtype, near, group.gathers
 
 
-def of_logits(context):
+def compare_logits(context):
+    """The names of cases whose loss of sliced logits differs."""
     wrong = []
     for (name, shape), of in itertools.product(SHAPES.items(), OPTIONS):
         reduction, smoothing, weighted, ignored = of
@@ -69,7 +70,7 @@ def of_logits(context):
             )
 
         for dim in range(len(shape)):
-            same, near, gathers = both(context, logits, dim, compute)
+            same, near, gathers = loss_and_gradient(context, logits, dim, compute)
             if not (same and near) or gathers:
                 wrong.append((name, dim, *of, same, near, gathers))
     return wrong
@@ -78,10 +79,10 @@ def of_logits(context):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_cross_entropy_of_logits_in_slices(ranks):
     """Sliced by classes, by targets, by pixels; with all options of torch's function."""
-    assert run_ranks(of_logits, ranks, tp=ranks) == [[]] * ranks
+    assert run_ranks(compare_logits, ranks, tp=ranks) == [[]] * ranks
 
 
-def low(context):
+def low_precision_losses(context):
     """Cross entropy of 16-bit logits, in a run and by torch's function."""
     results = []
     for shape, loss in (((7, 11), CrossEntropy()), ((2, 11, 3, 5), CrossEntropy(class_dim=1))):
@@ -111,11 +112,11 @@ def low(context):
 
 
 def test_low_precision_is_computed_in_float32():
-    for results in run_ranks(low, 2, tp=2):
+    for results in run_ranks(low_precision_losses, 2, tp=2):
         assert all(map(all, results)), results
 
 
-def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, chunk_size):
+def compare_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, chunk_size):
     """A head with a chunked loss: its three gradients equal those of one process."""
     torch.manual_seed(4)
     group = slice_group(context)
@@ -160,32 +161,33 @@ def of_a_head(context, has_bias, sliced_head, hidden_dim, smoothing, ignored, ch
     return max((a - b).abs().max().item() for a, b in pairs), dict(group.gathers)
 
 
-def of_heads(context):
+def compare_heads(context):
+    """The comparison of a head's chunked loss in all combinations of options."""
     cases = itertools.product(
         (False, True), (True, False), (None, 0, 1, 2), (0.0, 0.1), (0, 2, 6), (1, 2000, 1 << 20)
     )
     results = {}
     for case in cases:
         if case[1] or case[2] in (0, 1):
-            results[case] = of_a_head(context, *case)
+            results[case] = compare_head(context, *case)
     return results
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_chunks_of_a_head_in_slices(ranks):
-    for results in run_ranks(of_heads, ranks, tp=ranks):
+    for results in run_ranks(compare_heads, ranks, tp=ranks):
         for case, (distance, gathers) in results.items():
             assert distance < 1e-12, (case, distance)
             assert not gathers, case
 
 
-def of_a_model(context, sequence_dim, tied):
+def compare_model(context, sequence_dim, tied):
     """A GPT whose head computes the loss equals one with plain logits in one process."""
     case = gpt_case(tied=tied)
     loss = ChunkedCrossEntropy(head="head", chunk_size=1500, label_smoothing=0.1)
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
-    whole, model = built(case, None), built(case, group)
+    whole, model = build_model(case, None), build_model(case, group)
     attach_head(loss, model)
     torch.manual_seed(1)
     words, targets = torch.randint(WORDS, (3, 8)), torch.randint(WORDS, (3, 8))
@@ -210,7 +212,7 @@ def of_a_model(context, sequence_dim, tied):
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_a_model_whose_head_gives_the_loss(sequence_dim):
     for tied in (False, True):
-        results = run_ranks(of_a_model, 2, sequence_dim, tied, tp=2)
+        results = run_ranks(compare_model, 2, sequence_dim, tied, tp=2)
         for seen, distance, gathers, loss in results:
             assert seen
             assert distance < 1e-12
@@ -218,17 +220,17 @@ def test_a_model_whose_head_gives_the_loss(sequence_dim):
             assert loss == results[0][3]
 
 
-def odd(context):
+def compare_class_sections(context):
     """Classes in several sections have no rule: they are gathered, and the result is right."""
     logits, target, _ = values((7, 12), "some")
     two = (SliceSection(6), SliceSection(6))
-    return both(
+    return loss_and_gradient(
         context, logits, 1, lambda sliced_logits: F.cross_entropy(sliced_logits, target), two
     )
 
 
 def test_classes_in_sections_are_gathered():
-    for same, near, gathers in run_ranks(odd, 2, tp=2):
+    for same, near, gathers in run_ranks(compare_class_sections, 2, tp=2):
         assert same
         assert near
         assert gathers == {"cross_entropy": 1}

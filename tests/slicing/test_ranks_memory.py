@@ -29,7 +29,7 @@ class PatientTracker(StorageTracker):
         return result
 
 
-def tracked(group, mode, *, fake):
+def tracked_sizes(group, mode, *, fake):
     """Bytes alive after the forward and after the backward pass, and the peak of each."""
     case = gpt_case(tied=False, length=LENGTH)
     torch.manual_seed(0)
@@ -52,15 +52,16 @@ def tracked(group, mode, *, fake):
     return sizes
 
 
-def both(context):
+def real_and_fake_sizes(context):
+    """The tracked sizes of a real and of a fake run, by mode and sequence dim."""
     sizes = {}
     for sequence_dim in (None, 1):
         for mode in ("", "full", "selective"):
             group = slice_group(context, sequence_dim=sequence_dim)
             twin = SliceGroup(group.rank, group.size, sequence_dim=sequence_dim, gloo=True)
             sizes[sequence_dim, mode] = (
-                tracked(group, mode, fake=False),
-                tracked(twin, mode, fake=True),
+                tracked_sizes(group, mode, fake=False),
+                tracked_sizes(twin, mode, fake=True),
             )
     return sizes
 
@@ -68,7 +69,7 @@ def both(context):
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_run_on_fake_tensors_has_the_memory_of_each_rank(ranks):
     for _ in range(3):  # gloo's thread may still be late
-        results = run_ranks(both, ranks, tp=ranks)
+        results = run_ranks(real_and_fake_sizes, ranks, tp=ranks)
         if all(real == fake for sizes in results for real, fake in sizes.values()):
             break
     for sizes in results:

@@ -49,7 +49,8 @@ def one_pass(model, smoothing):
     return loss
 
 
-def of_a_gpt(context, tied, smoothing):
+def compare_gpt(context, tied, smoothing):
+    """The differences of loss and gradients of a sliced GPT."""
     whole, slices, group = gpt(tied), gpt_slices(), slice_group(context)
     model = copy.deepcopy(whole)
     slice_tensors(model, slices, group)
@@ -66,6 +67,6 @@ def of_a_gpt(context, tied, smoothing):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_gpt_in_slices_has_the_gradients_of_a_whole_one(ranks):
     for tied, smoothing in ((False, 0.0), (True, 0.1)):
-        for differences, gathers in run_ranks(of_a_gpt, ranks, tied, smoothing, tp=ranks):
+        for differences, gathers in run_ranks(compare_gpt, ranks, tied, smoothing, tp=ranks):
             assert max(differences.values()) < 1e-12, differences
             assert gathers == {}

@@ -50,7 +50,8 @@ def test_norms_and_clipped_steps_are_those_of_one_process(expected: Record, case
             assert largest_difference(expected, record) < 1e-12, strategy
 
 
-def released(context: RunContext, strategies: tuple[str, ...]) -> Any:
+def train_with_release(context: RunContext, strategies: tuple[str, ...]) -> Any:
+    """Records of training with gradients kept, and with gradients freed."""
     keys = {"mesh.tp": 2, "optim.weight_decay": 0.1}
     return {
         strategy: [train_released(context, strategy, {**keys, **more}) for more in ({}, RELEASE)]
@@ -64,7 +65,7 @@ def released(context: RunContext, strategies: tuple[str, ...]) -> Any:
 def test_gradients_that_are_freed_as_they_come_leave_the_bits_and_the_norm(
     ranks: int, strategies: tuple[str, ...]
 ) -> None:
-    for results in run_ranks(released, ranks, strategies, tp=2, timeout_s=120):
+    for results in run_ranks(train_with_release, ranks, strategies, tp=2, timeout_s=120):
         for strategy, (retained, freed) in results.items():
             for one, other in zip(retained[0], freed[0], strict=True):
                 assert one.loss == other.loss, strategy

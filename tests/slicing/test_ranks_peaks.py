@@ -9,7 +9,7 @@ import torch
 from support.full import fewer
 from support.nets import BlockConv
 from support.parity import adamw
-from support.peaks import images, peaks, settled
+from support.peaks import images, peaks, repeat_if_above
 from support.ranks import run_ranks
 
 from bigtrain.data import MicroBatch
@@ -62,7 +62,7 @@ DAILY = (
 )
 def test_the_first_ranks_peak_is_predicted_to_the_byte(strategy, case):
     """The second rank has one word fewer."""
-    rows = settled(
+    rows = repeat_if_above(
         lambda: run_ranks(peak, 2, strategy, case, tp=2, timeout_s=120),
         lambda row: row[1].bytes > row[0].bytes,
     )
@@ -178,7 +178,7 @@ def slack(key, wider):
 def test_every_rank_with_other_techniques(tmp_path, case):
     mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
     arguments = (strategies, mesh, str(tmp_path))
-    rows = settled(
+    rows = repeat_if_above(
         lambda: run_ranks(
             peaks_beside, math.prod(mesh.values()), *arguments, timeout_s=900, **mesh
         ),

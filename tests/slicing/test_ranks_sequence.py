@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.sliced_models import (
     WIDTH,
-    built,
+    build_model,
     differences,
     encoder_case,
     fingerprints,
     gpt_case,
-    passed,
+    run_pass,
     slice_group,
     vit_case,
 )
@@ -31,7 +31,8 @@ CASES = {
 }
 
 
-def of_cases(context, names, modes):
+def case_differences(context, names, modes):
+    """Differences and fingerprints of each case, by name, mode and sequence dim."""
     results = {}
     for name in names:
         for mode in modes:
@@ -56,7 +57,7 @@ def of_cases(context, names, modes):
     ],
 )
 def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):
-    results = run_ranks(of_cases, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
+    results = run_ranks(case_differences, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
     for key, (_, wanted, _) in results[0].items():
         for rank in range(ranks):
             distance, prints, gathers = results[rank][key]
@@ -65,12 +66,12 @@ def test_sequence_shards_have_the_gradients_of_one_process(ranks, modes):
             assert set(gathers) <= ({"__getitem__"} if key[0] == "vit" else set()), (key, gathers)
 
 
-def counted(context, sequence_dim, layers, mode):
+def count_exchanges(context, sequence_dim, layers, mode):
     """Exchanges of the size of (batch, seq, width), in the forward and in the backward pass."""
     exchanges = []
     group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
     case = gpt_case(tied=False, layers=layers)
-    model = built(case, group, mode)
+    model = build_model(case, group, mode)
     torch.manual_seed(1)
     loss = case.loss(model)
     forward = len(exchanges)
@@ -85,15 +86,16 @@ def _halves(exchanges, at):
     return exchanges[:at], exchanges[at:]
 
 
-def of_a_layer(context, sequence_dim, mode):
+def exchanges_of_one_layer(context, sequence_dim, mode):
     """Return the exchanges of one additional layer, and the small ones of the backward pass."""
-    one_layer, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
+    one_layer, two = (count_exchanges(context, sequence_dim, layers, mode) for layers in (1, 2))
     return dict(two[0] - one_layer[0]), dict(two[1] - one_layer[1]), len(two[2]) - len(one_layer[2])
 
 
-def of_layers(context):
+def exchanges_by_mode(context):
+    """The exchanges of one layer, by sequence dim and mode."""
     return {
-        (dim, mode): of_a_layer(context, dim, mode)
+        (dim, mode): exchanges_of_one_layer(context, dim, mode)
         for dim in (None, 1)
         for mode in ("", "full", "selective")
     }
@@ -104,7 +106,7 @@ def test_a_layer_exchanges_what_the_papers_say():
 
     2022; the backward pass gathers the products' inputs again.
     """
-    (exchanges, second_rank) = run_ranks(of_layers, 2, tp=2)
+    (exchanges, second_rank) = run_ranks(exchanges_by_mode, 2, tp=2)
     assert exchanges == second_rank
     assert exchanges[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
     forward = {"all_gather": 2, "reduce_scatter": 2}
@@ -118,7 +120,7 @@ def test_a_layer_exchanges_what_the_papers_say():
     assert exchanges[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
 
 
-def separate(context):
+def gather_common_input(context):
     """Three linear layers with one input, which is gathered once in each direction."""
     torch.manual_seed(0)
     exchanges = []
@@ -151,7 +153,7 @@ def separate(context):
 
 
 def test_linear_layers_of_one_input_gather_it_together():
-    for forward, backward in run_ranks(separate, 2, tp=2):
+    for forward, backward in run_ranks(gather_common_input, 2, tp=2):
         assert forward == ["all_gather", *["all_reduce"] * 3]  # and three sums over columns
         assert backward == {"all_gather": 1, "reduce_scatter": 1}
 
@@ -182,8 +184,8 @@ def with_dropout(context, build, sequence_dim):
     gradients = []
     for mode in ("", "full", "selective"):
         group = slice_group(context, sequence_dim=sequence_dim)
-        model = built(case, group, mode)
-        loss = passed(model, case)
+        model = build_model(case, group, mode)
+        loss = run_pass(model, case)
         gradients.append([loss.item(), *(p.grad.tolist() for p in model.parameters())])
     whole = {n: p.grad.tolist() for n, p in model.named_parameters() if n not in case.slices}
     return gradients, loss.item(), whole

@@ -52,7 +52,8 @@ def needs(library: str) -> None:
         pytest.skip(f"{library} is missing")
 
 
-def planned(strategy: str, ranks: int) -> Plan:
+def plan_of(strategy: str, ranks: int) -> Plan:
+    """A plan of the strategy, for a GPU if the strategy needs one."""
     device = "cuda" if strategy == "fairscale_fsdp" else "cpu"
     return make_plan(job_from_keys(strategy, {"train.global_batch_size": 32}), ranks, device)
 
@@ -84,7 +85,7 @@ def test_a_version_without_a_name_is_refused_before_the_ranks_connect(
         rf".*Run `{seen.fix}`, or (use --strategy|set strategy\.cut\.engine=torch)"
     )
     with pytest.raises(ConfigError, match=words) as refusal:
-        planned(strategy, ranks)
+        plan_of(strategy, ranks)
     assert "\n" not in str(refusal.value)
 
 
@@ -92,7 +93,7 @@ def test_a_version_without_a_name_is_refused_before_the_ranks_connect(
 def test_another_version_than_those_seen_is_told_once(library, strategy, ranks, monkeypatch):
     needs(library)
     monkeypatch.setattr(libraries, "installed_version", lambda _name: "9.9")
-    lines = planned(strategy, ranks).warnings
+    lines = plan_of(strategy, ranks).warnings
     assert len(lines) == 1
     assert lines[0].startswith(f"{library} 9.9 is installed and was never tested with bigtrain")
     assert f"`{LIBRARIES[library].fix}`" in lines[0]

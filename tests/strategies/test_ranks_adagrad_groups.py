@@ -32,7 +32,7 @@ def batch(step):
     return torch.randn(8, 12, generator=drawn), torch.randn(8, 4, generator=drawn)
 
 
-def trained_by_hand():
+def plain_losses():
     model, losses = net(), []
     optimizer = adagrad(model.parameters())
     for step in range(STEPS):
@@ -45,7 +45,8 @@ def trained_by_hand():
     return losses
 
 
-def trained(context, strategy):
+def train_on_rank(context, strategy):
+    """The losses of a few steps on this rank's rows."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8})
     rows = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
     with Engine(net(), MeanLoss(nn.functional.mse_loss), adagrad, job, context) as engine:
@@ -54,5 +55,5 @@ def trained(context, strategy):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_an_adagrad_with_groups_is_that_of_one_process(strategy):
-    losses = run_ranks(trained, 2, strategy, timeout_s=150)[0]
-    assert losses == pytest.approx(trained_by_hand(), rel=1e-5)
+    losses = run_ranks(train_on_rank, 2, strategy, timeout_s=150)[0]
+    assert losses == pytest.approx(plain_losses(), rel=1e-5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.nets import TinyLM, tokens
 from support.parity import adamw
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import whole_tensors
 from torch.nn import functional
@@ -38,7 +38,7 @@ def loader(rank, size, batch=8):
     return StepLoader(samples, order, count=CrossEntropy().count, **shares)
 
 
-def trained(context, folder, keys, late=None, optimizer=sgd):
+def train_worker(context, folder, keys, late=None, optimizer=sgd):
     """The initial weights, the losses and staleness of this rank, and the final weights.
 
     The worker `late[0]` begins its first step once the log contains `late[1]` pushes.
@@ -68,7 +68,7 @@ def log_of(folder):
     return [line for line in lines if "worker" in line]
 
 
-def by_hand(before, log, workers, *, divide):
+def replay_log(before, log, workers, *, divide):
     """The weights that result from the pushes of a log, computed in one process."""
     model = TinyLM().double()
     model.load_state_dict({n.removeprefix("model."): t for n, t in before.items()})
@@ -89,17 +89,17 @@ def by_hand(before, log, workers, *, divide):
 @pytest.mark.parametrize("divide", [False, True])
 def test_each_push_is_applied_to_what_is_newest(tmp_path, divide):
     keys = {OPTION + "divide_rate": divide, OPTION + "staleness": 3}
-    before, _, after = run_ranks(trained, 3, tmp_path, keys, (1, 4))[0]
+    before, _, after = run_ranks(train_worker, 3, tmp_path, keys, (1, 4))[0]
     log = log_of(tmp_path)
     assert max(line["staleness"] for line in log) == 4
-    for name, value in by_hand(before, log, 2, divide=divide).items():
+    for name, value in replay_log(before, log, 2, divide=divide).items():
         assert torch.allclose(after[f"model.{name}"], value, rtol=0, atol=1e-12), name
 
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_the_fastest_worker_waits(tmp_path, bound):
     keys = {OPTION + "staleness": bound, "train.global_batch_size": 9}
-    results = run_ranks(trained, 4, tmp_path, keys, (0, 2 * (bound + 1)))
+    results = run_ranks(train_worker, 4, tmp_path, keys, (0, 2 * (bound + 1)))
     clocks, stale = [0, 0, 0], {0: [], 1: [], 2: []}
     log = log_of(tmp_path)
     for number, line in enumerate(log):
@@ -122,9 +122,9 @@ def test_the_fastest_worker_waits(tmp_path, bound):
 
 def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
     keys = {OPTION + "servers": 2}
-    once = run_ranks(trained, 4, tmp_path / "once", keys, (0, 4), adamw)
+    once = run_ranks(train_worker, 4, tmp_path / "once", keys, (0, 4), adamw)
     keys[OPTION + "replay"] = str(tmp_path / "once/pushes.jsonl")
-    again = run_ranks(trained, 4, tmp_path / "again", keys, None, adamw)
+    again = run_ranks(train_worker, 4, tmp_path / "again", keys, None, adamw)
     for mine, theirs in zip(once, again, strict=True):
         assert mine[1] == theirs[1]
         assert all(torch.equal(value, theirs[2][name]) for name, value in mine[2].items())
@@ -146,7 +146,7 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
 
 
 def test_the_peak_of_workers_and_of_servers_is_foretold():
-    results = run_ranks(peaks, 3, wide, text(), "parameter_server_async", {}, adamw)
+    results = run_ranks(peaks, 3, wide_model, text(), "parameter_server_async", {}, adamw)
     for predicted, measured, note in results:
         assert note is None
         assert_same_parts(predicted, measured)

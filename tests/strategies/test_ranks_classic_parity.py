@@ -42,12 +42,12 @@ class Small(TinyLM):
         torch.nn.init.normal_(self.embedding.weight, std=0.1)
 
 
-def possible(ranks: int) -> list[str]:
+def possible_cases(ranks: int) -> list[str]:
     """The cases that are possible with so many ranks: servers must leave a worker."""
     return [case for case, (_, keys) in CASES.items() if keys.get(SERVERS, 0) < ranks]
 
 
-def each(context, optimizer, cases) -> dict[str, Record]:
+def train_cases(context, optimizer, cases) -> dict[str, Record]:
     """The records of all cases, in one set of ranks."""
     return {
         case: train(context, Small, tokens(22), strategy, {**TWELVE, **keys}, STEPS, optimizer)
@@ -58,8 +58,8 @@ def each(context, optimizer, cases) -> dict[str, Record]:
 @pytest.mark.parametrize("ranks", fewer([3, 2, 4], 1))
 def test_losses_and_weights_of_sgd_are_those_of_one_process(ranks):
     single = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, sgd)[0]
-    results = run_ranks(each, ranks, sgd, possible(ranks))
-    for rank, case in product(results, possible(ranks)):
+    results = run_ranks(train_cases, ranks, sgd, possible_cases(ranks))
+    for rank, case in product(results, possible_cases(ranks)):
         assert rank[case].losses == pytest.approx(single.losses, abs=ROUNDING), case
         assert rank[case].weights.keys() == single.weights.keys()
         for name, weight in rank[case].weights.items():
@@ -70,8 +70,8 @@ def test_losses_and_weights_of_sgd_are_those_of_one_process(ranks):
 def test_losses_of_adamw_are_those_of_one_process(ranks):
     """Replicas that step AdamW independently are excluded: they compute something else."""
     single = run_ranks(train, 1, Small, tokens(22), "single", TWELVE, STEPS, adamw)[0]
-    cases = [case for case in possible(ranks) if not case.startswith("local_sgd")]
-    for rank, case in product(run_ranks(each, ranks, adamw, cases), cases):
+    cases = [case for case in possible_cases(ranks) if not case.startswith("local_sgd")]
+    for rank, case in product(run_ranks(train_cases, ranks, adamw, cases), cases):
         assert rank[case].losses == pytest.approx(single.losses, abs=ROUNDING), case
 
 

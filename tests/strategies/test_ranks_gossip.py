@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.continued import continued
+from support.continued import continue_run
 from support.nets import TinyLM, tokens
 from support.parity import adamw
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 from support.zygote import forked_cli
@@ -54,7 +54,7 @@ def loader(samples, rank, size):
     )
 
 
-def trained(context, steps):
+def train_replica(context, steps):
     """The initial weights, the losses, and this replica's final weights."""
     with Engine(
         TinyLM, CrossEntropy(), momentum_sgd, job(**{"train.precision": "fp64"}), context
@@ -65,7 +65,7 @@ def trained(context, steps):
         return before, losses, {n: p.detach() for n, p in engine.model.named_parameters()}
 
 
-def by_hand(before, steps, replicas):
+def plain_gossip(before, steps, replicas):
     """The same in one process: models that step independently, and a table of the pairs that
     average.
     """
@@ -100,8 +100,8 @@ def by_hand(before, steps, replicas):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_pairs_average_as_in_a_plain_torch_loop(replicas):
-    ranks = run_ranks(trained, replicas, 7)
-    losses, weights = by_hand(ranks[0][0], 7, replicas)
+    ranks = run_ranks(train_replica, replicas, 7)
+    losses, weights = plain_gossip(ranks[0][0], 7, replicas)
     for rank, (_, own_losses, own_weights) in enumerate(ranks):
         assert own_losses == pytest.approx(losses, abs=1e-12)
         for name, value in own_weights.items():
@@ -121,7 +121,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicas):
     strategy.write_text(yaml.safe_dump({"strategy": {"replicate": "support.gossip:Gossip"}}))
 
     def run(strategy, ranks, folder, load=None):
-        return run_ranks(continued, ranks, str(strategy), tmp_path / folder, adamw, load)
+        return run_ranks(continue_run, ranks, str(strategy), tmp_path / folder, adamw, load)
 
     (path, losses), *_ = run(strategy, replicas, "first")
     (again, same), *_ = run(strategy, replicas, "again", path)
@@ -144,7 +144,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicas):
 
 
 def test_the_buffers_that_receive_are_in_the_forecast():
-    for predicted, measured, note in run_ranks(peaks, 2, wide, text(), "ddp", GOSSIP, adamw):
+    for predicted, measured, note in run_ranks(peaks, 2, wide_model, text(), "ddp", GOSSIP, adamw):
         assert note is None
         assert_same_parts(predicted, measured)
 

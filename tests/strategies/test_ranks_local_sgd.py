@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.continued import continued
+from support.continued import continue_run
 from support.nets import TinyLM, tokens
 from support.parity import adamw, largest_difference, train
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 from torch.nn import functional
@@ -39,7 +39,7 @@ def loader(samples, rank, size):
     )
 
 
-def trained(context, keys, steps):
+def train_replica(context, keys, steps):
     """The initial weights, the losses, and this replica's final weights."""
     job = job_from_keys("local_sgd", {"train.global_batch_size": 8, **keys})
     with Engine(TinyLM, CrossEntropy(), momentum_sgd, job, context) as engine:
@@ -49,7 +49,7 @@ def trained(context, keys, steps):
         return before, losses, {n: p.detach() for n, p in engine.model.named_parameters()}
 
 
-def by_hand(before, steps, replicas, every, outer=False, fragments=1, delay=0, mixing=0.0):
+def plain_local_sgd(before, steps, replicas, every, outer=False, fragments=1, delay=0, mixing=0.0):
     """The same in one process, with torch's optimizers and one outer optimizer for each
     fragment.
     """
@@ -118,9 +118,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_replicas_agree_as_in_a_few_lines_of_torch(form):
     options = {"train.precision": "fp64", **{OPTION + k: v for k, v in FORMS[form].items()}}
-    results = run_ranks(trained, 2, options, 9)
+    results = run_ranks(train_replica, 2, options, 9)
     settings = {**FORMS[form], "outer": "outer" in FORMS[form]}
-    losses, weights = by_hand(results[0][0], 9, 2, **settings)
+    losses, weights = plain_local_sgd(results[0][0], 9, 2, **settings)
     for rank, (_, own_losses, own_weights) in enumerate(results):
         assert own_losses == pytest.approx(losses, abs=1e-12)
         for name, value in own_weights.items():
@@ -147,7 +147,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicate):
     strategy.write_text(yaml.safe_dump({"strategy": {"replicate": replicate}}))
 
     def run(strategy, ranks, folder, load=None):
-        return run_ranks(continued, ranks, str(strategy), tmp_path / folder, adamw, load)
+        return run_ranks(continue_run, ranks, str(strategy), tmp_path / folder, adamw, load)
 
     (path, losses), *_ = run(strategy, 2, "first")
     (again, same), *_ = run(strategy, 2, "again", path)
@@ -170,7 +170,9 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(tmp_path, replicate):
     ],
 )
 def test_the_outer_state_is_in_the_forecast(keys):
-    for predicted, measured, note in run_ranks(peaks, 2, wide, text(), "local_sgd", keys, adamw):
+    for predicted, measured, note in run_ranks(
+        peaks, 2, wide_model, text(), "local_sgd", keys, adamw
+    ):
         assert note is None
         assert_same_parts(predicted, measured)
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.nets import TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import assert_same_parts, peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 
@@ -52,7 +52,7 @@ def test_the_losses_of_adamw_in_fp32_are_those_of_one_process():
 )
 def test_the_peak_of_workers_and_of_servers_is_foretold(servers, keys, optimizer):
     keys = {**keys, "strategy.replicate.servers": servers}
-    results = run_ranks(peaks, 4, wide, text(), "parameter_server", keys, optimizer)
+    results = run_ranks(peaks, 4, wide_model, text(), "parameter_server", keys, optimizer)
     for rank, (predicted, measured, note) in enumerate(results):
         assert note is None
         assert_same_parts(predicted, measured)
@@ -63,7 +63,7 @@ def test_the_peak_of_workers_and_of_servers_is_foretold(servers, keys, optimizer
 
 def test_checkpoints_go_to_ddp_and_back(tmp_path):
     def run(strategy, ranks, folder, load=None):
-        results = run_ranks(continued, ranks, strategy, tmp_path / folder, adamw, load)
+        results = run_ranks(continue_run, ranks, strategy, tmp_path / folder, adamw, load)
         return results[0]
 
     path, losses = run("parameter_server", 3, "server")

@@ -18,16 +18,16 @@ LENGTHS = (1, 2, 3, 7, 1000, 100_003)
 WAYS = ("send", "receive")
 
 
-def own(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+def rank_tensor(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def averaged(context, dtype):
+def average_lengths(context, dtype):
     """For each length: the average, and the bytes that were sent and received for it."""
     averages: list[tuple[Any, ...]] = []
     reduce = RingReduce(context, max(LENGTHS), dtype)
     for length in LENGTHS:
-        flat = own(context.rank, length, dtype)
+        flat = rank_tensor(context.rank, length, dtype)
         context.recorder.traffic.begin()
         reduce(flat)
         counted: Any = context.recorder.traffic.end()
@@ -44,9 +44,11 @@ def averaged(context, dtype):
     [(2, torch.float32), (3, torch.float32), (4, torch.float64), (4, torch.bfloat16)],
 )
 def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
-    rank_results = run_ranks(averaged, ranks, dtype)
+    rank_results = run_ranks(average_lengths, ranks, dtype)
     for number, length in enumerate(LENGTHS):
-        mean = torch.stack([own(rank, length, dtype).double() for rank in range(ranks)]).mean(0)
+        mean = torch.stack(
+            [rank_tensor(rank, length, dtype).double() for rank in range(ranks)]
+        ).mean(0)
         results, sent, received = zip(*(rank[number] for rank in rank_results), strict=True)
         assert all(torch.equal(result, results[0]) for result in results)
         if dtype == torch.bfloat16:  # rounded only once, at the end

@@ -142,7 +142,7 @@ def samples(name: str) -> Samples:
     return TensorSamples(inputs, targets)
 
 
-def trained(
+def train_models(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> dict[tuple[str, str], Record]:
     """Two steps of each model under each strategy: with eight rows, and with the six
@@ -161,9 +161,9 @@ def assert_equal_one_process(
     strategies: tuple[str, ...], names: tuple[str, ...], precision: str, ranks: int, **mesh: int
 ) -> None:
     keys: dict[str, Any] = {"train.precision": precision}
-    (single,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
+    (single,) = run_ranks(train_models, 1, ("single",), names, keys, timeout_s=200)
     keys |= {f"mesh.{axis}": size for axis, size in mesh.items()}
-    results = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
+    results = run_ranks(train_models, ranks, strategies, names, keys, timeout_s=400, **mesh)
     far = {
         (case, rank): distance
         for rank, records in enumerate(results)
@@ -229,10 +229,10 @@ def ends_of_steps(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> list[dict[tuple[str, str], Record]]:
     """The results with scattered boundary tensors, and with whole ones from every rank."""
-    results = [trained(context, strategies, names, keys)]
+    results = [train_models(context, strategies, names, keys)]
     least, scatter_gather.MIN_SCATTERED_BYTES = scatter_gather.MIN_SCATTERED_BYTES, 2**60
     try:
-        return [*results, trained(context, strategies, names, keys)]
+        return [*results, train_models(context, strategies, names, keys)]
     finally:
         scatter_gather.MIN_SCATTERED_BYTES = least
 

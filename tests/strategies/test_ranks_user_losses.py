@@ -38,15 +38,15 @@ def padded(step: int) -> tuple[Tensor, Tensor]:
     return inputs, inputs.where(torch.arange(6) < lengths[:, None], -100)
 
 
-def shifted(output: Tensor, target: Tensor) -> Tensor:
+def shifted_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
 def two_means(output: Tensor, target: Tensor) -> Tensor:
-    return shifted(output, target) + 0.1 * output.abs().mean()
+    return shifted_loss(output, target) + 0.1 * output.abs().mean()
 
 
-def by_hand(output: Tensor, target: Tensor) -> Tensor:
+def masked_loss(output: Tensor, target: Tensor) -> Tensor:
     mask = target != -100
     each = F.cross_entropy(output.transpose(1, 2), target, reduction="none")
     return (each * mask).sum() / mask.sum().clamp(min=1)
@@ -61,7 +61,7 @@ class OwnLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         logits = self.model(batch["ids"])
-        loss = shifted(logits, batch["labels"]) + 0.1 * logits.square().mean()
+        loss = shifted_loss(logits, batch["labels"]) + 0.1 * logits.square().mean()
         return {"loss": loss, "logits": logits}
 
 
@@ -80,25 +80,25 @@ def plain(batch: tuple[Tensor, Tensor]) -> Batch:
     return batch
 
 
-def in_dict(batch: tuple[Tensor, Tensor]) -> Batch:
+def as_mapping(batch: tuple[Tensor, Tensor]) -> Batch:
     return {"ids": batch[0], "labels": batch[1]}, batch[1]
 
 
-def with_places(batch: tuple[Tensor, Tensor]) -> Batch:
+def with_positions(batch: tuple[Tensor, Tensor]) -> Batch:
     places = torch.linspace(-1, 1, 6)[None]
     return {"ids": batch[0], "places": places, "factor": torch.tensor(0.5)}, batch[1]
 
 
-def taken(output: Any, _: Any) -> Tensor:
+def model_loss(output: Any, _: Any) -> Tensor:
     return output["loss"]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], Any]] = {
-    "shifted inside": (TinyLM, shifted, plain),
+    "shifted inside": (TinyLM, shifted_loss, plain),
     "two means of different counts": (TinyLM, two_means, plain),
-    "masked by hand": (TinyLM, by_hand, plain),
-    "the model's own": (OwnLoss, taken, in_dict),
-    "inputs for all rows": (WithPositions, shifted, with_places),
+    "masked by hand": (TinyLM, masked_loss, plain),
+    "the model's own": (OwnLoss, model_loss, as_mapping),
+    "inputs for all rows": (WithPositions, shifted_loss, with_positions),
 }
 
 
@@ -175,19 +175,19 @@ def check_seeded_fault(context: Any, kind: str) -> str:
     keys = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2, "device": "cpu"}
     job = job_from_keys("ddp", {**keys, "memory.predict": False, "train.check_first_steps": 2})
     plan = make_plan(job, context.world_size, "cpu")
-    loss = as_loss(shifted)
+    loss = as_loss(shifted_loss)
     if kind == "count":  # weight each micro-batch by its rows
-        loss = MeanLoss(shifted, count_of="rows")
+        loss = MeanLoss(shifted_loss, count_of="rows")
     each = ROWS // context.dp_size
     rank_rows = slice(context.dp_rank * each, (context.dp_rank + 1) * each)
     example = example_batch(rows_of(padded(0), slice(0, 2)), loss, job, plan)
     torch.manual_seed(0)
-    with Engine(TinyLM(), loss, decayed, job, context, example=example) as engine:
+    with Engine(TinyLM(), loss, decaying_sgd, job, context, example=example) as engine:
         if kind == "decay":
             for group in engine.runner.optimizer.param_groups:
                 group["weight_decay"] = 0.0
         if kind == "hook" and context.is_main:  # as if the run dropped the user's hook
-            next(engine.first_steps._loop._model.parameters()).register_hook(halved)
+            next(engine.first_steps._loop._model.parameters()).register_hook(halve)
         if kind == "swapped" and context.rank == 1:
             linears = [m for m in engine.model.modules() if isinstance(m, nn.Linear)]
             linears[0].weight.data.neg_()
@@ -199,11 +199,11 @@ def check_seeded_fault(context: Any, kind: str) -> str:
     return ""
 
 
-def halved(gradient: Tensor) -> Tensor:
+def halve(gradient: Tensor) -> Tensor:
     return gradient / 2
 
 
-def decayed(parameters: Any) -> torch.optim.Optimizer:
+def decaying_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, weight_decay=0.3)
 
 

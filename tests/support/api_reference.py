@@ -43,7 +43,7 @@ def is_ours(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "bigtrain"
 
 
-def filled(text: str, first: str = "", following: str = "") -> list[str]:
+def wrap_paragraph(text: str, first: str = "", following: str = "") -> list[str]:
     """Wrap a paragraph into lines of the page's width, without breaking code in backticks.
 
     Args:
@@ -63,7 +63,7 @@ def filled(text: str, first: str = "", following: str = "") -> list[str]:
     return [line.replace("\0", " ") for line in lines]
 
 
-def described(docstring: str | None) -> list[str]:
+def docstring_as_markdown(docstring: str | None) -> list[str]:
     """Convert a docstring to Markdown: paragraphs, lists, code, and its sections as lists
     of names.
     """
@@ -75,7 +75,7 @@ def described(docstring: str | None) -> list[str]:
         elif block.startswith(("    ", "* ", "- ", "| ")):
             lines += ["", *block.splitlines()]
         elif block:
-            lines += ["", *filled(block)]
+            lines += ["", *wrap_paragraph(block)]
     return lines[1:]
 
 
@@ -86,9 +86,9 @@ def section(body: str) -> Iterator[str]:
     for entry in re.split(r"\n(?=\S)", body):
         name, colon, meaning = entry.partition(":")
         if colon and re.fullmatch(r"[\w., *]+", name):
-            yield from filled(f"`{name}`: {meaning}", "* ", "  ")
+            yield from wrap_paragraph(f"`{name}`: {meaning}", "* ", "  ")
         else:
-            yield from filled(entry)
+            yield from wrap_paragraph(entry)
 
 
 def annotation(value: Any) -> str:
@@ -155,7 +155,7 @@ def fields(cls: type) -> list[str]:
     for name, (kind, text) in field_texts(cls).items():
         if kind.startswith("ClassVar"):
             kind = f"{kind[9:-1]}, of the class"
-        lines += filled(f"`{name}`: `{kind}`. {text}", "* ", "  ")
+        lines += wrap_paragraph(f"`{name}`: `{kind}`. {text}", "* ", "  ")
     return ["", "Fields:", "", *lines] if lines else []
 
 
@@ -168,12 +168,12 @@ def members(cls: type) -> list[str]:
             function = plain.fget if isinstance(plain, property) else plain.func
             kind = annotation(inspect.signature(function).return_annotation)
             lines += ["", f"#### `{cls.__name__}.{name}`", "", f"Attribute: `{kind}`."]
-            lines += ["", *described(function.__doc__)]
+            lines += ["", *docstring_as_markdown(function.__doc__)]
         elif inspect.isfunction(plain):
             documented = plain.__doc__ or inspect.getdoc(getattr(cls, name))
             if documented:
                 lines += ["", f"#### `{cls.__name__}.{name}`", "", *signature(name, plain)]
-                lines += ["", *described(documented)]
+                lines += ["", *docstring_as_markdown(documented)]
     return lines
 
 
@@ -198,12 +198,12 @@ def entry(module: str, name: str, value: Any) -> list[str]:
     where = value.__module__
     lines += [f"From `{where}`.", ""] if where != module else []
     if not inspect.isclass(value):
-        return [*lines, *signature(name, value), "", *described(value.__doc__)]
+        return [*lines, *signature(name, value), "", *docstring_as_markdown(value.__doc__)]
     takes_fields = is_dataclass(value) or issubclass(value, tuple | BaseModel)
     own_init = "__init__" in vars(value) and not takes_fields
     if own_init and not issubclass(value, BaseException):
         lines += [*signature(name, value.__init__), ""]
-    lines += described(value.__doc__)
+    lines += docstring_as_markdown(value.__doc__)
     if value is bigtrain.Job:
         return [*lines, "", "Its keys, with values and defaults: [keys.md](keys.md)."]
     return [*lines, *fields(value), *members(value)]

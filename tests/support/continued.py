@@ -12,7 +12,7 @@ from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 
 
-def continued(
+def continue_run(
     context, strategy, folder, optimizer, load, precision="fp32", model=TinyLM, cut=False
 ):
     """Run three steps and save, or resume and run three more; return the checkpoint and

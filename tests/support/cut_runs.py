@@ -41,12 +41,12 @@ def batch(inputs: Any) -> MicroBatch:
     return MicroBatch(inputs, torch.zeros(1), 1, 1)
 
 
-def own(micro_batch: MicroBatch) -> MicroBatch:
+def copy_batch(micro_batch: MicroBatch) -> MicroBatch:
     """A copy of a micro-batch, as each rank has a copy for itself."""
     return batch(map_tensors(micro_batch.inputs, torch.clone))
 
 
-def made(case: Case) -> nn.Module:
+def make_model(case: Case) -> nn.Module:
     """The model of a case in float64, with noise added so that no parameter is zero."""
     torch.manual_seed(0)
     model = case.make().double()
@@ -83,7 +83,7 @@ def train_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -> f
     sent: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     boundary: tuple[Tensor, ...] = ()
     for stage in stages:
-        mine = own(micro_batch)
+        mine = copy_batch(micro_batch)
         expected = stage.incoming(mine)
         assert [(t.shape, t.dtype) for t in boundary] == [(e.shape, e.dtype) for e in expected]
         incoming = tuple(
@@ -113,7 +113,7 @@ def evaluate_stages(stages: list[Stage], micro_batch: MicroBatch, around: Any) -
     boundary: Any = ()
     for stage in stages:
         with torch.no_grad(), around():
-            boundary = stage.eval()(*boundary, micro_batch=own(micro_batch))
+            boundary = stage.eval()(*boundary, micro_batch=copy_batch(micro_batch))
     return boundary
 
 
@@ -141,7 +141,7 @@ def compare(
             part.train().zero_grad()
         torch.manual_seed(number)
         with around():
-            loss = Squares()(whole(own(micro_batch).inputs), None)
+            loss = Squares()(whole(copy_batch(micro_batch).inputs), None)
         loss.backward()
         torch.manual_seed(number)
         got = train_stages(stages, micro_batch, around)
@@ -162,7 +162,7 @@ def compare(
                 assert difference(buffer, share) <= near, ("buffer", name, number)
         torch.manual_seed(number)
         with torch.no_grad(), around():
-            expected = whole.eval()(own(micro_batch).inputs)
+            expected = whole.eval()(copy_batch(micro_batch).inputs)
         torch.manual_seed(number)
         output = evaluate_stages(stages, micro_batch, around)
         assert type(output) is type(expected)
@@ -170,9 +170,9 @@ def compare(
         assert all(difference(a, b) <= near for a, b in pairs), ("output", number)
 
 
-def traced(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
+def trace_case(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
     """The model of a case, its trace, and its micro-batches; `numerics` are those of the trace."""
-    model = made(case)
+    model = make_model(case)
     torch.manual_seed(1)
     batches = [batch(make()) for make in (case.inputs, *case.others, case.inputs)]
     return model, TracedModel(model, Squares(), CPU, Numerics(**numerics)), batches

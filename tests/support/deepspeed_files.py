@@ -29,7 +29,7 @@ AUTO: dict[str, Any] = {
 }
 
 
-def written(folder: Path, text: str | None = None, **changes: Any) -> str:
+def write_config(folder: Path, text: str | None = None, **changes: Any) -> str:
     """Write a configuration file into `folder` and return its path.
 
     Args:

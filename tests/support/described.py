@@ -14,7 +14,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def have_equal_values(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether two sets of tensors have the same names and the same bits."""
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
@@ -27,6 +27,6 @@ class One(nn.Module):
         make(self)
 
 
-def one(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
+def module_with_buffer(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
     """A constructor of a module with one buffer, `x`."""
     return lambda: One(lambda module: module.register_buffer("x", tensor()))

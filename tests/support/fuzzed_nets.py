@@ -16,7 +16,7 @@ CLASSES, WORDS, WIDTH = 10, 37, 24
 Made = tuple[nn.Module, Run]
 
 
-def prepared(model: nn.Module) -> nn.Module:
+def prepare_model(model: nn.Module) -> nn.Module:
     """The model in float64, without dropout and without weights that are zero."""
     model = model.double().train()
     for module in model.modules():
@@ -29,10 +29,10 @@ def prepared(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> Made:
+def image_model(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> Made:
     """A classifier of images, or a model that returns several tensors by name."""
     torch.manual_seed(0)
-    model = prepared(make())
+    model = prepare_model(make())
     images = torch.randn(rows, 3, side, side, dtype=torch.float64)
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
@@ -49,12 +49,12 @@ def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> M
     return model, run
 
 
-def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options: Any) -> Made:
+def vector_model(make: Callable[[], nn.Module], *more: tuple[int, ...], **options: Any) -> Made:
     """A model of sequences of vectors (batch, sequence, width); `more` are shapes of
     other inputs.
     """
     torch.manual_seed(0)
-    model = prepared(make())
+    model = prepare_model(make())
     inputs = [torch.randn(s, dtype=torch.float64) for s in ((3, 5, WIDTH), *more)]
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
@@ -66,11 +66,11 @@ def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options:
     return model, run
 
 
-def of_words(**options: Any) -> Made:
+def token_model(**options: Any) -> Made:
     """A GPT on random tokens."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "width": WIDTH, "num_heads": 6, "vocab_size": WORDS}
-    model = prepared(GPT(GPTConfig(**sizes, sequence_length=8, **options)))
+    model = prepare_model(GPT(GPTConfig(**sizes, sequence_length=8, **options)))
     words = torch.randint(WORDS, (3, 8))
 
     def run(model: nn.Module) -> tuple[Any, Tensor]:
@@ -203,7 +203,8 @@ def _maxvit() -> nn.Module:
     return MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.1, num_classes=CLASSES)
 
 
-def _listed(name: str, **options: Any) -> nn.Module:
+def _torchvision_model(name: str, **options: Any) -> nn.Module:
+    """A model of torchvision by name, with few layers and channels."""
     from torchvision import models
 
     model: nn.Module = models.get_model(name, weights=None, **options)
@@ -219,35 +220,46 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 }
 """Torchvision's nets with few layers of few channels, for images of 32 x 32."""
 NETS: dict[str, Callable[[], Made]] = {
-    "gpt": lambda: of_words(tie_embeddings=False),
-    "gpt, tied": lambda: of_words(bias=False),
-    "attention": lambda: of_vectors(Attended, (3, 5, WIDTH)),
-    "attention, other widths": lambda: of_vectors(
+    "gpt": lambda: token_model(tie_embeddings=False),
+    "gpt, tied": lambda: token_model(bias=False),
+    "attention": lambda: vector_model(Attended, (3, 5, WIDTH)),
+    "attention, other widths": lambda: vector_model(
         lambda: Attended(add_bias_kv=True, add_zero_attn=True), (3, 5, WIDTH)
     ),
-    "encoder": lambda: of_vectors(lambda: Encoded(norm_first=False)),
-    "encoder, norm first": lambda: of_vectors(lambda: Encoded(norm_first=True)),
-    "recurrent": lambda: of_vectors(Recurrent),
-    "upwards": lambda: of_images(Upwards, 8),
-    "vit": lambda: of_images(_vit),
-    "swin": lambda: of_images(lambda: _swin(second=False)),
-    "swin, second": lambda: of_images(lambda: _swin(second=True)),
-    "convnext": lambda: of_images(_convnext),
-    "resnet": lambda: of_images(_resnet),
-    "resnext": lambda: of_images(lambda: _resnet(groups=4, width_per_group=8)),
-    "densenet": lambda: of_images(_densenet),
-    "regnet": lambda: of_images(_regnet),
-    "shufflenet": lambda: of_images(lambda: _listed("shufflenet_v2_x0_5", num_classes=CLASSES), 64),
-    "squeezenet": lambda: of_images(lambda: _listed("squeezenet1_1", num_classes=CLASSES)),
-    "mobilenet": lambda: of_images(lambda: _listed("mobilenet_v3_small", num_classes=CLASSES)),
+    "encoder": lambda: vector_model(lambda: Encoded(norm_first=False)),
+    "encoder, norm first": lambda: vector_model(lambda: Encoded(norm_first=True)),
+    "recurrent": lambda: vector_model(Recurrent),
+    "upwards": lambda: image_model(Upwards, 8),
+    "vit": lambda: image_model(_vit),
+    "swin": lambda: image_model(lambda: _swin(second=False)),
+    "swin, second": lambda: image_model(lambda: _swin(second=True)),
+    "convnext": lambda: image_model(_convnext),
+    "resnet": lambda: image_model(_resnet),
+    "resnext": lambda: image_model(lambda: _resnet(groups=4, width_per_group=8)),
+    "densenet": lambda: image_model(_densenet),
+    "regnet": lambda: image_model(_regnet),
+    "shufflenet": lambda: image_model(
+        lambda: _torchvision_model("shufflenet_v2_x0_5", num_classes=CLASSES), 64
+    ),
+    "squeezenet": lambda: image_model(
+        lambda: _torchvision_model("squeezenet1_1", num_classes=CLASSES)
+    ),
+    "mobilenet": lambda: image_model(
+        lambda: _torchvision_model("mobilenet_v3_small", num_classes=CLASSES)
+    ),
 }
 LARGE: dict[str, Callable[[], Made]] = {
-    "maxvit": lambda: of_images(_maxvit, 64),
-    "efficientnet": lambda: of_images(lambda: _listed("efficientnet_b0", num_classes=CLASSES), 64),
-    "googlenet": lambda: of_images(
-        lambda: _listed("googlenet", num_classes=CLASSES, init_weights=False), 96
+    "maxvit": lambda: image_model(_maxvit, 64),
+    "efficientnet": lambda: image_model(
+        lambda: _torchvision_model("efficientnet_b0", num_classes=CLASSES), 64
     ),
-    "deeplab": lambda: of_images(
-        lambda: _listed("deeplabv3_mobilenet_v3_large", num_classes=5, weights_backbone=None), 64
+    "googlenet": lambda: image_model(
+        lambda: _torchvision_model("googlenet", num_classes=CLASSES, init_weights=False), 96
+    ),
+    "deeplab": lambda: image_model(
+        lambda: _torchvision_model(
+            "deeplabv3_mobilenet_v3_large", num_classes=5, weights_backbone=None
+        ),
+        64,
     ),
 }

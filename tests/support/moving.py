@@ -68,7 +68,7 @@ class Net(nn.Module):
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.around: Callable[[nn.Module, Callable[[], Any]], Any] = plainly
+        self.around: Callable[[nn.Module, Callable[[], Any]], Any] = run_block
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -76,7 +76,7 @@ class Net(nn.Module):
         return x
 
 
-def plainly(_: nn.Module, compute: Callable[[], Any]) -> Any:
+def run_block(_: nn.Module, compute: Callable[[], Any]) -> Any:
     """Run a block without moving anything."""
     return compute()
 

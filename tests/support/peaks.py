@@ -43,7 +43,7 @@ def peaks(context, model, batch, strategy, keys, optimizer):
 MOST_RUNS = 6
 
 
-def settled(run: Callable[[], list[Any]], is_above: Callable[[Any], bool]) -> list[Any]:
+def repeat_if_above(run: Callable[[], list[Any]], is_above: Callable[[Any], bool]) -> list[Any]:
     """Run again as long as a rank measures too much; return each rank's first or last row.
 
     A gloo thread releases a collective's tensors when it gets a processor, which on a busy machine
@@ -72,7 +72,7 @@ def assert_same_parts(predicted: Peak, measured: Peak) -> None:
         assert expected == pytest.approx(seen, abs=0.01 * measured.bytes), kind
 
 
-def wide() -> nn.Module:
+def wide_model() -> nn.Module:
     """A model with parameters that the loss does not reach: they need no gradients and no state."""
     return Unreached(width=64)
 

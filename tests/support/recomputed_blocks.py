@@ -66,7 +66,7 @@ def rows() -> tuple[Any, Any]:
     return torch.randn(12, 8, generator=torch.Generator().manual_seed(7)), torch.arange(12) % 3
 
 
-def settled_for(model, budget):
+def resolved_plan_for(model, budget):
     """The plan of one process with this recomputation budget, resolved for the model."""
     job = job_from_keys("single", {"train.global_batch_size": 12, f"{RECOMPUTE}.budget": budget})
     loss = CrossEntropy()

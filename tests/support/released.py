@@ -67,7 +67,7 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
     return results, weights, measured, engine.prediction.peak
 
 
-def alone(keys, **more):
+def train_alone(keys, **more):
     """`train` in this process alone."""
     return train(RunContext.alone(torch.device("cpu")), "single", keys, **more)
 
@@ -87,7 +87,7 @@ class Broken(TinyLM):
         return y
 
 
-def broken(context, where, strategy):
+def run_broken(context, where, strategy):
     """Run a step of `Broken`; return the message of its error and whether all weights
     are finite.
     """

@@ -68,7 +68,7 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imported(node: ast.AST) -> Iterator[str]:
+def imported_names(node: ast.AST) -> Iterator[str]:
     """Yield the dotted names that one import statement may load, `from a import b` as 'a.b'."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -77,11 +77,11 @@ def imported(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def uses(module: str) -> set[str]:
+def used_modules(module: str) -> set[str]:
     """The modules of bigtrain that a module names: imports, `bigtrain.NAME`, "bigtrain.x:Class"."""
     modules = set()
     for node in ast.walk(tree(sources()[module])):
-        names = list(imported(node))
+        names = list(imported_names(node))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = [f"{node.value.id}.{node.attr}"]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -89,12 +89,12 @@ def uses(module: str) -> set[str]:
         for name in names:
             first, _, tail = name.partition(".")
             if first == "bigtrain" and tail:
-                modules.add(home(tail))
+                modules.add(module_of(tail))
     # The package's __init__ imports only for type checkers: see the test of the public names.
     return set() if module == "" else modules - {module}
 
 
-def home(name: str) -> str:
+def module_of(name: str) -> str:
     """The module that defines a name: 'config.Job' -> config; 'Job' too, by the lazy
     import table.
     """

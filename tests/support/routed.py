@@ -259,7 +259,9 @@ def rows_of(step: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"x": x, "kind": kind}, torch.randint(0, 4, (ROWS,), generator=draw)
 
 
-def cut(batch: tuple[dict[str, Tensor], Tensor], rows: slice) -> tuple[dict[str, Tensor], Tensor]:
+def rows_of_batch(
+    batch: tuple[dict[str, Tensor], Tensor], rows: slice
+) -> tuple[dict[str, Tensor], Tensor]:
     return {key: value[rows] for key, value in batch[0].items()}, batch[1][rows]
 
 
@@ -278,7 +280,7 @@ def plain_losses(
         optimizer.zero_grad()
         total = 0.0
         for start in range(0, ROWS, micro_rows):
-            inputs, targets = cut(rows_of(step), slice(start, start + micro_rows))
+            inputs, targets = rows_of_batch(rows_of(step), slice(start, start + micro_rows))
             loss = functional.cross_entropy(net(inputs), targets, reduction="sum") / ROWS
             loss.backward()
             total += float(loss.detach())
@@ -304,14 +306,14 @@ def routed_losses(
     loss = functional.cross_entropy
     try:
         plan = make_plan(job, context.world_size, context.device.type)
-        example = example_batch(cut(rows_of(0), slice(0, 4)), as_loss(loss), job, plan)
+        example = example_batch(rows_of_batch(rows_of(0), slice(0, 4)), as_loss(loss), job, plan)
         with Engine(net, loss, make, job, context, example=example) as engine:
             notes = list(engine.notes)
             rows = ROWS // context.dp_size
             for step in range(steps):
                 engine.model.at_step(step)
                 first = context.dp_rank * rows
-                batch = cut(rows_of(step), slice(first, first + rows))
+                batch = rows_of_batch(rows_of(step), slice(first, first + rows))
                 losses.append(engine.step(batch).loss)
     except BigtrainError as error:
         return losses, str(error), notes

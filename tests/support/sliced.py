@@ -45,7 +45,7 @@ def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGr
     return SliceGroup(context.tp_rank, context.tp_size, tp_group, sequence_dim=sequence_dim)
 
 
-def in_slices(
+def sliced_copy(
     whole: nn.Module,
     slices: Mapping[str, Slices],
     group: SliceGroup,
@@ -78,7 +78,7 @@ def compared(
         steps: number of passes whose gradients are accumulated.
         gathered: names of weights whose product is gathered immediately.
     """
-    model, slices = in_slices(whole, slices, group, gathered), _under_all_names(whole, slices)
+    model, slices = sliced_copy(whole, slices, group, gathered), _under_all_names(whole, slices)
     result = Compared()
     try:
         for _ in range(steps):
@@ -104,15 +104,16 @@ def compared(
     pairs |= {f"output {n}": pair for n, pair in enumerate(zip(leaves, output, strict=True))}
     sliced_buffers = dict(model.named_buffers())
     for name, buffer in whole.named_buffers():
-        pairs[f"buffer {name}"] = (_own(name, buffer, slices, group), sliced_buffers[name])
+        pairs[f"buffer {name}"] = (_local_part(name, buffer, slices, group), sliced_buffers[name])
     for name, (one, other) in pairs.items():
-        _note(result, name, one, other, 0.0)
-    _gradients(whole, model, slices, group, result)
-    _evaluated(whole, model, run, result)
+        _note_difference(result, name, one, other, 0.0)
+    _compare_gradients(whole, model, slices, group, result)
+    _compare_evaluation(whole, model, run, result)
     return result
 
 
-def _evaluated(whole: nn.Module, model: nn.Module, run: Run, result: Compared) -> None:
+def _compare_evaluation(whole: nn.Module, model: nn.Module, run: Run, result: Compared) -> None:
+    """Run whole and sliced model in evaluation, and note the differences of outputs."""
     outputs = []
     try:
         for each in (whole, model):
@@ -126,7 +127,7 @@ def _evaluated(whole: nn.Module, model: nn.Module, run: Run, result: Compared) -
     pairs = zip(*(leaves_of(output) for output in outputs), strict=True)
     for number, (one, other) in enumerate(pairs):
         if isinstance(one, Tensor):
-            _note(result, f"evaluated output {number}", one, other, 0.0)
+            _note_difference(result, f"evaluated output {number}", one, other, 0.0)
 
 
 def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
@@ -139,13 +140,14 @@ def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str
     return {name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor}
 
 
-def _gradients(
+def _compare_gradients(
     whole: nn.Module,
     model: nn.Module,
     slices: Mapping[str, Slices],
     group: SliceGroup,
     result: Compared,
 ) -> None:
+    """Note the differences of all gradients."""
     parameters = dict(model.named_parameters())
     largest = max(
         (p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None), default=0.0
@@ -156,18 +158,26 @@ def _gradients(
             if wanted is not None or actual is not None:
                 result.worst, result.where = float("inf"), f"only one has a gradient: {name}"
             continue
-        _note(result, f"grad {name}", _own(name, wanted, slices, group), actual, 1e-4 * largest)
-        if name not in slices and not same_on_all(actual, group):
+        _note_difference(
+            result, f"grad {name}", _local_part(name, wanted, slices, group), actual, 1e-4 * largest
+        )
+        if name not in slices and not is_equal_on_all(actual, group):
             result.worst, result.where = float("inf"), f"not the same bits on all ranks: {name}"
 
 
-def _own(name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGroup) -> Tensor:
+def _local_part(
+    name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGroup
+) -> Tensor:
+    """This rank's slice of a tensor; a tensor without slices is whole."""
     if name not in slices:
         return tensor
     return slices[name].local(tensor, group.rank, group.size)
 
 
-def _note(result: Compared, name: str, wanted: Tensor, actual: Tensor, at_least: float) -> None:
+def _note_difference(
+    result: Compared, name: str, wanted: Tensor, actual: Tensor, at_least: float
+) -> None:
+    """Note the relative difference of two tensors, if it is the largest so far."""
     if wanted.shape != actual.shape or wanted.dtype != actual.dtype:
         result.worst = float("inf")
         result.where = (
@@ -191,7 +201,7 @@ def _note(result: Compared, name: str, wanted: Tensor, actual: Tensor, at_least:
         )
 
 
-def same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
+def is_equal_on_all(tensor: Tensor, group: SliceGroup) -> bool:
     """Whether all ranks have the same bits."""
     bits = tensor.detach().contiguous().view(torch.uint8)
     every = [torch.empty_like(bits) for _ in range(group.size)]

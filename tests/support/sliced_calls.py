@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.sliced import drawn_slices, same_on_all
+from support.sliced import drawn_slices, is_equal_on_all
 from torch import Tensor
 
 from bigtrain.slicing.exchange import SliceGroup
@@ -41,7 +41,7 @@ def inputs_of(name: str, shapes: Shapes) -> list[Tensor]:
     return [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
 
 
-def singles(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
+def single_slices(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
     """Each tensor sliced on each of its dims, in one section."""
     return [
         {number: Slices.even(dim, length)}
@@ -51,7 +51,7 @@ def singles(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
     ]
 
 
-def mixed(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Slices]]:
+def mixed_slices(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Slices]]:
     """`count` cases with several tensors sliced at once, in random sections and units."""
     draw = random.Random(name)
     dims = [[None, *(d for d, n in enumerate(shape) if n >= size)] for shape in shapes]
@@ -67,7 +67,7 @@ def mixed(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Sl
     ]
 
 
-def called(
+def compare_call(
     name: str,
     function: Callable[..., Any],
     shapes: Shapes,
@@ -76,10 +76,10 @@ def called(
 ) -> Result:
     """Call a function on whole tensors and with some of them sliced; return the differences."""
     result = Result(name, dict(slices))
-    wanted, gradients = _run(name, function, shapes, {}, group)
+    wanted, gradients = _run_call(name, function, shapes, {}, group)
     group.gathers.clear()
     try:
-        results, own_gradients = _run(name, function, shapes, slices, group)
+        results, own_gradients = _run_call(name, function, shapes, slices, group)
     except Exception:  # noqa: BLE001 - a report of what failed is wanted
         result.wrong.append(traceback.format_exc()[-1500:])
         return result
@@ -87,25 +87,26 @@ def called(
     if len(wanted) != len(results):
         result.wrong.append(f"{len(results)} results and not {len(wanted)}")
     for number, (expected, actual) in enumerate(zip(wanted, results, strict=False)):
-        if not _alike(expected, actual):
+        if not _is_near(expected, actual):
             result.wrong.append(f"result {number}")
     for number, (expected, actual) in enumerate(zip(gradients, own_gradients, strict=True)):
         if number in slices:
             expected = slices[number].local(expected, group.rank, group.size)
-        elif not same_on_all(actual, group):
+        elif not is_equal_on_all(actual, group):
             result.wrong.append(f"gradient {number} differs between ranks")
-        if not _alike(expected, actual):
+        if not _is_near(expected, actual):
             result.wrong.append(f"gradient {number}")
     return result
 
 
-def _run(
+def _run_call(
     name: str,
     function: Callable[..., Any],
     shapes: Shapes,
     slices: Mapping[int, Slices],
     group: SliceGroup,
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a call; return its results and gradients, gathered to whole tensors."""
     leaves, call_tensors = [], []
     for number, whole in enumerate(inputs_of(name, shapes)):
         tensor_slices = slices.get(number)
@@ -133,7 +134,7 @@ def _run(
     return [result.detach() for result in results], grads
 
 
-def _alike(left: Tensor, right: Tensor) -> bool:
+def _is_near(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False

@@ -147,7 +147,7 @@ def recompute(blocks: list[nn.Module], mode: str) -> None:
         block.__dict__["forward"] = _Recomputed(block, selective=mode == "selective")
 
 
-def built(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
+def build_model(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
     """A model with the same values each time; sliced if there is a group."""
     torch.manual_seed(0)
     model = case.make().double()
@@ -161,7 +161,7 @@ def built(case: Case, group: SliceGroup | None, mode: str = "") -> nn.Module:
     return model
 
 
-def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
+def run_pass(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
     """The loss of one forward and backward pass."""
     torch.manual_seed(seed)
     loss = case.loss(model)
@@ -171,8 +171,8 @@ def passed(model: nn.Module, case: Case, seed: int = 1) -> Tensor:
 
 def differences(case: Case, group: SliceGroup, mode: str = "") -> dict[str, float]:
     """Differences of this rank's loss and gradients from those of one process, by name."""
-    whole, model = built(case, None), built(case, group, mode)
-    differences_by_name = {"loss": passed(whole, case) - passed(model, case)}
+    whole, model = build_model(case, None), build_model(case, group, mode)
+    differences_by_name = {"loss": run_pass(whole, case) - run_pass(model, case)}
     parameters = dict(model.named_parameters())
     for name, parameter in whole.named_parameters():
         wanted = parameter.grad
@@ -184,8 +184,8 @@ def differences(case: Case, group: SliceGroup, mode: str = "") -> dict[str, floa
 
 def fingerprints(case: Case, group: SliceGroup, mode: str = "") -> dict[str, str]:
     """Hashes of the gradients that must be equal bit for bit on all ranks, by name."""
-    model = built(case, group, mode)
-    passed(model, case)
+    model = build_model(case, group, mode)
+    run_pass(model, case)
     return {
         name: hashlib.sha256(copy.copy(p.grad).numpy().tobytes()).hexdigest()
         for name, p in model.named_parameters()

@@ -128,7 +128,7 @@ class RunFolder:
             time.sleep(0.01)
 
 
-def uninterrupted(folder: Path) -> Curve:
+def uninterrupted_curve(folder: Path) -> Curve:
     """The curve of a run that nothing interrupts."""
     run_folder = RunFolder(folder)
     status, output = run_folder.bigtrain(["-n", "2"])

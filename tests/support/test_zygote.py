@@ -56,7 +56,9 @@ PROGRAMS = {
 }
 
 
-def both(words: list[str], folder: Path, standard_input: str = "") -> list[tuple[int, str, str]]:
+def run_both(
+    words: list[str], folder: Path, standard_input: str = ""
+) -> list[tuple[int, str, str]]:
     """(status, output, errors) of a real interpreter and of a forked process."""
     env = {**os.environ, "A": "a", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONUNBUFFERED", None)
@@ -78,7 +80,7 @@ def both(words: list[str], folder: Path, standard_input: str = "") -> list[tuple
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_does_what_an_interpreter_does(program: str, tmp_path: Path) -> None:
     unbuffered = ["-u"] if program.startswith("-u") else []
-    real, forked = both([*unbuffered, "-c", PROGRAMS[program]], tmp_path, "given")
+    real, forked = run_both([*unbuffered, "-c", PROGRAMS[program]], tmp_path, "given")
     assert forked == real
 
 
@@ -96,7 +98,7 @@ def test_it_runs_what_an_interpreter_runs(form: str, tmp_path: Path) -> None:
         "package": ["-m", "pack", "b"],
         "not there": ["-m", "bigtrain.not_there"],
     }
-    real, forked = both(words[form], tmp_path)
+    real, forked = run_both(words[form], tmp_path)
     # The loader's memory address differs.
     assert [part.split(" at 0x")[0] for part in map(str, forked)] == [
         part.split(" at 0x")[0] for part in map(str, real)

@@ -12,7 +12,7 @@ from bigtrain.costs.traffic import (
 from bigtrain.memory.timeline import BlockTicks
 
 
-def stated(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def traffic_of_plan(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """The traffic that the techniques of a plan state for a profile."""
     return tuple(
         t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)

@@ -79,7 +79,7 @@ class InMemory:
         return self.tensor.detach().cpu().reshape(-1)[index_of(extents)]
 
 
-def saved(tensors: Mapping[str, Tensor]) -> dict[str, InMemory]:
+def as_saved(tensors: Mapping[str, Tensor]) -> dict[str, InMemory]:
     """Tensors in memory as if they were saved."""
     return {name: InMemory(tensor.detach().clone()) for name, tensor in tensors.items()}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.nets import TinyLM, tokens
-from support.routed import ROUTED, cut, rows_of
+from support.routed import ROUTED, rows_of, rows_of_batch
 from torch import Tensor, nn
 
 from bigtrain.data import MicroBatch
@@ -17,7 +17,7 @@ from bigtrain.tracing.routes import Routes, find_routes
 
 
 def routes_of(net: nn.Module) -> Routes:
-    inputs, targets = cut(rows_of(0), slice(0, 4))
+    inputs, targets = rows_of_batch(rows_of(0), slice(0, 4))
     return find_routes(net, MicroBatch(inputs, targets, 4, 4))
 
 

@@ -90,7 +90,8 @@ def step(gradient, loss=0.0, norm=0.0):
     return StepDifferences(loss, norm, gradient)
 
 
-def far(*steps, update=0.0):
+def differences_of(*steps, update=0.0):
+    """The differences of a run with these steps."""
     every = [
         max(values) for values in zip(*((s.loss, s.norm, s.gradient) for s in steps), strict=True)
     ]
@@ -100,17 +101,20 @@ def far(*steps, update=0.0):
 @pytest.mark.parametrize(
     ("differences", "passes"),
     [
-        (far(step(1e-7), step(5e-2)), True),
-        (far(step(1e-7), step(5e-2), update=5e-3), True),
-        (far(step(2e-2), step(2e-2)), False),  # a wrong gradient differs in the first step already
-        (far(step(1e-7), step(2e-1)), False),
-        (far(step(1e-7, norm=1e-4), step(1e-7)), False),
-        (far(step(1e-7), step(1e-7), update=5e-2), False),
+        (differences_of(step(1e-7), step(5e-2)), True),
+        (differences_of(step(1e-7), step(5e-2), update=5e-3), True),
+        (
+            differences_of(step(2e-2), step(2e-2)),
+            False,
+        ),  # a wrong gradient differs in the first step already
+        (differences_of(step(1e-7), step(2e-1)), False),
+        (differences_of(step(1e-7, norm=1e-4), step(1e-7)), False),
+        (differences_of(step(1e-7), step(1e-7), update=5e-2), False),
     ],
 )
 def test_a_step_is_held_to_what_one_process_is_from_itself(differences, passes):
     tolerance = Tolerance.of("fp32")
-    moved = far(step(7e-6, norm=8e-8), step(1e-2, norm=1e-5), update=1e-3)
+    moved = differences_of(step(7e-6, norm=8e-8), step(1e-2, norm=1e-5), update=1e-3)
     assert differences.passed(tolerance, moved) is passes
     assert not differences.passed(tolerance)  # the difference has not grown
 

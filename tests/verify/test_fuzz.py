@@ -22,15 +22,16 @@ from bigtrain.verify.fuzz import FuzzedPlan, draw_plans, model_sizes, shrink
 NAMES = ["blocks.1", "blocks.2", "blocks.3"]
 
 
-def drawn(seed, count):
+def drawn_plans(seed, count):
+    """The first plans that a seed draws."""
     spaces = [SearchSpace(n, n, 16, len(NAMES) + 1) for n in (2, 4)]
     return list(islice(draw_plans(random.Random(seed), spaces, NAMES), count))
 
 
 def test_a_seed_draws_the_same_plans_of_all_kinds_and_each_is_a_job():
-    plans = drawn(0, 60)
-    assert plans == drawn(0, 60)
-    assert plans != drawn(1, 60)
+    plans = drawn_plans(0, 60)
+    assert plans == drawn_plans(0, 60)
+    assert plans != drawn_plans(1, 60)
     assert {(plan.pp, plan.dp) for plan in plans} == {(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)}
     assert {plan.recompute for plan in plans} == {None, "full", "selective", "every_2"}
     assert {plan.cut is None for plan in plans} == {True, False}

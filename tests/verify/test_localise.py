@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.odd_strategies import break_rule
 from support.ranks import run_ranks
-from support.sliced_models import built, gpt_case, passed, slice_group
+from support.sliced_models import build_model, gpt_case, run_pass, slice_group
 from support.zygote import forked_cli
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -83,7 +83,8 @@ def write_run(folder, model, parts, *, dp=1, loss=1.0, norm=1.0, spoil=None):
 BATCHES = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 
 
-def found(tmp_path, model, **wrong):
+def find_difference(tmp_path, model, **wrong):
+    """The text for the first difference between a recorded run and one with a fault."""
     expected_folder = write_run(tmp_path / "one", Model(), [BATCHES])
     parts = [BATCHES[:2], BATCHES[2:]]
     actual_folder = write_run(tmp_path / "other", model, parts, dp=2, **wrong)
@@ -95,7 +96,7 @@ def found(tmp_path, model, **wrong):
 def test_the_first_wrong_operation_is_named_with_its_block(tmp_path, recompute):
     model = Model(recompute)
     model.blocks[1].shift = 0.01
-    message = found(tmp_path, model)
+    message = find_difference(tmp_path, model)
     assert "step 1, add in blocks.1 (block blocks.1)" in message
     assert "on rank 0 (micro-batch 1 of 4)" in message
 
@@ -107,7 +108,7 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
         output.register_hook(lambda gradient: gradient * 1.01)
 
     model.blocks[1].linear.register_forward_hook(spoil)
-    message = found(tmp_path, model)
+    message = find_difference(tmp_path, model)
     assert "step 1, the gradient of output in blocks.1.linear (block blocks.1)" in message
 
 
@@ -121,25 +122,25 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
     ],
 )
 def test_what_is_wrong_beside_the_values(tmp_path, wrong, message):
-    assert message in found(tmp_path, Model(), **wrong)
+    assert message in find_difference(tmp_path, Model(), **wrong)
 
 
-def traced(context, sequence_dim, broken):
+def record_model(context, sequence_dim, broken):
     """The recordings of a model, whole and in slices, on a rank."""
     group, case = slice_group(context, sequence_dim=sequence_dim), gpt_case(tied=True)
     if broken:
         break_rule(torch.nn.functional.gelu, second_on_rank=context.rank)
     found = []
-    for model in (built(case, None), built(case, group, "selective")):
+    for model in (build_model(case, None), build_model(case, group, "selective")):
         trace = ExecutionTrace([model], 1.0)
         with trace:
-            passed(model, case)
+            run_pass(model, case)
         trace.close()
         found.append(trace.entries)
     return found
 
 
-def first_apart(whole, sliced):
+def first_differing_name(whole, sliced):
     """The name of the first value, or else the first gradient, that differs."""
     known = {entry[:6]: entry.digest for entry in sliced}
     assert known.keys() >= {entry[:6] for entry in whole}
@@ -151,11 +152,11 @@ def first_apart(whole, sliced):
 
 @pytest.mark.parametrize("sequence_dim", [None, 1])
 def test_what_lies_in_slices_is_noted_as_the_whole(sequence_dim):
-    for whole, sliced in run_ranks(traced, 2, sequence_dim, False, tp=2):
+    for whole, sliced in run_ranks(record_model, 2, sequence_dim, False, tp=2):
         assert len(whole) > 100
-        assert first_apart(whole, sliced) is None
-    for whole, sliced in run_ranks(traced, 2, sequence_dim, True, tp=2):
-        first = first_apart(whole, sliced)
+        assert first_differing_name(whole, sliced) is None
+    for whole, sliced in run_ranks(record_model, 2, sequence_dim, True, tp=2):
+        first = first_differing_name(whole, sliced)
         assert (first.module, first.operation) == ("blocks.1.mlp.activation", "gelu")
         assert not first.is_gradient
 

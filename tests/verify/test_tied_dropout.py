@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.sliced_models import WIDTH, WORDS, built, encoder_case, gpt_case, slice_group
+from support.sliced_models import WIDTH, WORDS, build_model, encoder_case, gpt_case, slice_group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -183,15 +183,15 @@ def masks_in_slices(context, name, modes):
     else:
         case = encoder_case(batch_first=True, **drops)
         inputs = torch.randn(3, 8, WIDTH, dtype=torch.float64)
-    wanted, gradients, untied = tied_pass(built(case, None), inputs)
-    plain, _, _ = tied_pass(built(case, None).eval(), inputs)
+    wanted, gradients, untied = tied_pass(build_model(case, None), inputs)
+    plain, _, _ = tied_pass(build_model(case, None).eval(), inputs)
     assert abs(wanted - plain) > 1e-3 * wanted  # dropout has an effect
     differences = {}
     for mode in modes:
         for sequence_dim in (None, 1):
             group = slice_group(context, sequence_dim=sequence_dim)
             group.draws.whole = True
-            loss, input_gradients, not_tied = tied_pass(built(case, group, mode), inputs)
+            loss, input_gradients, not_tied = tied_pass(build_model(case, group, mode), inputs)
             apart = [(loss - wanted).abs() / wanted]
             for key, gradient in gradients.items():
                 if key in case.slices:

@@ -72,7 +72,8 @@ def test_attention_on_a_cpu_counts() -> None:
     assert flops_of(back.default, arguments, {}, back(*arguments)) == 5 * products
 
 
-def exchanged(context: RunContext) -> tuple[list[float], list[float], int | None]:
+def run_collectives(context: RunContext) -> tuple[list[float], list[float], int | None]:
+    """The results of collectives on one tensor, and the recorded bytes."""
     context.recorder.traffic.begin()
     rank_value, group = torch.full((2,), float(context.rank)), context.group()
     whole, share = torch.empty(4), torch.empty(2)
@@ -86,7 +87,7 @@ def exchanged(context: RunContext) -> tuple[list[float], list[float], int | None
 
 def test_collectives_of_one_tensor_are_called_without_a_warning() -> None:
     size = 16 if COUNTS_EXCHANGES else None
-    for rank, result in enumerate(run_ranks(exchanged, 2)):
+    for rank, result in enumerate(run_ranks(run_collectives, 2)):
         assert result == ([0, 0, 1, 1], [2.0 * rank] * 2, size)
 
 

@@ -11,7 +11,7 @@ import torch
 from support.nets import LENGTH, VOCABULARY, tokens
 from support.parity import Record, adamw, largest_difference, sgd
 from support.ranks import run_ranks
-from support.whole import saved, whole_tensors
+from support.whole import as_saved, whole_tensors
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -151,7 +151,7 @@ def train(
         return record
 
 
-def several(context: RunContext, cases: list[tuple[Any, ...]]) -> list[Record]:
+def train_cases(context: RunContext, cases: list[tuple[Any, ...]]) -> list[Record]:
     return [train(context, *case) for case in cases]
 
 
@@ -168,7 +168,8 @@ PIPED = {
 }
 
 
-def alone(keys: dict[str, Any]) -> dict[str, Any]:
+def keys_without_strategy(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys that are not of the strategy."""
     return {k: v for k, v in keys.items() if "strategy" not in k}
 
 
@@ -178,8 +179,8 @@ def test_fairscale_equals_one_process() -> None:
         (model, FAIRSCALE, {**FP64, "train.micro_batch_size": 2, **keys})
         for model, keys in PIPED.values()
     ]
-    plain = [(model, "single", alone(keys)) for model, _, keys in cases]
-    piped, expected = run_ranks(several, 1, cases)[0], run_ranks(several, 1, plain)[0]
+    plain = [(model, "single", keys_without_strategy(keys)) for model, _, keys in cases]
+    piped, expected = run_ranks(train_cases, 1, cases)[0], run_ranks(train_cases, 1, plain)[0]
     for name, one, other in zip(PIPED, expected, piped, strict=True):
         assert largest_difference(one, other) < NEAR, name
 
@@ -207,9 +208,9 @@ def test_deepspeed_equals_one_process() -> None:
         (model, DEEPSPEED, {**FP64, "train.micro_batch_size": 2, **keys})
         for model, keys in STAGED.values()
     ]
-    plain = [(model, "single", alone(keys)) for model, _, keys in cases]
-    expected = run_ranks(several, 1, plain)[0]
-    compare(expected, run_ranks(several, 2, cases, pp=2, timeout_s=120), STAGED, NEAR)
+    plain = [(model, "single", keys_without_strategy(keys)) for model, _, keys in cases]
+    expected = run_ranks(train_cases, 1, plain)[0]
+    compare(expected, run_ranks(train_cases, 2, cases, pp=2, timeout_s=120), STAGED, NEAR)
 
 
 @needs_deepspeed
@@ -223,8 +224,8 @@ def test_replicas_on_deepspeed_equal_one_process() -> None:
         "zero, tied, clipped": (Tied, f"{DEEPSPEED}_zero1", {**CLIP, **half}),
     }
     plain = [(m, "single", {**k, **whole, "mesh.pp": 1}) for m, _, k in cases.values()]
-    expected = run_ranks(several, 1, plain)[0]
-    results = run_ranks(several, 4, list(cases.values()), pp=2, timeout_s=120)
+    expected = run_ranks(train_cases, 1, plain)[0]
+    results = run_ranks(train_cases, 4, list(cases.values()), pp=2, timeout_s=120)
     compare(expected[:1], [records[:1] for records in results], ["averaged"], NEAR)
     compare(expected[1:], [records[1:] for records in results], list(cases)[1:], 1e-5)
 
@@ -233,8 +234,10 @@ def test_replicas_on_deepspeed_equal_one_process() -> None:
 def test_replicas_of_fairscale_equal_one_process() -> None:
     keys = {**FP64, "train.micro_batch_size": 1}
     case = (Deep, FAIRSCALE, {**keys, "strategy.replicate": "ddp"})
-    expected = run_ranks(several, 1, [(Deep, "single", {**keys, "train.micro_batch_size": 2})])[0]
-    compare(expected, run_ranks(several, 2, [case]), ["ddp"], NEAR)
+    expected = run_ranks(train_cases, 1, [(Deep, "single", {**keys, "train.micro_batch_size": 2})])[
+        0
+    ]
+    compare(expected, run_ranks(train_cases, 2, [case]), ["ddp"], NEAR)
 
 
 def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
@@ -280,7 +283,7 @@ def test_the_memory_of_deepspeed_is_predicted() -> None:
 @needs_fairscale
 def test_dropout_is_the_same_when_computed_again() -> None:
     never, always = run_ranks(
-        several,
+        train_cases,
         1,
         [
             (Dropped, FAIRSCALE, {**FP64, **SMALL, "strategy.cut.checkpoint": mode}, 2)
@@ -294,7 +297,7 @@ def test_dropout_is_the_same_when_computed_again() -> None:
 def test_deferred_statistics_follow_the_whole_batch() -> None:
     keys = {**FP64, "train.micro_batch_size": 2}
     piped, whole = run_ranks(
-        several,
+        train_cases,
         1,
         [
             (Images, FAIRSCALE, {**keys, "strategy.cut.batch_norm": "deferred"}, 1),
@@ -306,7 +309,7 @@ def test_deferred_statistics_follow_the_whole_batch() -> None:
         assert torch.allclose(piped.weights[first], whole.weights[first], atol=NEAR), name
 
 
-def resumed(
+def resume_state(
     context: RunContext, strategy: str, keys: dict[str, Any], state: dict[str, Tensor] | None
 ) -> tuple[float, dict[str, Tensor]]:
     """Load a state, or make one in a step; return the loss of one more step, and the state."""
@@ -320,16 +323,16 @@ def resumed(
         if state is None:
             engine.step((inputs[mine], targets[mine]))
         else:
-            engine.runner.load_state(saved(state))
+            engine.runner.load_state(as_saved(state))
         before = whole_tensors(engine.runner.state())
         return engine.step((inputs[mine], targets[mine])).loss, before
 
 
 @needs_deepspeed
 def test_state_goes_and_comes_in_shards() -> None:
-    loss, state = run_ranks(resumed, 1, "single", {"train.micro_batch_size": 2}, None)[0]
+    loss, state = run_ranks(resume_state, 1, "single", {"train.micro_batch_size": 2}, None)[0]
     keys = {"train.micro_batch_size": 1}
-    for other, state_found in run_ranks(resumed, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
+    for other, state_found in run_ranks(resume_state, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
         assert other == pytest.approx(loss, abs=1e-6)
         assert state_found.keys() == state.keys()
         assert all(torch.equal(state_found[name], state[name]) for name in state)

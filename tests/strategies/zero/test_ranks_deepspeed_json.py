@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from support.nets import TinyLM, tokens
 from support.parity import adamw, largest_difference, train
 from support.ranks import run_ranks
@@ -17,7 +17,7 @@ def test_it_trains_to_the_numbers_of_one_process(tmp_path):
         "contiguous_gradients": False,
         "round_robin_gradients": True,
     }
-    path = written(tmp_path, zero_optimization=zero, scheduler=scheduler)
+    path = write_config(tmp_path, zero_optimization=zero, scheduler=scheduler)
     keys = {"optim.clip_norm": 0.5, "train.micro_batch_size": 2}
     single = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
     named = {**keys, "strategy.deepspeed": path}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deepspeed_files import written
+from support.deepspeed_files import write_config
 from support.nets import TinyLM, tokens
 from support.parity import UNSEEN, shuffled_steps
 from support.ranks import run_ranks
@@ -61,7 +61,7 @@ Curve = list[tuple[float, float]]
 """(loss, rate) of each step."""
 
 
-def ours(context, path):
+def bigtrain_curve(context, path):
     """The curve of a bigtrain run with the file, and its initial weights."""
     keys = {"strategy.deepspeed": path, "train.steps": STEPS, **UNSEEN}
     job = job_from_keys("zero2", keys)
@@ -84,7 +84,7 @@ def ours(context, path):
     return curve, weights
 
 
-def deepspeeds(context, path, weights):
+def deepspeed_curve(context, path, weights):
     """The curve of a plain DeepSpeed program with the file, on one rank."""
     with ExitStack() as closing:
         connect_deepspeed(context, closing)  # without this DeepSpeed would compile an extension
@@ -119,7 +119,7 @@ def program(path: str, weights: dict[str, torch.Tensor]) -> Curve:
 
 @pytest.mark.parametrize("case", SCHEDULERS)
 def test_losses_and_rates_are_those_of_a_program_of_deepspeeds_own(case, tmp_path):
-    path = written(
+    path = write_config(
         tmp_path,
         json.dumps(
             {
@@ -133,8 +133,8 @@ def test_losses_and_rates_are_those_of_a_program_of_deepspeeds_own(case, tmp_pat
             }
         ),
     )
-    curve, weights = run_ranks(ours, 2, path)[0]
-    (expected,) = run_ranks(deepspeeds, 1, path, weights, force_group=True)
+    curve, weights = run_ranks(bigtrain_curve, 2, path)[0]
+    (expected,) = run_ranks(deepspeed_curve, 1, path, weights, force_group=True)
     assert [rate for _, rate in curve] == pytest.approx([r for _, r in expected], rel=1e-12)
     assert [loss for loss, _ in curve] == pytest.approx([x for x, _ in expected], abs=2e-5)
     assert expected[-1][0] < expected[0][0] - 0.01

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
 
 
-def flattened(context, strategy, keys):
+def flattens_on_host(context, strategy, keys):
     """Whether parameters were flattened on the host, and the difference that this makes."""
     zero = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
     deepspeed = importlib.import_module("deepspeed")
@@ -40,4 +40,4 @@ def flattened(context, strategy, keys):
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_parameters_stay_on_the_device_where_little_is_free(strategy, precision):
     keys = {"train.precision": precision}
-    assert run_ranks(flattened, 2, strategy, keys) == [(False, 0.0)] * 2
+    assert run_ranks(flattens_on_host, 2, strategy, keys) == [(False, 0.0)] * 2

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.full import fewer
 from support.nets import Gained, Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import text, wide
+from support.peaks import text, wide_model
 from support.ranks import RankFailure, run_ranks
 from support.whole import assert_same_tensors, whole_tensors
 from torch import nn
@@ -44,7 +44,7 @@ class Recomputed(TinyLM):
         return self.down(torch.relu(self.up(self.norm(x))))
 
 
-def several(context, strategy, cases):
+def train_cases(context, strategy, cases):
     """One record for each case, in one set of ranks: starting DeepSpeed takes longer than a run."""
     records = []
     for model, keys, steps, optimizer in cases:
@@ -70,7 +70,7 @@ def one_process() -> dict[str, Record]:
         name: (model, {k: v for k, v in keys.items() if "bucket" not in k}, *how)
         for name, (model, keys, *how) in CASES.items()
     }
-    records = run_ranks(several, 1, "single", list(plain.values()))[0]
+    records = run_ranks(train_cases, 1, "single", list(plain.values()))[0]
     return dict(zip(CASES, records, strict=True))
 
 
@@ -85,7 +85,7 @@ def one_process() -> dict[str, Record]:
 def test_it_equals_one_process(one_process, strategy, world_size):
     short = ("accumulating", "adamw")
     cases = {name: case for name, case in CASES.items() if world_size == 2 or name in short}
-    ranks = run_ranks(several, world_size, strategy, list(cases.values()), timeout_s=120.0)
+    ranks = run_ranks(train_cases, world_size, strategy, list(cases.values()), timeout_s=120.0)
     for records in ranks:
         for name, record in zip(cases, records, strict=True):
             expected = one_process[name]
@@ -101,7 +101,7 @@ def test_it_equals_one_process(one_process, strategy, world_size):
 @pytest.mark.parametrize("strategy", OFFLOADED)
 def test_its_own_offload_equals_one_process(one_process, strategy):
     names = ("accumulating", "adamw")
-    ranks = run_ranks(several, 2, strategy, [CASES[name] for name in names])
+    ranks = run_ranks(train_cases, 2, strategy, [CASES[name] for name in names])
     for accumulated, adaptive in ranks:
         assert largest_difference(one_process["accumulating"], accumulated) < 1e-5
         assert adaptive.losses == pytest.approx(one_process["adamw"].losses, abs=2e-6)
@@ -128,7 +128,7 @@ class Frozen(TinyLM):
         return super().forward(tokens) * self.scale
 
 
-def trained(context, strategy, runs):
+def train_runs(context, strategy, runs):
     """For each run: losses with changing rates and an evaluation between the steps, and
     the state.
     """
@@ -155,8 +155,8 @@ RUNS = [(TinyLM, in_two_groups, {}), (Frozen, adamw, {}), (Frozen, sgd, {})]
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_groups_rates_frozen_parameters_and_evaluation(strategy):
     for one, two in zip(
-        run_ranks(trained, 1, "single", RUNS)[0],
-        run_ranks(trained, 2, strategy, RUNS, timeout_s=120.0)[1],
+        run_ranks(train_runs, 1, "single", RUNS)[0],
+        run_ranks(train_runs, 2, strategy, RUNS, timeout_s=120.0)[1],
         strict=True,
     ):
         assert two[0] == pytest.approx(one[0], abs=2e-6)
@@ -204,9 +204,9 @@ NUMBERS = [("ddp", 2, "zero1", 2, adamw, "fp32"), ("zero2", 2, "zero1_torch", 2,
 def test_a_checkpoint_goes_from_one_strategy_to_another(direction, tmp_path):
     saver, savers, loader, loaders, optimizer, precision = direction
     about = (precision, Gained if direction in NUMBERS else TinyLM)
-    saved = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None, *about)
+    saved = run_ranks(continue_run, savers, saver, tmp_path / "a", optimizer, None, *about)
     path, losses = saved[0]
-    again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, *about)
+    again = run_ranks(continue_run, loaders, loader, tmp_path / "b", optimizer, path, *about)
     for _, rank_losses in again:
         close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
         assert rank_losses == pytest.approx(losses, **close)
@@ -224,12 +224,14 @@ MIXED = [
 def mixed() -> list[Record]:
     unused = {"strategy.replicate.find_unused_parameters": True}
     cases = [(model, {**keys, **unused}, *how) for model, keys, *how in MIXED]
-    return run_ranks(several, 2, "ddp", cases)[0]
+    return run_ranks(train_cases, 2, "ddp", cases)[0]
 
 
 @pytest.mark.parametrize("strategy", fewer([*STAGES, *OFFLOADED], 2))
 def test_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
-    for records in run_ranks(several, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0):
+    for records in run_ranks(
+        train_cases, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0
+    ):
         for one, record in zip(mixed, records, strict=True):
             assert record.losses == pytest.approx(one.losses, abs=2e-6)
             for name, weight in one.weights.items():
@@ -241,7 +243,7 @@ def test_a_step_may_not_do_without_a_parameter():
     alternatives.
     """
     with pytest.raises(RankFailure, match=r"not every pass uses extra .*Use --strategy fsdp_zero2"):
-        run_ranks(several, 2, "zero2", [(Sometimes, {}, 4, sgd)], timeout_s=120.0)
+        run_ranks(train_cases, 2, "zero2", [(Sometimes, {}, 4, sgd)], timeout_s=120.0)
 
 
 class Overflowing(TinyLM):
@@ -275,7 +277,7 @@ def deep() -> nn.Module:
     )
 
 
-def measured(context, strategy, cases):
+def peaks_after_steps(context, strategy, cases):
     """For each case (peak while building, predicted, measured), after three steps."""
     peaks = []
     for model, optimizer, keys, repeats in cases:
@@ -294,11 +296,11 @@ def measured(context, strategy, cases):
 
 
 MEASURED = [
-    (wide, adamw, {}, 1),
-    (wide, adamw, {"train.precision": "bf16"}, 1),
-    (wide, adamw, {}, 2),
-    (wide, adamw, {"train.precision": "bf16", "optim.clip_norm": 1.0}, 2),
-    (wide, sgd, {"strategy.replicate.bucket_size": "256KiB"}, 1),
+    (wide_model, adamw, {}, 1),
+    (wide_model, adamw, {"train.precision": "bf16"}, 1),
+    (wide_model, adamw, {}, 2),
+    (wide_model, adamw, {"train.precision": "bf16", "optim.clip_norm": 1.0}, 2),
+    (wide_model, sgd, {"strategy.replicate.bucket_size": "256KiB"}, 1),
 ]
 
 
@@ -313,7 +315,7 @@ MEASURED = [
 )
 def test_the_peak_of_every_rank_is_predicted(strategy, world_size):
     cases = MEASURED[:4] if world_size == 2 else MEASURED[:2]
-    ranks = run_ranks(measured, world_size, strategy, cases, timeout_s=120.0)
+    ranks = run_ranks(peaks_after_steps, world_size, strategy, cases, timeout_s=120.0)
     for number, _ in enumerate(cases):
         peaks = [measured_peaks[number][2].bytes for measured_peaks in ranks]
         for measured_peaks, peak in zip(ranks, peaks, strict=True):
@@ -347,7 +349,9 @@ def experts() -> nn.Module:
 
 
 def test_parameters_that_are_used_by_views_stay_whole_and_that_is_predicted():
-    for peaks in run_ranks(measured, 2, "zero3", [(experts, adamw, {}, 1)], timeout_s=120.0):
+    for peaks in run_ranks(
+        peaks_after_steps, 2, "zero3", [(experts, adamw, {}, 1)], timeout_s=120.0
+    ):
         _, predicted, reached = peaks[0]
         # Too high by at most one parameter and its gradient: measured 4.2%.
         assert -0.005 < predicted.bytes / reached.bytes - 1 < 0.05
@@ -377,7 +381,7 @@ class LastChannel(nn.Module):
         return x + self.conv(x[:, :, None].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)[:, :, 0]
 
 
-def of_blocks(block) -> nn.Module:
+def stack_of(block) -> nn.Module:
     return nn.Sequential(nn.Embedding(13, 128), *(block() for _ in range(3)), nn.Linear(128, 13))
 
 
@@ -390,8 +394,8 @@ def of_blocks(block) -> nn.Module:
     ],
 )
 def test_what_hooks_and_layouts_keep_is_predicted(strategy, block, keys, repeats):
-    cases = [(functools.partial(of_blocks, block), adamw, keys, repeats)]
-    for peaks in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
+    cases = [(functools.partial(stack_of, block), adamw, keys, repeats)]
+    for peaks in run_ranks(peaks_after_steps, 2, strategy, cases, timeout_s=120.0):
         _, predicted, reached = peaks[0]
         assert predicted.phase == "backward"
         assert predicted.bytes == pytest.approx(reached.bytes, rel=0.005)
@@ -403,7 +407,7 @@ def test_with_the_state_on_the_host_the_peak_is_predicted_but_for_scalars(strate
         (model, optimizer, {**keys, "strategy.offload.optimizer": "cpu"}, repeats)
         for model, optimizer, keys, repeats in MEASURED[:4]
     ]
-    for peaks in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
+    for peaks in run_ranks(peaks_after_steps, 2, strategy, cases, timeout_s=120.0):
         for _built, predicted, reached in peaks:
             assert predicted.bytes == pytest.approx(reached.bytes, abs=64)
 
@@ -412,15 +416,15 @@ def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
     peak = {}
     whole = sum(p.nbytes for p in deep().parameters())
     for strategy in ("ddp", *STAGES):
-        ranks = run_ranks(measured, 2, strategy, [(deep, adamw, {}, 2)])
+        ranks = run_ranks(peaks_after_steps, 2, strategy, [(deep, adamw, {}, 2)])
         peak[strategy] = max(peaks[0][2].bytes for peaks in ranks)
     assert peak["ddp"] > peak["zero1"] > peak["zero2"] > peak["zero3"]
     # Shards, copies of shards that DeepSpeed makes while building, and one layer.
-    for peaks in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
+    for peaks in run_ranks(peaks_after_steps, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
         assert peaks[0][0] < whole
 
 
-def tried_twice(context, strategies):
+def norms_after_unused_pass(context, strategies):
     """Gradient norms of a step, after a pass that was not followed by an update."""
     norms = []
     for strategy in strategies:
@@ -438,5 +442,7 @@ def tried_twice(context, strategies):
 
 def test_passes_without_an_update_are_forgotten():
     strategies = ["single", "zero1", "zero2", "zero3", "zero2_offload"]
-    (norms,) = run_ranks(tried_twice, 1, strategies, flavour="deepspeed", force_group=True)
+    (norms,) = run_ranks(
+        norms_after_unused_pass, 1, strategies, flavour="deepspeed", force_group=True
+    )
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)

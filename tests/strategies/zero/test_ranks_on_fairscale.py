@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.continued import continued
+from support.continued import continue_run
 from support.full import fewer
 from support.nets import Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import assert_same_parts, images, peaks, text, wide
+from support.peaks import assert_same_parts, images, peaks, text, wide_model
 from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 from torch import nn
@@ -34,7 +34,7 @@ ONCE: dict[object, Record] = {}
 """The runs that several tests compare with."""
 
 
-def once(world_size, model, samples, strategy, keys, steps=6, optimizer=sgd) -> Record:
+def train_once(world_size, model, samples, strategy, keys, steps=6, optimizer=sgd) -> Record:
     case = (world_size, model, samples, strategy, tuple(keys.items()), steps, optimizer)
     if case not in ONCE:
         run = (model, samples(), strategy, keys, steps, optimizer)
@@ -49,7 +49,7 @@ def ragged() -> TensorSamples:
 
 @pytest.fixture(scope="module")
 def expected() -> Record:
-    return once(1, TinyLM, ragged, "single", FP64)
+    return train_once(1, TinyLM, ragged, "single", FP64)
 
 
 @pytest.mark.parametrize(("world_size", "rows"), fewer([(2, 1), (2, None), (4, 1)], 1))
@@ -64,7 +64,7 @@ def test_it_equals_one_process_in_float64(expected, strategy, world_size, rows):
 def test_three_ranks_accumulate_without_losing_a_bit_that_matters(strategy):
     """Unlike with 2 or 4 ranks, multiplying and dividing by the number of ranks rounds."""
     keys = {**FP64, "train.global_batch_size": 9}
-    single = once(1, TinyLM, ragged, "single", keys)
+    single = train_once(1, TinyLM, ragged, "single", keys)
     keys["train.micro_batch_size"] = 1
     for record in run_ranks(train, 3, TinyLM, tokens(22), strategy, keys):
         assert largest_difference(single, record) < 1e-10
@@ -72,7 +72,7 @@ def test_three_ranks_accumulate_without_losing_a_bit_that_matters(strategy):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_it_equals_one_process_in_float32(strategy):
-    single = once(1, TinyLM, ragged, "single", {})
+    single = train_once(1, TinyLM, ragged, "single", {})
     keys = {"train.micro_batch_size": 2, "strategy.replicate.bucket_size": 64}
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, keys):
         assert largest_difference(single, record) < 1e-5
@@ -80,7 +80,7 @@ def test_it_equals_one_process_in_float32(strategy):
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_adamw_has_the_same_losses(strategy):
-    single = once(1, TinyLM, ragged, "single", {}, 10, adamw)
+    single = train_once(1, TinyLM, ragged, "single", {}, 10, adamw)
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, {}, 10, adamw):
         assert record.losses == pytest.approx(single.losses, abs=2e-6)
 
@@ -88,7 +88,7 @@ def test_adamw_has_the_same_losses(strategy):
 @pytest.mark.parametrize("strategy", BOTH)
 def test_bf16_is_that_of_ddp(strategy):
     keys = {"train.precision": "bf16", "optim.clip_norm": 0.5, "train.micro_batch_size": 2}
-    ddp = once(2, TinyLM, ragged, "ddp", keys)
+    ddp = train_once(2, TinyLM, ragged, "ddp", keys)
     for record in run_ranks(train, 2, TinyLM, tokens(22), strategy, keys):
         assert record.losses == pytest.approx(ddp.losses, rel=5e-3)
         assert all(t.dtype == torch.float32 for t in record.weights.values())
@@ -120,7 +120,7 @@ def small_images() -> TensorSamples:
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
-    ddp = once(2, TinyConv, small_images, "ddp", FP64)
+    ddp = train_once(2, TinyConv, small_images, "ddp", FP64)
     record = run_ranks(train, 2, TinyConv, small_images(), strategy, FP64)[0]
     assert largest_difference(ddp, record) < 1e-10
 
@@ -131,7 +131,7 @@ def one_weight() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", BOTH)
 def test_fewer_parameters_than_ranks(strategy):
-    single = once(1, one_weight, small_images, "single", FP64)
+    single = train_once(1, one_weight, small_images, "single", FP64)
     for record in run_ranks(train, 4, one_weight, small_images(), strategy, FP64):
         assert largest_difference(single, record) < 1e-10
 
@@ -140,7 +140,7 @@ def test_the_last_micro_batch_may_do_without_a_parameter():
     """The sum of the earlier micro-batches was averaged once, and must stay so."""
     keys = {**FP64, "train.micro_batch_size": 2}
     unused = {"strategy.replicate.find_unused_parameters": True}
-    ddp = once(2, Sometimes, ragged, "ddp", {**keys, **unused})
+    ddp = train_once(2, Sometimes, ragged, "ddp", {**keys, **unused})
     for record in run_ranks(train, 2, Sometimes, tokens(22), "sharded_ddp", keys):
         assert largest_difference(ddp, record) < 1e-10
 
@@ -160,7 +160,7 @@ class Joined(nn.Module):
 
 def test_gradients_that_share_memory_are_sent_one_by_one():
     keys = {**FP64, "train.micro_batch_size": 2}
-    single = once(1, Joined, small_images, "single", keys)
+    single = train_once(1, Joined, small_images, "single", keys)
     for record in run_ranks(train, 2, Joined, small_images(), "sharded_ddp", keys):
         assert largest_difference(single, record) < 1e-10
 
@@ -206,8 +206,8 @@ WAYS += [("sharded_ddp", 2, "ddp", 4, sgd), ("oss", 2, "sharded_ddp", 4, adamw)]
 )
 def test_a_checkpoint_goes_from_one_strategy_to_another(direction, tmp_path):
     saver, savers, loader, loaders, optimizer = direction
-    path, losses = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None)[0]
-    again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path)
+    path, losses = run_ranks(continue_run, savers, saver, tmp_path / "a", optimizer, None)[0]
+    again = run_ranks(continue_run, loaders, loader, tmp_path / "b", optimizer, path)
     for _, rank_losses in again:
         assert rank_losses == pytest.approx(losses, abs=2e-6)
     # A checkpoint written right after loading equals the loaded one, byte by byte.
@@ -230,7 +230,7 @@ PEAKS = {
 @pytest.mark.parametrize("strategy", BOTH)
 def test_the_peak_of_the_fullest_rank_is_predicted(strategy, case):
     keys, optimizer = PEAKS[case]
-    runs = [(4, wide, text()), (2, wide, text()), (2, TinyConv, images())]
+    runs = [(4, wide_model, text()), (2, wide_model, text()), (2, TinyConv, images())]
     for world_size, model, batch in runs if case == "fp32" else runs[:1]:
         results = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
         predicted, _, note = results[0]
@@ -243,7 +243,7 @@ def test_each_stage_holds_less_than_the_one_before():
     batch = text()
     peak = {}
     for strategy in ("ddp", *BOTH):
-        results = run_ranks(peaks, 2, wide, batch, strategy, {}, adamw)
+        results = run_ranks(peaks, 2, wide_model, batch, strategy, {}, adamw)
         peak[strategy] = max(measured.bytes for _, measured, _ in results)
     assert peak["ddp"] > peak["oss"] > peak["sharded_ddp"]
 
@@ -295,7 +295,7 @@ def without_streams(context, fn, *args):
 def test_stage_3_equals_one_process(world_size):
     """On a CPU with stand-ins for the streams: the sharding, and the gathered state."""
     keys = {"optim.clip_norm": 0.5}
-    single = once(1, Stack, ragged, "single", keys)
+    single = train_once(1, Stack, ragged, "single", keys)
     args = (Stack, tokens(22), "fairscale_fsdp", {**keys, "train.micro_batch_size": 1})
     for record in run_ranks(without_streams, world_size, train, *args):
         assert largest_difference(single, record) < 1e-5
@@ -305,9 +305,9 @@ def test_stage_3_equals_one_process(world_size):
     ("saver", "loader"), [("ddp", "fairscale_fsdp"), ("fairscale_fsdp", "oss")]
 )
 def test_a_checkpoint_goes_to_stage_3_and_back(saver, loader, tmp_path):
-    first = (continued, saver, tmp_path / "a", adamw, None)
+    first = (continue_run, saver, tmp_path / "a", adamw, None)
     path, losses = run_ranks(without_streams, 2, *first)[0]
-    again = run_ranks(without_streams, 4, continued, loader, tmp_path / "b", adamw, path)
+    again = run_ranks(without_streams, 4, continue_run, loader, tmp_path / "b", adamw, path)
     for _, rank_losses in again:
         assert rank_losses == pytest.approx(losses, abs=2e-6)
     assert_same_tensors(path, again[0][0])

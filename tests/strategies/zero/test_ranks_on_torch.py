@@ -74,7 +74,7 @@ def differences(context, strategy, cases):
     return [train(context, *case[:2], strategy, case[2], 6, case[3]) for case in cases]
 
 
-def alone(cases):
+def single_records(cases):
     return run_ranks(differences, 1, "single", cases)[0]
 
 
@@ -88,7 +88,7 @@ ONE = [
 
 @pytest.fixture(scope="module")
 def expected() -> list[Record]:
-    return alone(ONE)
+    return single_records(ONE)
 
 
 @pytest.mark.parametrize(
