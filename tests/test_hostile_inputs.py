@@ -43,7 +43,7 @@ def test_an_input_is_the_same_by_its_number_and_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "errors", "problem"),
+    ("status", "said", "problem"),
     [
         (0, "", None),
         (2, "bigtrain: no\n", None),
@@ -55,8 +55,8 @@ def test_an_input_is_the_same_by_its_number_and_seed() -> None:
         (2, f"bigtrain: {'x' * 6000}\n", "a line of 6010 letters"),
     ],
 )
-def test_what_counts_as_a_fault(status: int, errors: str, problem: str | None) -> None:
-    fault = hostile_inputs._fault(subprocess.CompletedProcess([], status, "", errors))
+def test_what_counts_as_a_fault(status: int, said: str, problem: str | None) -> None:
+    fault = hostile_inputs._fault(subprocess.CompletedProcess([], status, "", said))
     assert (fault is None) if problem is None else fault.startswith(problem)
 
 

@@ -22,29 +22,33 @@ class Spectral(nn.Module):
         return x + self.b(torch.relu(self.a(x)))
 
 
-def call_by_keyword(block, x):
+def keyword(block, x):
+    """Call the block by keyword."""
     return block(x=x)
 
 
-def call_with_nested_tensors(block, x):
+def nested(block, x):
+    """Call the block with tensors in a list."""
     return block(None, many=[x, x])
 
 
-def call_with_a_list(block, x):
+def appending(block, x):
+    """Call the block with a list that it appends to."""
     return block(x, seen=[0, 1])
 
 
-def call_twice(block, x):
+def called_twice(block, x):
+    """Call the block twice."""
     return block(block(x))
 
 
 CALLS = [
-    (call_by_keyword, "full", "fp32"),
-    (call_with_nested_tensors, "full", "bf16"),
-    (call_with_nested_tensors, "inputs moved", "fp32"),
-    (call_with_a_list, "selective", "fp32"),
-    (call_twice, "full", "fp32"),
-    (call_twice, "selective", "bf16"),
+    (keyword, "full", "fp32"),
+    (nested, "full", "bf16"),
+    (nested, "inputs moved", "fp32"),
+    (appending, "selective", "fp32"),
+    (called_twice, "full", "fp32"),
+    (called_twice, "selective", "bf16"),
 ]
 
 

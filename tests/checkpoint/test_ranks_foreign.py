@@ -84,7 +84,7 @@ def test_a_file_of_fsdp1_is_gone_on_from(tmp_path):
     assert_continues(made.path, [("fsdp", 2), ("single", 1)], losses)
 
 
-def lightning_file(weights, moments):
+def of_lightning(weights, moments):
     """A file like Lightning's, by its keys; the model is an attribute of its module."""
     state = {f"model.{name}": value for name, value in weights.items()}
     return {
@@ -94,17 +94,17 @@ def lightning_file(weights, moments):
     }
 
 
-def trainer_file(weights, moments):
+def of_a_trainer(weights, moments):
     """A file like that of a plain trainer."""
     return {"state_dict": weights, "optimizer": moments, "epoch": 3, "arch": "tiny"}
 
 
-@pytest.mark.parametrize("wrap", [lightning_file, trainer_file])
+@pytest.mark.parametrize("wrap", [of_lightning, of_a_trainer])
 def test_a_trainer_s_file_is_gone_on_from(wrap, tmp_path):
     losses = trainer_run(wrap, tmp_path / "last.ckpt")
     made = convert(open_source(tmp_path / "last.ckpt"), tmp_path / "run", samples_seen=24)
     assert (made.step, len(made.source.model), len(made.source.optimizer)) == (3, 8, 21)
     notes = " ".join(made.source.notes)
     assert "they were matched to the model's tensors in order" in notes
-    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (wrap is lightning_file)
+    assert ("Removed from all names: model. (--strip '' keeps" in notes) == (wrap is of_lightning)
     assert_continues(made.path, [("ddp", 2)], losses)

@@ -219,19 +219,19 @@ class Steps:
     taken = 0
 
 
-def change_after_three_calls(model: Any, x: Tensor) -> Tensor:
+def every_other_time(model: Any, x: Tensor) -> Tensor:
     """Take a different path after three calls."""
     Steps.taken += 1
     return x.tanh() if Steps.taken > 3 else x
 
 
-def cut_rows_after_three_calls(model: Any, x: Tensor) -> Tensor:
+def another_shape(model: Any, x: Tensor) -> Tensor:
     """Return a different shape after three calls."""
     Steps.taken += 1
     return x[:1] if Steps.taken > 3 else x
 
 
-@pytest.mark.parametrize("between", [change_after_three_calls, cut_rows_after_three_calls])
+@pytest.mark.parametrize("between", [every_other_time, another_shape])
 def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     Steps.taken = 0
     model = Chain(between).double()

@@ -100,7 +100,7 @@ def test_a_mapping_makes_the_configuration(config, width):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "said"),
     [
         (
             {"config": {"widht": 5}},
@@ -111,8 +111,8 @@ def test_a_mapping_makes_the_configuration(config, width):
         ({}, r"Set model.args.config=\{\} for the defaults, or model.args.config.KEY=VALUE"),
     ],
 )
-def test_a_mapping_with_what_the_configuration_has_not_is_refused(args, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_mapping_with_what_the_configuration_has_not_is_refused(args, said):
+    with pytest.raises(ConfigError, match=said):
         make_from_path(PATH, args)
 
 

@@ -81,7 +81,7 @@ def test_keys_that_are_followed_are_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "said"),
     [
         (
             {"train__global_batch_size": 8},
@@ -96,11 +96,11 @@ def test_keys_that_are_followed_are_followed() -> None:
         ),
     ],
 )
-def test_more_rows_than_the_keys_say_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_more_rows_than_the_keys_say_are_refused(keys: dict[str, Any], said: str) -> None:
     batch = torch.randn(24, 4), torch.arange(24) % 3
     with (
         bigtrain.prepare(linear, F.cross_entropy, sgd, **keys) as engine,
-        pytest.raises(ConfigError, match=message),
+        pytest.raises(ConfigError, match=said),
     ):
         engine.step(batch)
 
