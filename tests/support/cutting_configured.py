@@ -23,6 +23,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class FrozenSettings:
+    """A frozen dataclass as configuration."""
+
     scale: float = 2.0
     kind: str | None = None
 
@@ -35,6 +37,8 @@ class CheckedSettings(BaseModel):
 
 
 class Scaled(nn.Module):
+    """A layer whose scale is read from the configuration."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, self.layer = config, linear()
@@ -62,7 +66,7 @@ class Configured(nn.Module):
 
 
 class ConfiguredEarly(Configured):
-    """Code next to the second layer writes the field; code after the third layer reads it."""
+    """Code after the first layer writes the field; code after the third layer reads it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)

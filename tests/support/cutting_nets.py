@@ -48,14 +48,17 @@ def images(rows: int = 3, size: int = 8) -> Tensor:
 
 
 def words(rows: int = 3, length: int = 6) -> Tensor:
+    """Random tokens (rows, length)."""
     return torch.randint(0, WORDS, (rows, length))
 
 
 def rows(number: int = 3) -> Tensor:
+    """Random vectors (number, WIDTH) in float64."""
     return torch.randn(number, WIDTH, dtype=torch.float64)
 
 
 def sequences(number: int = 3, length: int = 5) -> Tensor:
+    """Random sequences (number, length, WIDTH) in float64."""
     return torch.randn(number, length, WIDTH, dtype=torch.float64)
 
 
@@ -108,6 +111,8 @@ class Dense(nn.Module):
 
 @dataclass
 class Both:
+    """A dataclass of a tensor and an optional tensor."""
+
     hidden: Tensor
     gate: Tensor | None = None
 
@@ -179,6 +184,8 @@ class Returning(nn.Module):
 
 
 class Attention(nn.Module):
+    """Attention with a mask and rotary positions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = linear(3 * WIDTH), linear()
@@ -195,6 +202,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer block, whose activation may be shared with other blocks."""
+
     def __init__(self, act: nn.Module | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -208,6 +217,8 @@ class Block(nn.Module):
 
 
 class Rotary(nn.Module):
+    """The cosines and sines of positions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("speed", 1.0 / 10 ** torch.arange(4.0), persistent=False)

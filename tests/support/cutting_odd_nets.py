@@ -55,6 +55,8 @@ class Frozen(nn.Module):
 
 
 class Cube(torch.autograd.Function):
+    """x^3 with a deliberately different gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -102,6 +104,8 @@ class Checkpointed(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """An LSTM and a GRU, whose final states are used as well as their outputs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
@@ -115,6 +119,8 @@ class Recurrent(nn.Module):
 
 
 class Encoder(nn.Module):
+    """torch's transformer encoder and attention module."""
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout, batch_first=True)
@@ -163,6 +169,8 @@ class BackwardHooked(nn.Module):
 
 
 class Parametrized(nn.Module):
+    """Weights with torch's parametrizations: weight, orthogonal and spectral norm."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a = parametrizations.weight_norm(linear())
@@ -175,6 +183,8 @@ class Parametrized(nn.Module):
 
 
 class Nested(nn.Module):
+    """Modules and parameters in nested lists and dicts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(
@@ -327,6 +337,8 @@ class Constants(nn.Module):
 
 
 class ValueDependent(nn.Module):
+    """A gate whose path depends on a value."""
+
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
@@ -404,6 +416,8 @@ class Complex(nn.Module):
 
 
 class ChannelsLast(nn.Module):
+    """Activations in channels-last memory format cross the cuts."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
@@ -416,6 +430,8 @@ class ChannelsLast(nn.Module):
 
 
 class Convolutions(nn.Module):
+    """Convolutions with pooling and normalization."""
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(

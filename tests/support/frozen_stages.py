@@ -22,6 +22,8 @@ WIDTH, ROWS, LAYERS = 16, 16, 8
 
 
 class Layer(nn.Module):
+    """A residual MLP."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -16,6 +16,8 @@ LAYERS = 8
 
 
 class Layer(nn.Module):
+    """A residual MLP with a norm."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)

@@ -209,6 +209,8 @@ class Extra(Base):
 
 
 class Counter(nn.Module):
+    """A layer whose extra state is a number."""
+
     def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(WIDTH, WIDTH)
@@ -269,6 +271,8 @@ class EmptyRank(Base):
 
 
 class FrozenEmpty(Base):
+    """A frozen parameter without elements."""
+
     def __init__(self) -> None:
         super().__init__()
         self.e = nn.Parameter(torch.empty(0, 3), requires_grad=False)
@@ -278,6 +282,8 @@ class FrozenEmpty(Base):
 
 
 class Complex(Base):
+    """A trained complex parameter."""
+
     def __init__(self) -> None:
         super().__init__()
         self.f = nn.Parameter(torch.ones(WIDTH // 2 + 1, dtype=torch.cfloat))
@@ -311,6 +317,8 @@ class Scalar(Base):
 
 
 class Scaled(nn.Module):
+    """A layer with a parameter without dimensions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.l = nn.Linear(WIDTH, WIDTH)
@@ -335,6 +343,8 @@ class ScalarBlocks(nn.Module):
 
 
 class FrozenScalar(Base):
+    """A frozen parameter without dimensions."""
+
     def __init__(self) -> None:
         super().__init__()
         self.k = nn.Parameter(torch.tensor(2.0), requires_grad=False)
@@ -355,6 +365,8 @@ class Mixed(Base):
 
 
 class MixedLayer(Base):
+    """An fp64 layer among fp32 layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.d = nn.Linear(WIDTH, WIDTH).double()
@@ -383,6 +395,8 @@ class Strided(Base):
 
 
 class StridedRect(Base):
+    """Rectangular weights whose memory is transposed."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
@@ -410,6 +424,8 @@ class Sparse(Base):
 
 
 class SparseBag(Base):
+    """Sparse gradients of an embedding bag."""
+
     def __init__(self) -> None:
         super().__init__()
         self.e = nn.EmbeddingBag(10, WIDTH, sparse=True, mode="sum")
@@ -482,6 +498,8 @@ class Cached(nn.Module):
 
 
 class InnerBuffer(Base):
+    """A cache made in the forward pass of an inner layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.c = Cached()

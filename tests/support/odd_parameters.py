@@ -32,10 +32,12 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
     return torch.optim.SGD(list(parameters), lr=0.1, momentum=0.9)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with weight decay."""
     return torch.optim.AdamW(list(parameters), lr=1e-2, weight_decay=0.1)
 
 
@@ -68,6 +70,7 @@ def make_net(name: str) -> nn.Module:
 
 
 def by_dim(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups: only parameters of two or more dimensions decay."""
     listed = list(parameters)
     groups = [
         {"params": [p for p in listed if p.dim() >= 2], "weight_decay": 0.5},
@@ -77,24 +80,17 @@ def by_dim(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Three groups with different rates and betas, divided by the number of elements and
-    dimensions.
-    """
+    """Three groups by shape, with different rates, betas and decay."""
     ordered = iter(parameters)
-    square, small, other_parameters = [], [], []
+    square, small, rest = [], [], []
     for p in ordered:
-        kind = (
-            square
-            if tuple(p.shape) == (WIDTH, WIDTH)
-            else small
-            if p.numel() <= 4
-            else other_parameters
-        )
+        is_square = tuple(p.shape) == (WIDTH, WIDTH)
+        kind = square if is_square else small if p.numel() <= 4 else rest
         kind.append(p)
     groups = [
         {"params": square, "lr": 0.02, "betas": (0.8, 0.99)},
         {"params": small, "lr": 0.03, "weight_decay": 0.0},
-        {"params": other_parameters, "weight_decay": 0.3},
+        {"params": rest, "weight_decay": 0.3},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2, weight_decay=0.1)
 
@@ -167,7 +163,7 @@ def noted(net: nn.Module) -> Make:
 
 
 class Lars(torch.optim.Optimizer):
-    """Divides each parameter's gradient by its norm."""
+    """Scales each matrix's update to its norm (layer-wise adaptive rates)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -189,11 +185,9 @@ class Global(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        parameters_of_all = [
-            p for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        norm = sum(float(p.grad.square().sum()) for p in parameters_of_all) ** 0.5
-        for p in parameters_of_all:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.square().sum()) for p in trained) ** 0.5
+        for p in trained:
             p.sub_(p.grad, alpha=self.defaults["lr"] / norm)
 
 

@@ -44,7 +44,7 @@ class Crashes(DDP):
 
 
 class Forgets(DDP):
-    """On one rank the gradients of one parameter are 1% too large."""
+    """One rank makes the averaged gradient of one parameter 1% too large."""
 
     name: ClassVar[str] = "forgets"
     summary: ClassVar[str] = "forgets"

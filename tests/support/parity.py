@@ -26,6 +26,8 @@ UNSEEN = {"memory.predict": False, "memory.track_steps": 0}
 
 @dataclass
 class Record:
+    """The numbers of a run: one entry per step, and the final weights by name."""
+
     losses: list[float]
     norms: list[float]
     gradients: list[dict[str, Tensor]]

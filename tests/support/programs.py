@@ -23,6 +23,8 @@ _CLEARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "O
 
 @dataclass(frozen=True)
 class Finished:
+    """A command that has ended: its exit status and output."""
+
     status: int
     output: str
     """Standard output and standard error, interleaved as they were written."""

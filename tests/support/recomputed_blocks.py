@@ -18,6 +18,7 @@ from bigtrain.losses.loss import CrossEntropy
 
 
 def plainly(block, x):
+    """Call a block with one positional argument."""
     return block(x)
 
 
@@ -39,6 +40,8 @@ class Blocks(nn.Module):
 
 
 class Inner(nn.Module):
+    """A block with dropout, which accepts further tensors and a list that it appends to."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.drop = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(0.3)
@@ -53,6 +56,8 @@ class Inner(nn.Module):
 
 
 class ChangesItsInput(nn.Module):
+    """A block that changes its input in place."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)

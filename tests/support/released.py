@@ -20,6 +20,8 @@ RELEASE = {"optim.release_gradients": True}
 
 
 class Block(nn.Module):
+    """A residual linear layer."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)

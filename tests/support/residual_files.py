@@ -18,4 +18,5 @@ def entry(tracked=1000, when="2030-01-01T00:00:00.000000+00:00", **other):
 
 
 def on_cpu(engine):
+    """The safety margin of an engine on this CPU."""
     return safety_margin(engine, device_key=hardware_key("cpu"))

@@ -65,6 +65,7 @@ def _modules(folder: Path, prefix: tuple[str, ...]) -> dict[str, Path]:
 
 @cache
 def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 

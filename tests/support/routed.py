@@ -24,6 +24,8 @@ ROWS = 16
 
 
 class Tower(nn.Module):
+    """A residual MLP."""
+
     def __init__(self, inner: int = 48) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
@@ -262,6 +264,7 @@ def rows_of(step: int) -> tuple[dict[str, Tensor], Tensor]:
 def rows_of_batch(
     batch: tuple[dict[str, Tensor], Tensor], rows: slice
 ) -> tuple[dict[str, Tensor], Tensor]:
+    """Some rows of a batch."""
     return {key: value[rows] for key, value in batch[0].items()}, batch[1][rows]
 
 

@@ -54,6 +54,7 @@ class Case:
 
 
 def gpt_case(*, tied: bool, length: int = 8, dropout: float = 0.0, layers: int = 2) -> Case:
+    """A GPT of WORDS words, with or without a head tied to its embedding."""
     sizes = {"num_layers": layers, "width": WIDTH, "num_heads": HEADS, "vocab_size": WORDS}
     config = GPTConfig(
         **sizes,
@@ -115,6 +116,7 @@ class Encoder(nn.Module):
 
 
 def encoder_case(*, batch_first: bool, norm_first: bool = False, dropout: float = 0.0) -> Case:
+    """Two of torch's encoder layers."""
     slices = {}
     for n in range(2):
         names = ("self_attn.in_proj_", "self_attn.out_proj", "linear1", "linear2")

@@ -42,6 +42,7 @@ def process(context, change=None):
 
 
 def surroundings(context):
+    """Print the rank; return process id, folder, a variable and a random number."""
     print("said by rank", context.rank)
     draw = torch.rand(()).item()
     return os.getpid(), os.getcwd(), os.environ.get("BESIDE"), draw, context.seed, sys.path[0]

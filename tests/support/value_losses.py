@@ -38,6 +38,8 @@ class Words(nn.Module):
 
 @dataclass
 class Output:
+    """An object with tensors as attributes."""
+
     hidden: Tensor
     pooled: Tensor | None = None
 

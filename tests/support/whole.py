@@ -26,6 +26,7 @@ def elements(extents: Sequence[Extent]) -> list[int]:
 
 
 def index_of(extents: Sequence[Extent]) -> Tensor:
+    """The flat indices of the elements of extents, as a tensor."""
     runs = [
         (extent.start + torch.arange(extent.count)[:, None] * extent.pitch)
         + torch.arange(extent.length)[None, :]

@@ -35,6 +35,7 @@ TOO_LATE = (
 
 
 def main() -> int:
+    """Run the command line in a forked process; return its exit status."""
     program, *orig = sys.argv
     python = sys.executable
     words = list(orig)
