@@ -49,7 +49,9 @@ def start_hosts(*words: str) -> subprocess.Popen[str]:
 
 def left_of(process: subprocess.Popen[str]) -> list[str]:
     places = (Path("/run/netns"), Path(tempfile.gettempdir()))
-    return [path.name for one in places for path in one.glob(f"{hosts.PREFIX}{process.pid}-*")]
+    return [
+        path.name for folder in places for path in folder.glob(f"{hosts.PREFIX}{process.pid}-*")
+    ]
 
 
 def frame(to: int, size: int) -> bytes:

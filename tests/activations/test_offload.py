@@ -53,9 +53,9 @@ def test_the_numbers_stay(make, bf16, mover):
     assert same(train(make, late, bf16=bf16), plain)
     assert late.bytes_moved == mover.bytes_moved
     gc.collect()
-    for one in (mover, late):
-        one._clear_up()
-        assert one.bytes_away == 0
+    for offloader in (mover, late):
+        offloader._clear_up()
+        assert offloader.bytes_away == 0
 
 
 def live_bytes(
@@ -414,7 +414,7 @@ def test_moved_among_recomputed_and_recomputed_within_moved(mover):
             model(x).square().mean().backward()
             seen += [p.grad.clone() for p in model.parameters()]
         results.append(seen + [b.clone() for b in model.buffers()])
-    assert all(same(results[0], other) for other in results[1:])
+    assert all(same(results[0], result) for result in results[1:])
     assert mover.bytes_moved > 0
 
 

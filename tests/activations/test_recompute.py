@@ -39,9 +39,9 @@ def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tm
     )
     twin = copy.deepcopy(model)
     assert isinstance(pickle.loads(pickle.dumps(model)), Blocks)
-    for one in (model, twin):
+    for net in (model, twin):
         torch.manual_seed(3)
-        one(rows()[0]).sum().backward()
+        net(rows()[0]).sum().backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     remove_policies(model)

@@ -95,7 +95,7 @@ def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
         package = ".".join(module.split(".")[:2])
         # A library's adapter may be used by all techniques that run on the library.
         named -= ADAPTERS if module.startswith("strategies.") else set()
-        strangers = {other for other in named if ".".join(other.split(".")[:2]) != package}
+        strangers = {name for name in named if ".".join(name.split(".")[:2]) != package}
         assert not strangers or module == "core.registry", (
             f"{module} names other strategies: {strangers}"
         )
@@ -251,7 +251,7 @@ def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
     """The options of `bigtrain checkpoint` are frozen."""
     *_, actions = arguments.checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
-    options = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
+    options = {name: set(parser._option_string_actions) for name, parser in actions.choices.items()}
     assert options == {name: flags | everywhere for name, flags in CHECKPOINT_ACTIONS.items()}
 
 

@@ -386,7 +386,7 @@ def missing_arguments(docstring: Docstring) -> list[str]:
         taken = local_names(docstring)
     else:
         return entries
-    return [one for entry in entries for one in entry.split(", ") if one not in taken]
+    return [name for entry in entries for name in entry.split(", ") if name not in taken]
 
 
 def missing_exceptions(docstring: Docstring) -> list[str]:

@@ -24,10 +24,10 @@ def test_every_room_stands_in_the_order():
 def test_imports_go_to_lower_rooms():
     height = {name: number for number, name in enumerate(ORDER)}
     wrong = [
-        f"{module} imports {other}"
+        f"{module} imports {imported}"
         for module in sources()
-        for other in used_modules(module)
-        if height.get(room(other), -1) > height.get(room(module), -1)
+        for imported in used_modules(module)
+        if height.get(room(imported), -1) > height.get(room(module), -1)
         # The registry names the techniques as text: they are imported when they are chosen.
         and module not in ("", "core.registry")
     ]
@@ -63,8 +63,8 @@ def test_no_module_imports_itself_round_a_corner():
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, "cycle: " + " -> ".join((*path, module))
         if module not in finished:
-            for other in sorted(graph[module]):
-                visit(other, (*path, module))
+            for imported in sorted(graph[module]):
+                visit(imported, (*path, module))
             finished.add(module)
 
     for module in graph:

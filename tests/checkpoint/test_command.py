@@ -84,13 +84,13 @@ def test_inspect_says_what_is_in_it(tmp_path, capsys):
     model, optimizer = document["parts"]["model"], document["parts"]["optimizer"]
     assert (model["tensors"], model["elements"], model["bytes"]) == (2, 7, 32)
     assert model["dtypes"] == {"float32": 1, "int64": 1}
-    assert {name: one["bytes"] for name, one in optimizer["slots"].items()} == {
+    assert {name: entry["bytes"] for name, entry in optimizer["slots"].items()} == {
         "exp_avg": 24,
         "step": 4,
     }
     about = {"name": "model.a.weight", "dtype": "float32", "shape": [2, 3], "bytes": 24}
     assert about in document["tensors"]
-    sizes = {one["name"]: one["bytes"] for one in document["files"]}
+    sizes = {entry["name"]: entry["bytes"] for entry in document["files"]}
     assert sizes == {n: (path / n).stat().st_size for n in sizes}
 
 
@@ -149,7 +149,7 @@ def test_verify_names_every_file_that_is_damaged(tmp_path, capsys):
     assert (status, document["damaged"]) == (1, 2)
     (path / "manifest.json").write_text("{")
     status, document = run_json(capsys, "verify", path)
-    assert (status, [one["name"] for one in document["files"]]) == (1, ["manifest.json"])
+    assert (status, [entry["name"] for entry in document["files"]]) == (1, ["manifest.json"])
     assert "is not readable" in document["files"][0]["damage"]
 
 
@@ -186,7 +186,7 @@ def test_diff_of_what_is_no_number_of_other_shapes_and_of_other_types(tmp_path, 
         y=torch.zeros(2),
     )
     status, document = run_json(capsys, "diff", first, second)
-    rows = {one["name"]: one for one in document["different"]}
+    rows = {difference["name"]: difference for difference in document["different"]}
     assert set(rows) == {"model.a.weight", "model.x", "model.y"}
     assert (rows["model.x"]["absolute"], rows["model.x"]["elements"]) == ("inf", 1)
     assert rows["model.y"]["shapes"] == [[1], [2]]

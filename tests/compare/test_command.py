@@ -312,8 +312,8 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
     outputs = [process.communicate(timeout=240) for process in both_processes]
     assert [process.returncode for process in both_processes] == [0, 0], outputs
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["compare-1", "compare-2"]
-    one, two = (json.loads(out)["rows"][0] for out, _ in outputs)
-    assert one["losses"] == two["losses"]
+    first_row, two = (json.loads(out)["rows"][0] for out, _ in outputs)
+    assert first_row["losses"] == two["losses"]
 
 
 @pytest.mark.full

@@ -43,15 +43,15 @@ def simulate_fully(actions, pieces):
     clock, places, phases = 0, {}, []
     for stage, kind, number in actions:
         variant = "first" if firsts[stage] == number else "later"
-        one = pieces[stage][f"{variant}_split" if (stage, number) in split else variant]
-        ticks = (one.begin, *one.starts, one.end + 1)
+        recorded = pieces[stage][f"{variant}_split" if (stage, number) in split else variant]
+        ticks = (recorded.begin, *recorded.starts, recorded.end + 1)
         point = {"F": 0, "B": 1, "I": 1, "W": 2}[kind]
-        places.setdefault((stage, number), (one, []))[1].append(clock)
+        places.setdefault((stage, number), (recorded, []))[1].append(clock)
         phases.append((clock, "backward" if point else "forward"))
         clock += ticks[point + 1] - ticks[point]
     spans = []
-    for one, begins in places.values():
-        ticks = (one.begin, *one.starts, one.end + 1)
+    for recorded, begins in places.values():
+        ticks = (recorded.begin, *recorded.starts, recorded.end + 1)
 
         def moved(tick, ticks=ticks, begins=begins):
             """A tick of the record as a tick of the step, by the action that contains it."""
@@ -60,11 +60,11 @@ def simulate_fully(actions, pieces):
                     return begin + tick - start
             return begins[-1] + ticks[-1] - ticks[-2]
 
-        for span in one.timeline.spans:
+        for span in recorded.timeline.spans:
             # A storage that is dead at a tick is dead after the tick before: no later action comes
             # between.
             death = moved(span.death - 1) + 1
-            if span.kind == "gradients" and span.death > one.end:
+            if span.kind == "gradients" and span.death > recorded.end:
                 death = clock
             spans.append(Span(span.nbytes, span.kind, moved(span.birth), death))
     return Timeline(tuple(spans), tuple(phases))
@@ -129,11 +129,11 @@ SMALL = RecordedPass(
 )
 
 
-def same_variants(one, suffix=""):
+def same_variants(recorded, suffix=""):
     """A stage whose first micro-batch, which allocates gradients, is otherwise like the
     later ones.
     """
-    return {f"first{suffix}": one, f"later{suffix}": one}
+    return {f"first{suffix}": recorded, f"later{suffix}": recorded}
 
 
 def test_what_waits_and_what_stays():

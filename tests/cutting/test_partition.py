@@ -129,8 +129,11 @@ def test_stages_that_share_a_device_share_its_memory(seed):
     in_flight = [3, 2, 2, 1]
     options = {"bandwidth": math.inf, "state_factor": 4.0, "in_flight": in_flight}
 
-    def together(held):
-        return [sum(h for h, d in zip(held, devices, strict=True) if d == rank) for rank in (0, 1)]
+    def together(stage_bytes):
+        return [
+            sum(h for h, d in zip(stage_bytes, devices, strict=True) if d == rank)
+            for rank in (0, 1)
+        ]
 
     rows = list(all_partitions(layers, 4, math.inf, 4.0, in_flight))
     best_fit = sorted(max(together(row[2])) for row in rows)

@@ -196,7 +196,14 @@ def test_augmentation_does_not_depend_on_the_ranks(name, tmp_path, monkeypatch):
         ]
         steps = [[next(loader) for loader in loaders] for _ in range(2)]
         return [
-            torch.cat([part.inputs for one in step for part in one.micro_batches if part.rows])
+            torch.cat(
+                [
+                    part.inputs
+                    for rank_batch in step
+                    for part in rank_batch.micro_batches
+                    if part.rows
+                ]
+            )
             for step in steps
         ]
 

@@ -208,15 +208,15 @@ def test_a_type_that_cannot_be_saved_is_named(tmp_path):
 
 
 def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
-    kept = {0: 10, 1: 11}
+    device_states = {0: 10, 1: 11}
 
     def put(state, device):
-        kept[device.index] = int(state[0])
+        device_states[device.index] = int(state[0])
 
     gpus = SimpleNamespace(
         is_available=lambda: True,
-        device_count=lambda: len(kept),
-        get_rng_state=lambda device: torch.tensor([kept[device.index]], dtype=torch.uint8),
+        device_count=lambda: len(device_states),
+        get_rng_state=lambda device: torch.tensor([device_states[device.index]], dtype=torch.uint8),
         set_rng_state=put,
     )
     real = torch.get_device_module
@@ -224,15 +224,15 @@ def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
         torch, "get_device_module", lambda kind: gpus if kind == "cuda" else real(kind)
     )
     state = json.loads(json.dumps(random_state()))
-    kept[0] = kept[1] = 0
+    device_states[0] = device_states[1] = 0
     set_random_state(state)
-    assert kept == {0: 10, 1: 11}
-    kept = {0: 7}  # one GPU fewer than at the save
+    assert device_states == {0: 10, 1: 11}
+    device_states = {0: 7}  # one GPU fewer than at the save
     set_random_state(state)
-    assert kept == {0: 10}
-    kept = {0: 7, 1: 8}
+    assert device_states == {0: 10}
+    device_states = {0: 7, 1: 8}
     set_random_state({**state, "cuda": state["cuda"][1]})  # the format of older checkpoints
-    assert kept == {0: 11, 1: 8}
+    assert device_states == {0: 11, 1: 8}
 
 
 def test_random_states_go_through_json_and_back():

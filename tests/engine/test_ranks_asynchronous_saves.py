@@ -91,7 +91,7 @@ def test_it_is_the_state_of_the_step_at_which_it_began(tmp_path, ranks, strategy
     if most is None:  # each byte is written by one rank
         assert 0.5 * size < sum(copied) <= size
     else:
-        assert all(one <= most for one in copied)
+        assert all(tensor <= most for tensor in copied)
 
 
 def fail_second_save(context: RunContext, folder: Path) -> Any:

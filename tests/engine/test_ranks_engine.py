@@ -46,9 +46,9 @@ def first_weights(context, model):
 
 @pytest.mark.parametrize("model", [TinyLM, ReadsItsWeights])
 def test_all_ranks_begin_with_the_same_weights(model):
-    (rank_0_weights, reason), (other, _) = run_ranks(first_weights, 2, model)
+    (rank_0_weights, reason), (rank_1_weights, _) = run_ranks(first_weights, 2, model)
     assert (reason == "") == (model is TinyLM)
-    assert all(torch.equal(rank_0_weights[name], other[name]) for name in rank_0_weights)
+    assert all(torch.equal(rank_0_weights[name], rank_1_weights[name]) for name in rank_0_weights)
 
 
 def test_weights_do_not_depend_on_the_number_of_ranks():

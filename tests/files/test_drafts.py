@@ -120,4 +120,4 @@ def test_drafts_of_earlier_versions_go_after_a_day(tmp_path: Path) -> None:
     for name in (*names, *kept_files):
         os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
     remove_left_drafts(tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(kept_files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept_files)

@@ -65,7 +65,7 @@ def bomb(levels: int, width: int, flavour: str) -> str:
         inner = [f"*a{n - 1}"] * width
         value = f"[{', '.join(inner)}]"
         if flavour == "map":
-            value = "{" + ", ".join(f"k{k}: {one}" for k, one in enumerate(inner)) + "}"
+            value = "{" + ", ".join(f"k{k}: {alias}" for k, alias in enumerate(inner)) + "}"
         elif flavour == "merge":
             value = f"{{<<: {value}}}"
         lines.append(f"a{n}: &a{n} {value}")

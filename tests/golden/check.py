@@ -113,7 +113,7 @@ class _ThisProcess:
         self, function: Callable[[Any], Any], asked: list[Any], chunksize: int
     ) -> list[Any]:
         assert chunksize == 1
-        return [self.apply(function, (one,)) for one in asked]
+        return [self.apply(function, (case,)) for case in asked]
 
 
 def _start(folder: str) -> None:
@@ -203,7 +203,7 @@ def _leaves(was: Any, now: Any, path: str) -> Iterator[tuple[str, str, str]]:
             if before != after:
                 yield from _leaves(before, after, f"{path}[{place}]")
     else:
-        yield path, *(json.dumps(one, sort_keys=True)[:400] for one in (was, now))
+        yield path, *(json.dumps(value, sort_keys=True)[:400] for value in (was, now))
 
 
 if __name__ == "__main__":

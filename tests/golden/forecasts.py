@@ -159,8 +159,11 @@ def _options() -> list[Case]:
     return [
         Case(net, strategy, ranks, {"train.global_batch_size": 24, **keys})
         for net, strategy, ranks, keys in [
-            *((net, *one) for net in ("tied", "odd", "conv") for one in some),
-            *(("looks", one, _ranks(one), {}) for one in ("single", "ddp", "fsdp", "1f1b")),
+            *((net, *case) for net in ("tied", "odd", "conv") for case in some),
+            *(
+                ("looks", preset, _ranks(preset), {})
+                for preset in ("single", "ddp", "fsdp", "1f1b")
+            ),
             ("looks", "single", 1, {f"{RECOMPUTE}.mode": "full"}),
             ("looks", "single", 1, {RECOMPUTE: {"budget": 10**6}}),
         ]

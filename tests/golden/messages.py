@@ -260,17 +260,17 @@ def cases() -> dict[str, tuple[Any, ...]]:
     """By name: the function of the product that is called, and its input."""
     asked: list[tuple[Any, ...]] = [
         *(("load", text, words) for text, words in LOADED),
-        *(("name", *one) for one in NAMES),
+        *(("name", *inputs) for inputs in NAMES),
         *(("change", words) for words in CHANGED),
-        *(("plan", *one) for one in PLANS),
-        *(("shape", *one) for one in SHAPED),
-        *(("open", *one) for one in OPENED),
-        *(("model", *one) for one in MODELS),
-        *(("source", *one) for one in SOURCES),
-        *(("cluster", one) for one in FIGURES),
-        *(("planner", one) for one in PLANNER),
+        *(("plan", *inputs) for inputs in PLANS),
+        *(("shape", *inputs) for inputs in SHAPED),
+        *(("open", *inputs) for inputs in OPENED),
+        *(("model", *inputs) for inputs in MODELS),
+        *(("source", *inputs) for inputs in SOURCES),
+        *(("cluster", inputs) for inputs in FIGURES),
+        *(("planner", inputs) for inputs in PLANNER),
     ]
-    return {" ".join(str(part) for part in one): one for one in asked}
+    return {" ".join(str(part) for part in inputs): inputs for inputs in asked}
 
 
 def compute(asked: tuple[Any, ...]) -> str | None:

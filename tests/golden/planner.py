@@ -74,6 +74,6 @@ def compute(arguments: list[str]) -> Any:
     document["cluster"] = document["cluster"]["name"]  # its figures are in configs/clusters
     best = document["plans"]
     document["front"] = [
-        f"plans[{best.index(one)}]" if one in best else one for one in document["front"]
+        f"plans[{best.index(plan)}]" if plan in best else plan for plan in document["front"]
     ]
     return document

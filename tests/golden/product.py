@@ -80,7 +80,7 @@ def _peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list
     forecasts = [
         forecast_rank(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)
     ]
-    return [one.peak().bytes for one in forecasts if one is not None]
+    return [forecast.peak().bytes for forecast in forecasts if forecast is not None]
 
 
 def _resolved(
@@ -184,10 +184,10 @@ def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
     """For each stage, the traffic that the techniques state, in their order."""
     return [
         [
-            f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.overlaps}, "
-            f"ranks {one.ranks} by {one.stride}"
+            f"{traffic.kind} {traffic.nbytes} in {traffic.calls}, each {traffic.every}, "
+            f"beside {traffic.overlaps}, ranks {traffic.ranks} by {traffic.stride}"
             for technique in plan.in_order
-            for one in technique.traffic(profile, plan)
+            for traffic in technique.traffic(profile, plan)
         ]
         for profile in profiles
     ]

@@ -47,7 +47,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
     """The numbers of which a resumed training consists."""
     state = optimizer.state_dict()
-    moments = [one["momentum_buffer"].tolist() for one in state["state"].values()]
+    moments = [slot_values["momentum_buffer"].tolist() for slot_values in state["state"].values()]
     options = [group["lr"] for group in state["param_groups"]]
     return [[p.tolist() for p in model.parameters()], moments, options, scheduler.last_epoch]
 
@@ -124,9 +124,9 @@ def two_nodes(context: RunContext, folder: str) -> list[Any]:
 
 def test_the_newest_commit_of_any_node_is_that_of_all(tmp_path):
     first, second = run_ranks(two_nodes, 2, str(tmp_path))
-    for one in (first, second):
-        assert one[:3] == [False, True, 11]
-        assert one[4] == second[3]
+    for state_of_rank in (first, second):
+        assert state_of_rank[:3] == [False, True, 11]
+        assert state_of_rank[4] == second[3]
     assert first[3] != second[3]
 
 

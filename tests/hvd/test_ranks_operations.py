@@ -67,7 +67,7 @@ def run_reductions(context: RunContext) -> dict[str, Any]:
     out["shares"] = hvd.reducescatter(mine, op=hvd.Sum)
     many = [mine, mine.float(), mine[0] + 1]
     out["grouped"] = hvd.grouped_allreduce(many, op=hvd.Sum)
-    copies = [one.clone() for one in many]
+    copies = [tensor.clone() for tensor in many]
     out["grouped in place"] = hvd.grouped_allreduce_(copies) and copies
     out["grouped shares"] = hvd.grouped_reducescatter(many[:2], op=hvd.Average)
     rows = torch.sparse_coo_tensor([[me, 4, 4]], rank_tensor(me, (3, 2)), (5, 2))
@@ -560,7 +560,7 @@ def test_what_cannot_be_is_refused_with_a_fix(alone, tmp_path):
 
 def test_nodes_are_told_apart_by_their_names():
     places = hvd.session._places([("a", 0), ("a", 1), ("b", 0), ("a", 2), ("b", 1)])
-    assert [(one.node, one.local_rank) for one in places] == [
+    assert [(context.node, context.local_rank) for context in places] == [
         (0, 0),
         (0, 1),
         (1, 0),
@@ -569,4 +569,4 @@ def test_nodes_are_told_apart_by_their_names():
     ]
     # Two agents of torchrun on one host count as two nodes.
     places = hvd.session._places([("a", 0), ("a", 1), ("a", 0), ("a", 1)])
-    assert [one.node for one in places] == [0, 0, 1, 1]
+    assert [context.node for context in places] == [0, 0, 1, 1]

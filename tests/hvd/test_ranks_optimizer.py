@@ -415,8 +415,8 @@ def steps_of(context: RunContext) -> dict[str, Any]:
 
 def test_steps_out_of_turn():
     first, second = run_ranks(steps_of, 2)
-    for one, other in zip(first["weights"], second["weights"], strict=True):
-        assert torch.equal(one, other)
+    for first_weight, second_weight in zip(first["weights"], second["weights"], strict=True):
+        assert torch.equal(first_weight, second_weight)
     model = net(0)
     for rank in range(2):
         (model(rows(rank, slice(0, 4))[0]).sum() / 2).backward()

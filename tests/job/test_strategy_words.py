@@ -288,7 +288,7 @@ def techniques(plan: Plan) -> dict[str, object]:
 def variants_of(role: Role, *, pp: int, dp: int) -> list[Variant]:
     """The variants of all techniques of a role for a small cluster."""
     shape = Shape(pp, dp, devices_per_node=2, device_type="cpu", num_blocks=16, micro_batches=8)
-    return [variant for one in techniques_of(role) for variant in one.variants(shape)]
+    return [variant for technique in techniques_of(role) for variant in technique.variants(shape)]
 
 
 def candidates() -> list[Candidate]:

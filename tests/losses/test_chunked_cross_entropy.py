@@ -92,10 +92,10 @@ def test_another_ignored_index_and_one_that_is_a_class():
     expected = plain_loss(**tensors, ignore_index=3)
     result = chunked_cross_entropy(**tensors, ignore_index=3, chunk_size=300)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
-    for one, other in zip(
+    for wanted, actual in zip(
         gradients(expected, tensors).values(), gradients(result, tensors).values(), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(wanted, actual, rtol=0, atol=1e-12)
 
 
 def test_no_valid_target_is_zero_in_value_and_gradient():
@@ -128,10 +128,10 @@ def test_what_is_frozen_costs_no_gradient(frozen):
     unfrozen = tensors["weight" if frozen == "hidden" else "hidden"]
     assert unfrozen.nbytes <= live < unfrozen.nbytes + 64
     expected = plain_loss(**tensors)
-    for one, other in zip(
+    for wanted, actual in zip(
         gradients(expected, tensors).values(), gradients(total, tensors).values(), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(wanted, actual, rtol=0, atol=1e-12)
 
 
 def test_without_grad_there_is_the_value_and_nothing_is_kept():
@@ -242,8 +242,8 @@ def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recomput
         total = CHUNKED(run, batch[1])
     total.backward()
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+    for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, twin_parameter.grad, rtol=0, atol=1e-12)
     assert list(model.state_dict()) == names
 
 
@@ -289,8 +289,8 @@ def test_a_head_with_a_computed_weight():
     attach_head(CHUNKED, model)
     through(model, CHUNKED, batch).backward()
     CrossEntropy()(twin(batch[0]), batch[1]).backward()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+    for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, twin_parameter.grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -422,14 +422,14 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
         sum(s["step_seconds"] for s in other_lines) / 2
     )
     assert step["predicted_seconds"] == first["predicted_step_seconds"] > 0
-    assert not any("predicted_step_seconds" in one for one in other_lines)
+    assert not any("predicted_step_seconds" in entry for entry in other_lines)
     plan = yaml.safe_load((folder / "plan.yaml").read_text())
     assert plan["predicted"]["step_seconds"] == step["predicted_seconds"]
     assert "by the rates of this machine" in done.stdout
     stored = json.loads(RESIDUALS.path.read_text())
-    seconds = [one for key in stored if "step_seconds" in key for one in stored[key]]
+    seconds = [entry for key in stored if "step_seconds" in key for entry in stored[key]]
     expected = [] if step["busy"] else [step["measured_seconds"]]
-    assert [one["measured_seconds"] for one in seconds] == expected
+    assert [entry["measured_seconds"] for entry in seconds] == expected
 
 
 def test_a_run_that_fails_leaves_none(tmp_path):

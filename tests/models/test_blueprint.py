@@ -420,5 +420,5 @@ def test_hooks_of_the_constructor_run_after_values_are_filled_in():
     for model in (filled, plain):
         model(torch.ones(4, 3)).sum().backward()
         assert sorted(model.seen) == sorted(name for name, _ in model.named_parameters())
-    for mine, other in zip(filled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for mine, expected in zip(filled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)

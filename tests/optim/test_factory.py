@@ -75,5 +75,5 @@ def test_every_implementation_takes_the_same_step(name):
             optimizer.step()
             optimizer.zero_grad()
         results.append(layer.weight.detach())
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other)
+    for result in results[1:]:
+        torch.testing.assert_close(results[0], result)

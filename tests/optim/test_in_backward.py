@@ -23,9 +23,9 @@ def test_the_numbers_are_the_same_bits(optimizer):
     keys = {"optim.name": optimizer, "optim.weight_decay": 0.1}
     keys |= {"optim.momentum": 0.9} if optimizer == "sgd" else {}
     plain, released = train_alone(keys), train_alone({**keys, **RELEASE})
-    for one, other in zip(plain[0], released[0], strict=True):
-        assert (one.loss, one.lr) == (other.loss, other.lr)
-        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+    for plain_step, released_step in zip(plain[0], released[0], strict=True):
+        assert (plain_step.loss, plain_step.lr) == (released_step.loss, released_step.lr)
+        assert plain_step.grad_norm == pytest.approx(released_step.grad_norm, rel=1e-6)
     assert plain[1].keys() == released[1].keys()
     for name, value in plain[1].items():
         assert torch.equal(value, released[1][name]), name

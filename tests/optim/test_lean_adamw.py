@@ -42,8 +42,8 @@ def test_in_full_precision_it_is_torchs(dtype):
     shape = (3, CHUNK_ELEMENTS // 2 + 5)  # more than one chunk, and a partial one
     ours, _ = after_steps(lambda p: LeanAdamW(p, **KEYS), shape=shape, dtype=dtype)
     theirs, _ = after_steps(torchs, shape=shape, dtype=dtype)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_in_another_order_and_with_gaps():

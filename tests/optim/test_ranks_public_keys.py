@@ -65,9 +65,9 @@ def test_every_engine_has_torchs_numbers(strategy, ranks, tolerance, expected):
     keys = {} if tolerance == 1e-4 else {"train.precision": "fp64"}
     pp = 2 if strategy == "1f1b" else 1
     for records in run_ranks(job_records, ranks, strategy, keys, pp=pp):
-        for case, one, other in zip(CASES, expected, records, strict=True):
-            assert largest_difference(one, other) < tolerance, case
-            assert len(set(one.losses)) == len(one.losses), case
+        for case, expected_record, record in zip(CASES, expected, records, strict=True):
+            assert largest_difference(expected_record, record) < tolerance, case
+            assert len(set(expected_record.losses)) == len(expected_record.losses), case
 
 
 REFUSED = {

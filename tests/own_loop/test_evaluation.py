@@ -72,11 +72,11 @@ def test_modes_are_as_they_were_and_nothing_trains() -> None:
     with bigtrain.prepare(net, F.cross_entropy, sgd) as engine:
         engine.step((X, Y))
         engine.model[1].eval()
-        before = [one.training for one in engine.model.modules()]
+        before = [module.training for module in engine.model.modules()]
         state = {n: t.clone() for n, t in engine.model.state_dict().items()}
         engine.evaluate(BATCHES)
         outputs = engine.predict(X)
-        assert [one.training for one in engine.model.modules()] == before
+        assert [module.training for module in engine.model.modules()] == before
         assert all(torch.equal(state[n], t) for n, t in engine.model.state_dict().items())
         assert not outputs.requires_grad
         engine.model.eval()

@@ -95,7 +95,7 @@ def test_prepare_steps_a_scheduler_and_resumes_it(schedule: str, tmp_path: Path)
                 losses.append(result.loss)
             if not part:
                 engine.save(tmp_path)
-    assert rates == [one[0] for one in expected]
+    assert rates == [rate[0] for rate in expected]
     assert losses == pytest.approx(plain, abs=1e-6)
 
 

@@ -149,14 +149,14 @@ def test_every_rank_has_the_figures_of_all_rows(strategy: str, ranks: int) -> No
         if strategy != "local_sgd":
             assert len(result["outputs"]) == 12 // parts
             assert all(
-                any(row == pytest.approx(one, abs=1e-5) for one in expected["outputs"])
+                any(row == pytest.approx(outputs, abs=1e-5) for outputs in expected["outputs"])
                 for row in result["outputs"]
             )
 
 
 def axes_of(strategy: str, ranks: int) -> dict[str, int]:
     pipelines = ("1f1b", "zbv", "dualpipev", "layer_split", "pipeline")
-    if any(one in strategy for one in pipelines):
+    if any(name in strategy for name in pipelines):
         return {"pp": 2}
     return {"tp": ranks} if strategy == "tensor" else {}
 

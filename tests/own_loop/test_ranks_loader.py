@@ -114,7 +114,7 @@ def test_an_epoch_goes_on_under_other_strategies_and_ranks(tmp_path: Path) -> No
         losses += results[0][1]
         for rank in results:
             assert rank[1] == results[0][1]
-    assert [len(one) for one in rows] == [8, 8, 6, 8, 8, 6, 8, 8]
+    assert [len(row) for row in rows] == [8, 8, 6, 8, 8, 6, 8, 8]
     for epoch in (rows[:3], rows[3:6]):
         assert sorted(n for step in epoch for n in step) == list(range(ROWS))
     assert rows[0] != rows[3]

@@ -103,8 +103,10 @@ def test_whole_and_split_backward_passes_give_the_gradients_of_autograd(splits):
         torch.testing.assert_close(mine[0], expected[0])
         torch.testing.assert_close(mine[1], torch.zeros(SHAPE))  # the output does not depend on it
         assert all(gradient.is_contiguous() for gradient in mine)
-    for parameter, one, other in zip(stage.parameters(), *(w[1:] for w in wanted), strict=True):
-        torch.testing.assert_close(parameter.grad, one + other)
+    for parameter, whole_gradient, split_gradient in zip(
+        stage.parameters(), *(w[1:] for w in wanted), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, whole_gradient + split_gradient)
     assert runner.placed == 2
     assert runner.phases.count("labelled") == (4 if splits else 2)
     assert not passes._saved

@@ -50,16 +50,16 @@ def count_bytes(passes: Sequence[SectionPass]) -> list[int]:
     sizes = []
     for now in range(len(moments)):
         alive = 0
-        for n, one in enumerate(passes):
-            for s in one.storages:
+        for n, section in enumerate(passes):
+            for s in section.storages:
                 ends = s.until <= Anchor.WEIGHTS
                 past = [m for m in moments[: now + 1] if m[0] == n]
                 born = any(m[1:] >= (s.window, s.birth) for m in past)
                 dead = ends and any(m[1:] >= (s.until, s.death) for m in past)
                 # A storage that dies after the last tick of a window is freed when the next window
                 # begins.
-                gone = ends and s.death > one.lengths[s.until]
-                last = (n, int(s.until), one.lengths[s.until]) if gone else None
+                gone = ends and s.death > section.lengths[s.until]
+                last = (n, int(s.until), section.lengths[s.until]) if gone else None
                 over = last is not None and last in moments[:now]
                 alive += s.nbytes if born and not dead and not over else 0
         sizes.append(alive)

@@ -62,8 +62,10 @@ def test_tables_are_compared_in_turns():
 def test_a_rank_that_does_not_come_is_told_of():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.1))
-    for rank, other in ((0, "the others"), (1, "rank 0")):
-        with pytest.raises(LaunchError, match=f"rank {rank} waited in vain for the job of {other}"):
+    for rank, waited_for in ((0, "the others"), (1, "rank 0")):
+        with pytest.raises(
+            LaunchError, match=f"rank {rank} waited in vain for the job of {waited_for}"
+        ):
             Agreement(store, rank, 2).require({"turn": str(rank)})
         store.delete_key("agreement/1")
 

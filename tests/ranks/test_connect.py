@@ -308,11 +308,11 @@ def connection_error(
     """The error of a rank if the backend could not connect ranks with these devices."""
     meeting = Rendezvous(dist.HashStore(), "localhost")
     device = torch.device("cuda", 0)
-    for other, identity in identities.items():
+    for other_rank, identity in identities.items():
         monkeypatch.setattr(
             ranks_connect, "device_identity", lambda _, variables=identity: variables
         )
-        ranks_connect._tell_device(rank_info(other, len(identities), 4), meeting, device)
+        ranks_connect._tell_device(rank_info(other_rank, len(identities), 4), meeting, device)
     monkeypatch.setattr(ranks_connect, "device_identity", lambda _: identities[rank])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     placement = rank_info(rank, len(identities), 4)

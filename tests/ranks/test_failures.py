@@ -1,3 +1,5 @@
+"""Failures of ranks: exit statuses, the first report, lost and silent ranks, and strangers."""
+
 from __future__ import annotations
 
 import contextlib

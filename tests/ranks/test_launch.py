@@ -1,3 +1,5 @@
+"""Ranks that `bigtrain train -n` starts: refusals before a start, exit statuses, and restarts."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The placement of a rank from the launcher's variables, and contradictory ones."""
+
 from __future__ import annotations
 
 import os

@@ -120,8 +120,8 @@ def run_with_words(
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_the_command_is_refused_in_one_line_and_leaves_nothing(tmp_path, words, message):
-    (zero, silence), (one, line) = run_with_words(tmp_path, [[], words])
-    assert (zero, one) == (2, 2)
+    (zero, silence), (rank_1, line) = run_with_words(tmp_path, [[], words])
+    assert (zero, rank_1) == (2, 2)
     assert "started differently" not in silence
     assert message in line
     assert line.count("\n") == 1

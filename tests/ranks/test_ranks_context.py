@@ -1,3 +1,5 @@
+"""`RunContext` on real ranks: exchanges, mesh axes, timeouts, and how `run_ranks` fails."""
+
 from __future__ import annotations
 
 import os

@@ -35,10 +35,10 @@ def with_each_launcher(behaviours: list[str]) -> list[Any]:
     """Every launcher with one behaviour of the other ranks; the rest of the product is full."""
     return [
         pytest.param(
-            launcher, other, marks=[] if (n - m) % len(behaviours) == 0 else pytest.mark.full
+            launcher, behaviour, marks=[] if (n - m) % len(behaviours) == 0 else pytest.mark.full
         )
         for n, launcher in enumerate(LAUNCHERS)
-        for m, other in enumerate(behaviours)
+        for m, behaviour in enumerate(behaviours)
     ]
 
 

@@ -22,12 +22,12 @@ MOST = 8
 def classes_of(model, inputs):
     classes = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
     shuffled_classes = [
-        one
-        for one in classes
-        if one.units > 1
-        and one.in_activations
-        and not one.is_table
-        and all(sent.kind != "all_gather" for sent in one.exchanged)
+        axis_class
+        for axis_class in classes
+        if axis_class.units > 1
+        and axis_class.in_activations
+        and not axis_class.is_table
+        and all(sent.kind != "all_gather" for sent in axis_class.exchanged)
     ]
     return (
         [shuffled_classes[n * len(shuffled_classes) // MOST] for n in range(MOST)]

@@ -28,7 +28,7 @@ MESHES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 
 def records(context: RunContext, strategies: tuple[str, ...], mesh: dict[str, int]) -> Any:
     keys = {**CLIPPED, **{f"mesh.{axis}": size for axis, size in mesh.items()}}
-    return [train(context, BlockLM, tokens(22), one, keys, 4) for one in strategies]
+    return [train(context, BlockLM, tokens(22), strategy, keys, 4) for strategy in strategies]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,11 @@ def test_gradients_that_are_freed_as_they_come_leave_the_bits_and_the_norm(
 ) -> None:
     for results in run_ranks(train_with_release, ranks, strategies, tp=2, timeout_s=120):
         for strategy, (retained, freed) in results.items():
-            for one, other in zip(retained[0], freed[0], strict=True):
-                assert one.loss == other.loss, strategy
-                assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6), strategy
+            for kept_step, freed_step in zip(retained[0], freed[0], strict=True):
+                assert kept_step.loss == freed_step.loss, strategy
+                assert kept_step.grad_norm == pytest.approx(freed_step.grad_norm, rel=1e-6), (
+                    strategy
+                )
             for name, value in retained[1].items():
                 assert torch.equal(value, freed[1][name]), (strategy, name)
             measured, predicted = freed[2:]

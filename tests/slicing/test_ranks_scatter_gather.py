@@ -124,11 +124,11 @@ def send_and_receive_shards(context: RunContext) -> list[str]:
                 assert torch.equal(local_of(received_tensor), shard)
                 local_of(received_tensor).backward(shard.flip(0))
                 sent.backward(received.grad)
-                kinds += [one.kind for one in exchanges]
+                kinds += [exchange.kind for exchange in exchanges]
                 assert torch.equal(leaf.grad, (shard if lies_so else whole).flip(0))
                 # A tensor that is whole here has a whole gradient: the backward pass needs one
                 # gather.
-                assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
+                assert [exchange.kind for exchange in exchanges] == ["all_gather"] * (not lies_so)
                 exchanges.clear()
     return kinds
 

@@ -111,14 +111,14 @@ def test_where_no_rank_waits_everything_pays():
 
 def test_what_pays_now_is_not_called_hopeless():
     """One of the three values may be unknown although the step pays."""
-    for one, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
+    for current, words in ((step(exposed=0.5), "pays now"), (step(exposed=1.5), "never")):
         thresholds = {
-            "batch": batch_that_pays(one, None),
-            "bandwidth": bandwidth_that_pays(replace(one, whole=None), 1.0),
+            "batch": batch_that_pays(current, None),
+            "bandwidth": bandwidth_that_pays(replace(current, whole=None), 1.0),
             "ranks": Threshold(None, "by forecast none do"),
         }
-        first, *lines = inequality_lines("ddp", one, thresholds, None, here=True)
-        assert first.endswith("it pays" if one.pays else "it does not pay")
+        first, *lines = inequality_lines("ddp", current, thresholds, None, here=True)
+        assert first.endswith("it pays" if current.pays else "it does not pay")
         assert len(lines) == 3
         for line in lines:
             assert ("never" in line) is (words == "never"), line

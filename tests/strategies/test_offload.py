@@ -210,9 +210,9 @@ def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch, la
     ]
     stored = [home.store(tensor, None) for tensor in tensors]
     for _ in range(2):  # first one by one, then in the space of a chunk
-        for tensor, one in zip(tensors, stored, strict=True):
-            assert torch.equal(home.load(one), tensor)
-            assert home.load(one).dtype == tensor.dtype
+        for tensor, stored_tensor in zip(tensors, stored, strict=True):
+            assert torch.equal(home.load(stored_tensor), tensor)
+            assert home.load(stored_tensor).dtype == tensor.dtype
         home.prepare_chunk([*stored, *stored])
     assert home.load(stored[2]).is_contiguous(memory_format=torch.channels_last)
     assert home.store(tensors[0] + 1, stored[0]).offset == stored[0].offset

@@ -57,4 +57,4 @@ def test_it_is_within_a_point_of_ddp(expected, strategy, ranks):
     accuracies = (
         run_ranks(held_out_accuracies, ranks, strategy, timeout_s=300)[0] for _ in range(tries)
     )
-    assert any(mean(one) >= expected - POINT for one in accuracies)
+    assert any(mean(accuracy) >= expected - POINT for accuracy in accuracies)

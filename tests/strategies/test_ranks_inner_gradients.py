@@ -138,7 +138,7 @@ def train_all(context: Any, strategy: str, has_example: int) -> Any:
         try:
             with Engine(model, prepared_loss, sgd, job, context, example=first) as engine:
                 steps = [(x[rank_rows], y[rank_rows]) for x, y in map(batch, range(STEPS))]
-                outcomes[case] = [engine.step(one).loss for one in steps]
+                outcomes[case] = [engine.step(step).loss for step in steps]
         except ConfigError as error:
             outcomes[case] = str(error)
     return outcomes
@@ -157,7 +157,7 @@ def test_it_is_as_in_a_plain_loop_or_refused_in_a_line(strategy):
     axes = {"1f1b": {"pp": 2}, "tensor": {"tp": 2}}.get(strategy, {})
     ranks = 1 if strategy == "single" else 2
     (outcomes, *other_ranks) = run_ranks(train_all, ranks, strategy, 1, **axes)
-    assert all(other == outcomes for other in other_ranks)
+    assert all(rank_outcomes == outcomes for rank_outcomes in other_ranks)
     for case, outcome in outcomes.items():
         if isinstance(outcome, str):
             assert strategy in OTHERS, outcome

@@ -86,7 +86,10 @@ def plain_local_sgd(before, steps, replicas, every, outer=False, fragments=1, de
         with torch.no_grad():
             for fragment in range(fragments):
                 if (step - fragment * (every // fragments)) % every == 0:
-                    means = {n: sum(one[n] for one in now) / replicas for n in parts[fragment]}
+                    means = {
+                        n: sum(parameter[n] for parameter in now) / replicas
+                        for n in parts[fragment]
+                    }
                     gradients = {n: anchors[n] - mean for n, mean in means.items()}
                     waiting.append((step + delay, fragment, gradients))
             while waiting and waiting[0][0] == step:
@@ -95,8 +98,8 @@ def plain_local_sgd(before, steps, replicas, every, outer=False, fragments=1, de
                     anchors[name].grad = gradient
                 outers[fragment].step()
                 for name in parts[fragment]:
-                    for one in now:
-                        one[name].lerp_(anchors[name], 1 - mixing)
+                    for parameter in now:
+                        parameter[name].lerp_(anchors[name], 1 - mixing)
     return losses, [{n: p.detach() for n, p in m.named_parameters()} for m in models]
 
 

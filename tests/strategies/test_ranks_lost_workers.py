@@ -137,7 +137,7 @@ def test_two_servers_lose_two_of_three_workers_and_the_run_goes_on(tmp_path):
     """
     keys = {OPTION + "servers": 2}
     results = run_ranks(lose_two, 5, tmp_path, keys, killed=[2, 4])
-    assert [one is None for one in results] == [False, False, True, False, True]
+    assert [result is None for result in results] == [False, False, True, False, True]
     lines = log_of(tmp_path)
     for server in range(2):
         pushes = [line for line in lines if line["server"] == server and "pulled" in line]
@@ -199,8 +199,8 @@ def save_without_a_worker(context, folder, beside):
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_worker_that_dies_in_a_save_is_done_without(tmp_path, beside):
     results = run_ranks(save_without_a_worker, 4, tmp_path, beside, killed=[1])
-    assert [one is None for one in results] == [False, True, False, False]
-    assert [one[0] for one in results if one] == [[], [], []]
+    assert [result is None for result in results] == [False, True, False, False]
+    assert [result[0] for result in results if result] == [[], [], []]
     saved = Checkpoint(tmp_path / "checkpoints" / "step-2")
     # The samples of the next worker.
     assert torch.equal(
@@ -226,5 +226,5 @@ def validation_shares(context):
 
 def test_those_left_share_the_validation_samples():
     results = run_ranks(validation_shares, 4, killed=[2])
-    assert [one and one[0] for one in results] == [0, 120, None, 120]
-    assert [one and one[1] for one in results] == [0, 180, None, 180]
+    assert [result and result[0] for result in results] == [0, 120, None, 120]
+    assert [result and result[1] for result in results] == [0, 180, None, 180]

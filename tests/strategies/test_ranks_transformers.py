@@ -136,7 +136,7 @@ def train_all(context: Any, strategy: str) -> dict[str, tuple[list[float], list[
         with Engine(model, made_loss, sgd, job, context, example=example) as engine:
             losses = [engine.step(rows_of(batch(step), rank_rows)).loss for step in range(STEPS)]
             seconds = engine.layout.chosen.partition.seconds if engine.layout is not None else ()
-            results[case] = losses, [one / sum(seconds) for one in seconds]
+            results[case] = losses, [stage_seconds / sum(seconds) for stage_seconds in seconds]
     return results
 
 

@@ -133,10 +133,10 @@ def default(value: Any) -> str:
 def field_texts(cls: type) -> dict[str, tuple[str, str]]:
     """Type and docstring of each field that a class or its base classes in bigtrain declare."""
     texts: dict[str, tuple[str, str]] = {}
-    for one in reversed(cls.__mro__):
-        if not is_ours(one):
+    for base in reversed(cls.__mro__):
+        if not is_ours(base):
             continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, [*body.body[1:], None], strict=True):
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
@@ -182,9 +182,11 @@ def attributes(cls: type) -> dict[str, Any]:
     overrides.
     """
     attributes_found: dict[str, Any] = {}
-    for one in reversed(cls.__mro__):
-        if is_ours(one) and one is not BaseModel:
-            attributes_found |= {name: value for name, value in vars(one).items() if name[0] != "_"}
+    for base in reversed(cls.__mro__):
+        if is_ours(base) and base is not BaseModel:
+            attributes_found |= {
+                name: value for name, value in vars(base).items() if name[0] != "_"
+            }
     return attributes_found
 
 
@@ -194,7 +196,7 @@ def entry(module: str, name: str, value: Any) -> list[str]:
     if get_origin(value) is not None:
         first = get_origin(value) is Annotated  # the other arguments are instructions to pydantic
         values = get_args(value)[:1] if first else get_args(value)
-        return [*lines, f"A type: {', '.join(f'`{annotation(one)}`' for one in values)}."]
+        return [*lines, f"A type: {', '.join(f'`{annotation(part)}`' for part in values)}."]
     where = value.__module__
     lines += [f"From `{where}`.", ""] if where != module else []
     if not inspect.isclass(value):

@@ -45,10 +45,10 @@ BAR = "\\|"
 def field_texts(cls: type) -> dict[str, str]:
     """The docstring under each field of a class, including its base classes."""
     texts: dict[str, str] = {}
-    for one in reversed(cls.__mro__):
-        if not (issubclass(one, BaseModel) and one.__module__.startswith("bigtrain")):
+    for base in reversed(cls.__mro__):
+        if not (issubclass(base, BaseModel) and base.__module__.startswith("bigtrain")):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):

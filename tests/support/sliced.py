@@ -105,8 +105,8 @@ def compared(
     sliced_buffers = dict(model.named_buffers())
     for name, buffer in whole.named_buffers():
         pairs[f"buffer {name}"] = (_local_part(name, buffer, slices, group), sliced_buffers[name])
-    for name, (one, other) in pairs.items():
-        _note_difference(result, name, one, other, 0.0)
+    for name, (one, actual) in pairs.items():
+        _note_difference(result, name, one, actual, 0.0)
     _compare_gradients(whole, model, slices, group, result)
     _compare_evaluation(whole, model, run, result)
     return result
@@ -125,9 +125,9 @@ def _compare_evaluation(whole: nn.Module, model: nn.Module, run: Run, result: Co
         result.worst, result.where = float("inf"), "error in evaluation"
         return
     pairs = zip(*(leaves_of(output) for output in outputs), strict=True)
-    for number, (one, other) in enumerate(pairs):
-        if isinstance(one, Tensor):
-            _note_difference(result, f"evaluated output {number}", one, other, 0.0)
+    for number, (wanted, actual) in enumerate(pairs):
+        if isinstance(wanted, Tensor):
+            _note_difference(result, f"evaluated output {number}", wanted, actual, 0.0)
 
 
 def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
@@ -206,7 +206,7 @@ def is_equal_on_all(tensor: Tensor, group: SliceGroup) -> bool:
     bits = tensor.detach().contiguous().view(torch.uint8)
     every = [torch.empty_like(bits) for _ in range(group.size)]
     dist.all_gather(every, bits, group=group.group)
-    return all(torch.equal(bits, other) for other in every)
+    return all(torch.equal(bits, rank_tensor) for rank_tensor in every)
 
 
 def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) -> dict[str, Slices]:

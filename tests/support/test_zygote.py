@@ -152,7 +152,9 @@ def test_every_process_draws_its_own_random_numbers() -> None:
     outputs = [
         subprocess.run(words, capture_output=True, text=True).stdout.split() for _ in range(2)
     ]
-    assert all(one != other for one, other in zip(*outputs, strict=True))
+    assert all(
+        first_number != second_number for first_number, second_number in zip(*outputs, strict=True)
+    )
 
 
 def test_a_flavour_has_its_library() -> None:

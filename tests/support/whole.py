@@ -55,7 +55,7 @@ def whole_tensors(state: Mapping[str, StateTensor]) -> dict[str, Tensor]:
             tensors.setdefault(name, torch.zeros(size, dtype=dtype))[index] = values
             seen.setdefault(name, torch.zeros(size, dtype=torch.bool))[index] = True
             assert len(tensors[name]) == size, name
-    shapes = {n: one[1] for part in parts for n, one in part.items()}
+    shapes = {n: element[1] for part in parts for n, element in part.items()}
     for name, parts_found in seen.items():
         assert bool(parts_found.all()), f"{name}: not all elements are on some rank"
     order = dict.fromkeys(name for part in parts for name in part)

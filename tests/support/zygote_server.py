@@ -153,8 +153,8 @@ class Server:
         self._selector.close()
         self._listener.close()
         connection.close()
-        for other in self._children.values():
-            other.close()
+        for child in self._children.values():
+            child.close()
         for file in (self._woken, self._wakes, self._life):
             os.close(file)
 

@@ -29,8 +29,10 @@ class Log(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 storage = leaf.untyped_storage()
-                shares = [storage._cdata == one.untyped_storage()._cdata for one in operands]
-                same = [leaf is one for one in operands]
+                shares = [
+                    storage._cdata == operand.untyped_storage()._cdata for operand in operands
+                ]
+                same = [leaf is operand for operand in operands]
                 self.lines.append(
                     (
                         *(str(func), tuple(leaf.shape), leaf.stride(), leaf.storage_offset()),

@@ -73,7 +73,7 @@ def test_every_section_of_a_model_is_timed_and_the_sum_is_the_whole(job):
 
 def test_after_its_time_no_larger_size_is_begun(job):
     timed = time_blocks(job, request(job, 1, 2, 4, seconds=0.0), RunContext.alone())
-    assert [one.rows for one in timed] == [1]
+    assert [entry.rows for entry in timed] == [1]
 
 
 class TwoBlocks(nn.Module):
@@ -254,7 +254,7 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     assert timer().seconds(bf16_parameters=False) == first
     assert len(calls) == 4
     more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # for a different request
-    assert [one.rows for one in more] == [1, 2, 8]
+    assert [entry.rows for entry in more] == [1, 2, 8]
     assert calls[4:] == [(2, [2, 8], False)]
 
     def failed(*_: Any) -> Any:

@@ -103,9 +103,9 @@ def test_a_cut_through_a_block_divides_its_seconds_as_its_flops():
     assert edge == pytest.approx(3 + attention / (attention + mlp))
     seconds = [clock._stage_seconds(sections, *each) for each in ((begin, edge), (edge, end))]
     whole = clock._stage_seconds(sections, begin, end)
-    assert sum(one.total for one in seconds) == pytest.approx(whole.total)
+    assert sum(stage.total for stage in seconds) == pytest.approx(whole.total)
     assert forecast(job, setup).parts["compute"] == pytest.approx(
-        setup.plan.batch.accumulation_steps * max(one.total for one in seconds)
+        setup.plan.batch.accumulation_steps * max(stage.total for stage in seconds)
     )
 
 
@@ -118,8 +118,8 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
         job, setup = setup_of("tensor", 2, *words, *more)
         (profile,) = forecast_rank(setup.resolved, setup.workload).profiles
         sent = [
-            collective_seconds(one.kind, one.nbytes, 2, 1, two_devices, after_work=True)
-            for one in profile.exchanges
+            collective_seconds(exchange.kind, exchange.nbytes, 2, 1, two_devices, after_work=True)
+            for exchange in profile.exchanges
         ]
         seconds[name] = forecast(job, setup).parts
         # Two in the forward and two in the backward pass of each of four blocks; recomputation

@@ -133,7 +133,7 @@ def test_shards_of_a_state_are_updated_in_as_many_operations() -> None:
 def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
     plan, base = plan_of("fsdp"), sections().base
     profile = compose_profile(base, sections().sections)
-    every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
+    every = [t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)]
     gathered = sum(t.nbytes for t in every if t.kind == "all_gather")
     reduced = sum(t.nbytes for t in every if t.kind == "reduce_scatter")
     copied = [t for t in every if t.kind == "copy"]
@@ -148,7 +148,7 @@ def test_one_message_has_nothing_to_hide_behind() -> None:
     """All gradients of a small model are in one bucket, which is complete only at the end."""
     plan, base = plan_of("ddp"), sections().base
     profile = compose_profile(base, sections().sections)
-    every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
+    every = [t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)]
     (traffic,) = [t for t in every if t.kind == "all_reduce"]
     assert traffic.calls == 1
     slow = A100.inside.model_copy(update={"bandwidth": 1e6})

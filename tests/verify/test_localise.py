@@ -130,14 +130,14 @@ def record_model(context, sequence_dim, broken):
     group, case = slice_group(context, sequence_dim=sequence_dim), gpt_case(tied=True)
     if broken:
         break_rule(torch.nn.functional.gelu, second_on_rank=context.rank)
-    found = []
+    records = []
     for model in (build_model(case, None), build_model(case, group, "selective")):
         trace = ExecutionTrace([model], 1.0)
         with trace:
             run_pass(model, case)
         trace.close()
-        found.append(trace.entries)
-    return found
+        records.append(trace.entries)
+    return records
 
 
 def first_differing_name(whole, sliced):

@@ -181,8 +181,8 @@ def test_fairscale_equals_one_process() -> None:
     ]
     plain = [(model, "single", keys_without_strategy(keys)) for model, _, keys in cases]
     piped, expected = run_ranks(train_cases, 1, cases)[0], run_ranks(train_cases, 1, plain)[0]
-    for name, one, other in zip(PIPED, expected, piped, strict=True):
-        assert largest_difference(one, other) < NEAR, name
+    for name, single, record in zip(PIPED, expected, piped, strict=True):
+        assert largest_difference(single, record) < NEAR, name
 
 
 DEEPSPEED = "pipeline_deepspeed"
@@ -197,9 +197,9 @@ STAGED: dict[str, tuple[Any, ...]] = {
 def compare(expected: list[Record], ranks: list[list[Record]], names: Any, near: float) -> None:
     """Compare on each rank; the evaluation only on rank 0, which has its result."""
     for rank, records in enumerate(ranks):
-        for name, one, other in zip(names, expected, records, strict=True):
-            expected_record = one if rank == 0 else replace(one, losses=one.losses[::2])
-            assert largest_difference(expected_record, other) < near, (name, rank)
+        for name, single, record in zip(names, expected, records, strict=True):
+            expected_record = single if rank == 0 else replace(single, losses=single.losses[::2])
+            assert largest_difference(expected_record, record) < near, (name, rank)
 
 
 @needs_deepspeed

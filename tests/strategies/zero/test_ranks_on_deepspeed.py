@@ -154,14 +154,14 @@ RUNS = [(TinyLM, in_two_groups, {}), (Frozen, adamw, {}), (Frozen, sgd, {})]
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_groups_rates_frozen_parameters_and_evaluation(strategy):
-    for one, two in zip(
+    for single, two in zip(
         run_ranks(train_runs, 1, "single", RUNS)[0],
         run_ranks(train_runs, 2, strategy, RUNS, timeout_s=120.0)[1],
         strict=True,
     ):
-        assert two[0] == pytest.approx(one[0], abs=2e-6)
-        assert one[1].keys() == two[1].keys()
-        for name, tensor in one[1].items():
+        assert two[0] == pytest.approx(single[0], abs=2e-6)
+        assert single[1].keys() == two[1].keys()
+        for name, tensor in single[1].items():
             assert (tensor - two[1][name]).abs().max() < 1e-4, name
 
 
@@ -232,9 +232,9 @@ def test_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
     for records in run_ranks(
         train_cases, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0
     ):
-        for one, record in zip(mixed, records, strict=True):
-            assert record.losses == pytest.approx(one.losses, abs=2e-6)
-            for name, weight in one.weights.items():
+        for single, record in zip(mixed, records, strict=True):
+            assert record.losses == pytest.approx(single.losses, abs=2e-6)
+            for name, weight in single.weights.items():
                 assert (record.weights[name] - weight).abs().max() < 1e-5, name
 
 

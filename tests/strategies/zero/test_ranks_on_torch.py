@@ -102,9 +102,9 @@ def expected() -> list[Record]:
 )
 def test_the_numbers_are_those_of_one_process(expected, strategy, world_size):
     for records in run_ranks(differences, world_size, strategy, ONE):
-        for one, record, case in zip(expected, records, ONE, strict=True):
+        for single, record, case in zip(expected, records, ONE, strict=True):
             tolerance = 1e-10 if case[2].get("train.precision") == "fp64" else 1e-5
-            assert largest_difference(one, record) < tolerance
+            assert largest_difference(single, record) < tolerance
 
 
 @pytest.mark.parametrize("strategy", PRESETS)
