@@ -94,7 +94,7 @@ def test_keeping_everything_is_refused_with_the_key() -> None:
 
 
 def test_the_command_ends_with_the_weights_before_ranks_connect(tmp_path: Path) -> None:
-    words = ["model.name=support.own_sizes:OwnSizes", "model.args.way=penalty"]
+    words = ["model.name=support.own_sizes:OwnSizes", "model.args.use=penalty"]
     words += ["data.name=synthetic", "data.args={kind: language, length: 6, vocabulary: 13}"]
     words += ["train.global_batch_size=8", "train.steps=1", "memory.predict=false"]
     done = forked_cli(["train", "-n", "2", "--strategy", "tensor", *words], cwd=tmp_path)

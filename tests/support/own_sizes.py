@@ -16,13 +16,13 @@ class OwnSizes(nn.Module):
     """A transformer block whose code computes with the sizes of its weights.
 
     Args:
-        way: one of WAYS.
+        use: one of WAYS.
         heads: number of attention heads.
     """
 
     def __init__(self, use: str, heads: int = 4) -> None:
         super().__init__()
-        self.way, self.heads = use, heads
+        self.use, self.heads = use, heads
         self.words = nn.Embedding(WORDS, WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
@@ -41,7 +41,7 @@ class OwnSizes(nn.Module):
         x = self.words(words)
         x = x + self.attention(x)
         x = x + self.down(self.middle(F.gelu(self.up(x))))
-        return WAYS[self.way](self, x, self.head(x))
+        return WAYS[self.use](self, x, self.head(x))
 
     def middle(self, hidden: Tensor) -> Tensor:
         """Scale by sizes of weights and of `hidden`: (rows, places, INNER) to the same shape."""
